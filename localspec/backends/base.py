@@ -1,0 +1,213 @@
+"""What a backend must provide: a ``Model`` (weights), a ``Context`` (one sequence's memory), a ``Forward`` (one pass).
+
+A backend is a module of this folder with a function ``load(path, *, n_threads, n_gpu_layers, progress) -> Model``;
+``localspec.backends`` knows which exist and chooses one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec.errors import Closed, ContextFull, UsageError
+from localspec.vocab import Vocab
+
+FloatArray = npt.NDArray[np.float32]
+Progress = Callable[[float], bool]
+"""Called with the loaded fraction in [0, 1]; returning False cancels the load."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a model's memory and engine can do.
+
+    Attributes:
+        rollback: ``exact`` drops rows from the KV cache; ``replay`` restores a checkpoint and decodes again
+            (recurrent memories, wrapped windows): a rejected guess then costs another pass.
+        batch_invariant: logits do not depend on how many tokens share a pass. False for every fast kernel; the
+            reference backend is True, and only there can exactness be asserted to the bit.
+        device: where the weights live: ``cpu``, ``gpu`` or ``mixed``.
+    """
+
+    rollback: Literal["exact", "replay"] = "exact"
+    batch_invariant: bool = False
+    device: str = "cpu"
+
+
+class Forward:
+    """The logits of one pass.
+
+    Attributes:
+        logits: float array [n_rows, n_vocab]; row i predicts the token that follows the i-th row asked for. Usually a
+            view of the engine's memory: valid until the next decode on the same context; copy what must outlive it.
+    """
+
+    __slots__ = ("logits",)
+
+    def __init__(self, logits: FloatArray) -> None:
+        self.logits = logits
+
+    def __len__(self) -> int:
+        return len(self.logits)
+
+
+class Context(ABC):
+    """The memory of one sequence.
+
+    ``tokens`` is what the memory holds, in order. Subclasses implement ``_decode`` and ``_truncate``; arguments are
+    checked here, so that every backend refuses the same things with the same words.
+    """
+
+    def __init__(self, model: Model, n_ctx: int) -> None:
+        self.model = model
+        self.n_ctx = n_ctx
+        self.tokens: list[int] = []
+        self._closed = False
+
+    @property
+    def n_past(self) -> int:
+        """Tokens in the memory."""
+        return len(self.tokens)
+
+    def decode(self, tokens: Sequence[int], logits: Literal["all", "last", "none"] = "all") -> Forward:
+        """Feed tokens after those already in the memory.
+
+        Args:
+            tokens: at least one token id.
+            logits: which rows to return: one per token, the last one only, or none (prefill).
+
+        Raises:
+            ContextFull: they do not fit; the memory is unchanged.
+            UsageError: no tokens, or an id outside the vocabulary.
+            Closed: the context was closed.
+        """
+        if self._closed:
+            raise Closed("this context was closed")
+        if not tokens:
+            raise UsageError("decode needs at least one token")
+        if self.n_past + len(tokens) > self.n_ctx:
+            raise ContextFull(
+                f"the context holds {self.n_ctx} tokens; {self.n_past} are used and {len(tokens)} more do not fit"
+            )
+        if min(tokens) < 0 or max(tokens) >= self.model.n_vocab:
+            raise UsageError(f"token ids must lie in 0..{self.model.n_vocab - 1}")
+        n_before = self.n_past
+        try:
+            forward = self._decode(tokens, logits)
+        except BaseException:
+            # A pass that broke off (Ctrl-C lands between chunks) must not leave rows that `tokens` does not name.
+            self._truncate(n_before)
+            raise
+        self.tokens.extend(tokens)
+        return forward
+
+    def truncate(self, n: int) -> None:
+        """Forget all but the first n tokens; afterwards the context behaves as a fresh one that was fed just those.
+
+        Raises:
+            UsageError: n is negative or larger than ``n_past``.
+            Closed: the context was closed.
+        """
+        if self._closed:
+            raise Closed("this context was closed")
+        if not 0 <= n <= self.n_past:
+            raise UsageError(f"cannot truncate {self.n_past} tokens to {n}")
+        if n < self.n_past:
+            self._truncate(n)
+            del self.tokens[n:]
+
+    def reuse(self, tokens: Sequence[int]) -> int:
+        """Keep the longest common prefix of the memory and ``tokens``, drop the rest, and return its length."""
+        n = 0
+        for ours, theirs in zip(self.tokens, tokens, strict=False):
+            if ours != theirs:
+                break
+            n += 1
+        self.truncate(n)
+        return n
+
+    def close(self) -> None:
+        """Free the memory; safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            self.tokens = []
+            self._close()
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def _decode(self, tokens: Sequence[int], logits: Literal["all", "last", "none"]) -> Forward: ...
+
+    @abstractmethod
+    def _truncate(self, n: int) -> None:
+        """Drop all rows from position n on, rows of a broken-off pass included."""
+
+    @abstractmethod
+    def _close(self) -> None: ...
+
+
+class Model(ABC):
+    """Immutable weights, loaded by one engine.
+
+    Attributes:
+        path: the GGUF file.
+        backend: the engine's catalogue name, e.g. ``ik-llama``.
+        engine: the engine's name and version, part of every cache key and report.
+        vocab: tokens, types and special ids, read from the file and so the same for every engine.
+        chat_template: the file's Jinja template, or None.
+        n_ctx_train: the context length the model was trained for.
+        size_bytes: size of the file.
+        capabilities: see ``Capabilities``.
+    """
+
+    path: Path
+    backend: str
+    engine: str
+    vocab: Vocab
+    chat_template: str | None
+    n_ctx_train: int
+    size_bytes: int
+    capabilities: Capabilities
+    n_threads: int
+    n_vocab: int
+    """Width of a logits row. Can exceed the number of named tokens by padding rows."""
+
+    @abstractmethod
+    def new_context(self, n_ctx: int, *, n_threads: int | None = None) -> Context:
+        """An empty memory for n_ctx tokens. Contexts of one model are independent.
+
+        Raises:
+            UsageError: n_ctx is not positive.
+            EngineError: not enough memory.
+        """
+
+    @abstractmethod
+    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            text: any Unicode text.
+            add_special: put the begin-of-text token in front if the model wants one.
+            parse_special: read ``<|im_end|>`` and the like as the special tokens they name. Only for text that comes
+                from a chat template: a user's own text must not be able to forge a turn.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the weights; safe to call twice. Contexts must be closed first."""
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,82 @@
+"""What a drafter must provide. A drafter guesses; it can never change what is said, only how fast.
+
+Being wrong is cheap, being *dishonest about randomness* is not: whether a guess that was **sampled** is sent to the
+target must not depend on which token came out (dropping unlikely samples would skew the law of what remains). So
+``Plan.keep`` is asked before a sample is drawn, with a confidence computed from the distribution alone. Guesses made
+deterministically, or with the target's own noise, may be dropped at will.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+from localspec.backends.base import Forward
+from localspec.rounds import DraftToken
+from localspec.sampling import Distribution, Noise, Row, SamplingParams
+
+
+class Plan(Protocol):
+    """The controller's permission to guess in this round; drafters ask it token by token."""
+
+    @property
+    def room(self) -> int:
+        """How many more tokens may be drafted in this round."""
+
+    def more(self, source: str) -> bool:
+        """Whether one more step of this drafter is worth its time; asked before the step."""
+
+    def keep(self, source: str, confidence: float) -> float | None:
+        """Whether the token at hand is worth a row of the target's pass.
+
+        Args:
+            source: the drafter's name.
+            confidence: its own estimate, in [0, 1], that the guess is right.
+
+        Returns:
+            The calibrated probability of acceptance if the token should be sent, else None.
+        """
+
+
+class Proposer(Protocol):
+    """How a draft model's logits become a guess, so that drafters need not know about sampling."""
+
+    params: SamplingParams
+    noise: Noise
+
+    def confidence(self, row: Row, history: Sequence[int]) -> float:
+        """The draft's confidence [0, 1] in the guess that ``choose`` would make; independent of fresh randomness."""
+
+    def choose(self, position: int) -> tuple[int, Distribution | None]:
+        """The guess for the row last given to ``confidence``, and the law it was sampled from (None: deterministic)."""
+
+
+class Drafter(ABC):
+    """One source of guesses.
+
+    Attributes:
+        source: its name in rounds, statistics and ``--draft``: ``model``, ``ngram``, …
+    """
+
+    source: str
+
+    def begin(self, tokens: Sequence[int]) -> None:  # noqa: B027 - optional hook
+        """A new request starts; ``tokens`` is its whole prompt. Keep what earlier requests share with it."""
+
+    def process(self, tokens: Sequence[int], forward: Forward | None) -> None:  # noqa: B027 - optional hook
+        """The target decoded ``tokens`` (prefill, with forward None, or a verification pass)."""
+
+    @abstractmethod
+    def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
+        """Guess what follows ``tokens``: everything settled, then what other drafters guessed already in this round.
+
+        Returns:
+            At most ``plan.room`` guesses; empty when this drafter has nothing worth trying.
+        """
+
+    def accept(self, emitted: Sequence[int]) -> None:  # noqa: B027 - optional hook
+        """The round is over: these tokens were settled."""
+
+    def close(self) -> None:  # noqa: B027 - optional hook
+        """Free what the drafter holds; safe to call twice."""

@@ -1,0 +1,92 @@
+"""Every error that localspec raises on purpose.
+
+::
+
+    LocalspecError                  (one readable line; the CLI exits 1)
+    ├── UsageError                  the request makes no sense (the CLI exits 2; also a ValueError)
+    │   ├── PromptTooLong           the prompt does not fit into the context
+    │   └── UnknownModel            no such catalogue name or file
+    ├── ModelFileError              the file is not a usable model
+    │   ├── NotGGUF                 empty, foreign or cut short
+    │   └── UnsupportedModel        a GGUF, but not one this engine can generate text with
+    ├── VocabularyMismatch          draft and target do not share a vocabulary
+    ├── TemplateError               the file's chat template failed, or would not end
+    ├── DownloadError               no source could deliver the file
+    │   ├── DigestMismatch          what arrived is not what was promised
+    │   └── NotEnoughSpace          the disk cannot hold the file
+    ├── EngineError                 an inference engine failed
+    │   ├── EngineUnavailable       not installed, or not for this machine
+    │   ├── EngineMismatch          the engine computes this file wrongly (see ``backends.trust``)
+    │   └── ContextFull             no room for the tokens to decode
+    └── Closed                      used after ``close()``
+"""
+
+from __future__ import annotations
+
+
+class LocalspecError(Exception):
+    """Base class: ``str(error)`` is one line that says what is wrong and what to do."""
+
+
+class UsageError(LocalspecError, ValueError):
+    """The request itself is wrong: a value out of range, an impossible combination."""
+
+
+class PromptTooLong(UsageError):
+    """The prompt leaves no room in the context."""
+
+
+class UnknownModel(UsageError):
+    """The name is neither in the catalogue nor a file nor a hub address."""
+
+
+class ModelFileError(LocalspecError):
+    """The file cannot be used as a model."""
+
+
+class NotGGUF(ModelFileError):
+    """Empty, truncated, or another format."""
+
+
+class UnsupportedModel(ModelFileError):
+    """A valid GGUF that cannot generate text here."""
+
+
+class VocabularyMismatch(LocalspecError):
+    """Draft and target number their tokens differently."""
+
+
+class TemplateError(LocalspecError):
+    """The model's chat template could not be rendered."""
+
+
+class DownloadError(LocalspecError):
+    """No source could deliver the file."""
+
+
+class DigestMismatch(DownloadError):
+    """The bytes that arrived are not the ones the catalogue names."""
+
+
+class NotEnoughSpace(DownloadError):
+    """The disk has too little room."""
+
+
+class EngineError(LocalspecError):
+    """An inference engine failed."""
+
+
+class EngineUnavailable(EngineError):
+    """The engine is not installed or cannot run on this machine."""
+
+
+class EngineMismatch(EngineError):
+    """The engine's batched passes disagree with its single-token passes on this file."""
+
+
+class ContextFull(EngineError):
+    """The tokens do not fit into the context."""
+
+
+class Closed(LocalspecError):
+    """The object was used after it was closed."""

@@ -1,0 +1,267 @@
+"""Logits and history -> the probabilities a token is drawn from; stateless, sparse after truncation.
+
+The chain, in order: logit bias, penalties, temperature, top-k, top-p, min-p. Both the target's p and a draft model's q
+go through it, so exactness is with respect to what plain sampling with the same settings would do.
+
+Randomness is addressed, not consumed: the noise for a decision is a hash of (seed, position in the sequence, token id).
+So the draw at a position does not depend on how many guesses were made before it, and a fixed seed gives the same text
+whether or not, and however far, a draft ran ahead.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec.errors import UsageError
+
+Row = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int64]
+Probs = npt.NDArray[np.float64]
+
+_BLOCK = 128
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop.
+
+    Attributes:
+        temperature: 0 is greedy: always the most probable token.
+        top_k: keep the k most probable tokens; 0 keeps all.
+        top_p: keep the smallest set of tokens with at least this total probability; 1 keeps all.
+        min_p: drop tokens less probable than this fraction of the most probable one; 0 keeps all.
+        repeat_penalty: divide the positive and multiply the negative logits of recent tokens; 1 is off.
+        repeat_last_n: how many recent tokens (prompt included) the penalties look at.
+        presence_penalty: subtracted once from the logit of each recent token.
+        frequency_penalty: subtracted per occurrence.
+        logit_bias: added to the logits of these token ids.
+        seed: None draws a fresh one. The same seed gives the same text again on the same machine and setup.
+        max_tokens: token budget of the answer; None is what the context has room for.
+        stop: strings that end the answer; neither they nor what follows is part of the text.
+        ignore_eos: do not stop at end tokens (for benchmarks).
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repeat_penalty: float = 1.0
+    repeat_last_n: int = 64
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: Sequence[str] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        def check(ok: bool, name: str, rule: str) -> None:
+            if not ok:
+                raise UsageError(f"{name} must be {rule}, not {getattr(self, name)!r}")
+
+        check(math.isfinite(self.temperature) and 0 <= self.temperature <= 100, "temperature", "in 0..100")
+        check(self.top_k >= 0, "top_k", "0 (off) or more")
+        check(0 < self.top_p <= 1, "top_p", "over 0 and at most 1")
+        check(0 <= self.min_p < 1, "min_p", "at least 0 and under 1")
+        check(math.isfinite(self.repeat_penalty) and self.repeat_penalty > 0, "repeat_penalty", "over 0")
+        check(self.repeat_last_n >= 0, "repeat_last_n", "0 or more")
+        check(math.isfinite(self.presence_penalty), "presence_penalty", "a finite number")
+        check(math.isfinite(self.frequency_penalty), "frequency_penalty", "a finite number")
+        check(self.max_tokens is None or self.max_tokens > 0, "max_tokens", "over 0")
+        check(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "a 64-bit integer")
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        check(all(isinstance(s, str) and s for s in self.stop), "stop", "non-empty strings")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether bias or penalties change the logits before anything else."""
+        return bool(self.logit_bias) or (
+            self.repeat_last_n > 0
+            and (self.repeat_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """A sparse probability distribution: ``probs[i]`` belongs to ``ids[i]``; all other tokens have 0.
+
+    ids are strictly increasing [n]; probs are float64 [n], not negative, summing to 1.
+    """
+
+    ids: Ids
+    probs: Probs
+
+    def prob(self, token: int) -> float:
+        i = int(np.searchsorted(self.ids, token))
+        return float(self.probs[i]) if i < len(self.ids) and self.ids[i] == token else 0.0
+
+    def argmax(self) -> int:
+        return int(self.ids[int(np.argmax(self.probs))])
+
+    def sample(self, noise: Noise, position: int, stream: int = 0) -> int:
+        """Draw by the Gumbel-max trick: argmax(log p + g), g addressed by (seed, position, stream, token id).
+
+        Equivalently argmin of e/p with e exponential, which needs one logarithm less and never takes log 0.
+        """
+        if len(self.ids) == 1:
+            return int(self.ids[0])
+        with np.errstate(divide="ignore"):
+            race = noise.exponential(position, self.ids, stream) / self.probs
+        return int(self.ids[int(np.argmin(race))])
+
+    def minus(self, other: Distribution) -> Distribution:
+        """The residual normalise(max(p - q, 0)) of rejection sampling (Leviathan et al. 2023, eq. 1-2)."""
+        q = np.zeros_like(self.probs)
+        at = np.searchsorted(other.ids, self.ids)
+        at[at == len(other.ids)] = 0
+        shared = other.ids[at] == self.ids
+        q[shared] = other.probs[at[shared]]
+        rest = np.maximum(self.probs - q, 0.0)
+        total = rest.sum()
+        # p == q up to rounding: rejection then has probability 0 up to rounding, and p itself is the right law.
+        if total <= 0.0:
+            return self
+        keep = rest > 0
+        return Distribution(self.ids[keep], rest[keep] / total)
+
+
+class Noise:
+    """Addressed randomness: a counter-based generator (splitmix64 finalisers over seed, position, stream and id)."""
+
+    __slots__ = ("seed",)
+
+    def __init__(self, seed: int | None) -> None:
+        self.seed = (secrets.randbits(64) if seed is None else seed) & 0xFFFFFFFFFFFFFFFF
+
+    def _key(self, position: int, stream: int) -> int:
+        return _mix_int(_mix_int(self.seed ^ 0x9E3779B97F4A7C15) + position * 0xD1342543DE82EF95 + stream * 0xDB4F0B9175AE2165)
+
+    def uniform(self, position: int, stream: int) -> float:
+        """One number in (0, 1)."""
+        return ((_mix_int(self._key(position, stream) ^ 0xA0761D6478BD642F) >> 11) + 0.5) * 2.0**-53
+
+    def exponential(self, position: int, ids: Ids, stream: int = 0) -> Probs:
+        """Standard exponential numbers, one per token id [n]."""
+        with np.errstate(over="ignore"):
+            x = ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(self._key(position, stream))
+            x ^= x >> np.uint64(30)
+            x *= np.uint64(0xBF58476D1CE4E5B9)
+            x ^= x >> np.uint64(27)
+            x *= np.uint64(0x94D049BB133111EB)
+            x ^= x >> np.uint64(31)
+        return -np.log(((x >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53)
+
+
+def _mix_int(x: int) -> int:
+    mask = 0xFFFFFFFFFFFFFFFF
+    x &= mask
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    return x ^ (x >> 31)
+
+
+def edit_logits(row: Row, history: Sequence[int], params: SamplingParams) -> Row:
+    """Logit bias and penalties; returns ``row`` itself, uncopied, where nothing changes it.
+
+    Args:
+        row: logits [n_vocab].
+        history: all tokens before the one to choose, the accepted guesses of this round included.
+        params: the sampling parameters.
+    """
+    if not params.edits_logits:
+        return row
+    row = row.copy()
+    for token, bias in params.logit_bias.items():
+        if 0 <= token < len(row):
+            row[token] += bias
+    recent = history[-params.repeat_last_n :] if params.repeat_last_n else ()
+    if recent and (params.repeat_penalty != 1.0 or params.presence_penalty or params.frequency_penalty):
+        counts = Counter(recent)
+        ids = np.fromiter(counts.keys(), dtype=np.int64, count=len(counts))
+        times = np.fromiter(counts.values(), dtype=np.float64, count=len(counts))
+        values = row[ids].astype(np.float64)
+        values = np.where(values > 0, values / params.repeat_penalty, values * params.repeat_penalty)
+        row[ids] = values - params.presence_penalty - params.frequency_penalty * times
+    return row
+
+
+def greedy_token(row: Row, history: Sequence[int], params: SamplingParams) -> int:
+    """The most probable token after bias and penalties (the lowest id among equals)."""
+    return int(np.argmax(edit_logits(row, history, params)))
+
+
+def top_k_ids(row: Row, k: int) -> Ids:
+    """The ids of the k largest logits, increasing; among equals at the border the lower ids win.
+
+    A full partition of a 152k row costs a millisecond. The k-th largest of the block maxima is a lower bound for the
+    k-th largest element, so one comparison against it leaves a few candidates.
+    """
+    n = len(row)
+    if k >= n:
+        return np.arange(n)
+    whole = n - n % _BLOCK
+    if whole // _BLOCK > k:
+        maxima = row[:whole].reshape(-1, _BLOCK).max(axis=1)
+        bound = np.partition(maxima, len(maxima) - k)[len(maxima) - k]
+        candidates = np.flatnonzero(row >= bound)
+    else:
+        candidates = np.arange(n)
+    # argsort on (-logit, id): stable, so ties go to the lower id.
+    order = np.argsort(-row[candidates], kind="stable")[:k]
+    return np.sort(candidates[order])
+
+
+def distribution(row: Row, history: Sequence[int], params: SamplingParams) -> Distribution:
+    """The distribution that plain sampling draws the next token from.
+
+    Args:
+        row: logits [n_vocab]; not modified.
+        history: all tokens before the one to choose.
+        params: temperature 0 gives the point mass on the greedy token.
+
+    Returns:
+        A ``Distribution`` over the tokens that survive the chain.
+    """
+    row = edit_logits(row, history, params)
+    if params.greedy:
+        return Distribution(np.array([int(np.argmax(row))]), np.ones(1))
+    if params.top_k:
+        ids = top_k_ids(row, params.top_k)
+    elif params.min_p:
+        # min-p in logit space: p >= min_p * p_max  <=>  logit >= max + T log(min_p). It is applied last in the chain,
+        # and top-p before it can only remove less probable tokens and rescale, so when both act top-p must still see
+        # every token's mass: hence only without top-p.
+        if params.top_p < 1:
+            ids = np.arange(len(row))
+        else:
+            ids = np.flatnonzero(row >= row.max() + params.temperature * math.log(params.min_p))
+    else:
+        ids = np.arange(len(row))
+    logits = row[ids].astype(np.float64)
+    probs = np.exp((logits - logits.max()) / params.temperature)
+    probs /= probs.sum()
+    if params.top_p < 1:
+        order = np.argsort(-probs, kind="stable")
+        reached = np.cumsum(probs[order])
+        keep = np.sort(order[: int(np.searchsorted(reached, params.top_p)) + 1])
+        ids, probs = ids[keep], probs[keep] / probs[keep].sum()
+    if params.min_p:
+        keep = np.flatnonzero(probs >= params.min_p * probs.max())
+        ids, probs = ids[keep], probs[keep] / probs[keep].sum()
+    alive = np.flatnonzero(probs > 0)
+    if len(alive) < len(probs):
+        ids, probs = ids[alive], probs[alive]
+    return Distribution(ids, probs)
