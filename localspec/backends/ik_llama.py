@@ -1,0 +1,158 @@
+"""ik_llama.cpp through ik-llama-cpp-python: ready wheels, and much cheaper wide passes on a CPU.
+
+The bindings declare the C structs by hand, so they fit one version only: any other is refused, and so is a library
+whose default parameters do not read back as that version's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+from localspec.backends.base import Progress
+from localspec.backends.llama_family import N_BATCH, N_UBATCH, Binding, LlamaModel
+from localspec.backends.machine import cpu_has_avx2, default_threads
+from localspec.backends.noise import engine_log
+from localspec.errors import EngineUnavailable, UsageError
+
+NAME = "ik-llama"
+VERSION = "0.1.5"
+
+_LOG_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+
+
+class IkLlamaBinding(Binding):
+    """The older llama.cpp API that ik_llama.cpp keeps, with the functions its ctypes table lacks bound here."""
+
+    name = NAME
+    version = VERSION
+
+    def __init__(self) -> None:
+        try:
+            found = metadata.version("ik-llama-cpp-python")
+        except metadata.PackageNotFoundError:
+            raise EngineUnavailable(
+                f"ik-llama-cpp-python is not installed; install it with: pip install ik-llama-cpp-python=={VERSION}"
+            ) from None
+        if found != VERSION:
+            raise EngineUnavailable(f"ik-llama-cpp-python {found} is installed, but exactly {VERSION} is needed")
+        if platform.machine().lower() in ("x86_64", "amd64") and not cpu_has_avx2():
+            # Its wheels are compiled for AVX2; without it the first call would kill the process.
+            raise EngineUnavailable("ik-llama-cpp-python needs a CPU with AVX2, which this one lacks")
+        try:
+            import ik_llama_cpp._ctypes_api as api
+        except (OSError, ImportError, AttributeError) as error:
+            raise EngineUnavailable(f"ik-llama-cpp-python cannot load its library: {error}") from None
+        self.api = api
+        lib = self.lib = api._lib
+        pointer, i32, size_t = ctypes.c_void_p, ctypes.c_int32, ctypes.c_size_t
+        for name, argtypes, restype in (
+            ("llama_kv_cache_seq_rm", [pointer, i32, i32, i32], ctypes.c_bool),
+            ("llama_synchronize", [pointer], None),
+            ("llama_get_logits", [pointer], pointer),
+            ("llama_n_vocab", [pointer], i32),
+            ("llama_log_set", [_LOG_CALLBACK, pointer], None),
+            ("llama_model_has_recurrent", [pointer], ctypes.c_bool),
+            ("llama_state_seq_get_size", [pointer, i32], size_t),
+            ("llama_state_seq_get_data", [pointer, pointer, size_t, i32], size_t),
+            ("llama_state_seq_set_data", [pointer, pointer, size_t, i32], size_t),
+        ):
+            function = getattr(lib, name)
+            function.argtypes, function.restype = argtypes, restype
+        self._check_structs()
+        self._log = _LOG_CALLBACK(lambda _level, text, _data: engine_log.write(text))
+        lib.llama_log_set(self._log, None)
+        lib.llama_backend_init()
+
+    def _check_structs(self) -> None:
+        model, context = self.api.llama_model_default_params(), self.api.llama_context_default_params()
+        # Values spread over both structs: one field too many or too few anywhere shifts some of them.
+        seen = (model.n_gpu_layers, model.n_ubatch, model.use_mmap, model.repack_tensors, context.n_ctx, context.n_batch)
+        seen += (context.n_ubatch, context.yarn_ext_factor, context.type_k, context.type_v, context.flash_attn)
+        if seen != (0, 512, True, False, 512, 2048, 512, -1.0, 1, 1, True):
+            raise EngineUnavailable(
+                f"the library in ik-llama-cpp-python {VERSION} has another layout than its bindings; reinstall it"
+            )
+
+    def load_model(self, path: Path, n_gpu_layers: int, progress: Progress | None) -> int | None:
+        params = self.api.llama_model_default_params()
+        params.n_gpu_layers = n_gpu_layers
+        # Repacked rows are what makes wide passes cheap; they cannot be shared with the file's pages.
+        params.use_mmap = False
+        params.repack_tensors = True
+        callback = self.api.llama_progress_callback(lambda fraction, _data: progress(fraction) if progress else True)
+        params.progress_callback = callback
+        return self.api.llama_model_load_from_file(str(path).encode(), params)  # type: ignore[no-any-return]
+
+    def free_model(self, model: int) -> None:
+        self.api.llama_free_model(model)
+
+    def new_context(self, model: int, n_ctx: int, n_threads: int, kv_type: int) -> int | None:
+        params = self.api.llama_context_default_params()
+        params.n_ctx = n_ctx
+        params.n_batch = N_BATCH
+        params.n_ubatch = N_UBATCH
+        params.n_threads = params.n_threads_batch = n_threads
+        params.type_k = params.type_v = kv_type
+        params.flash_attn = True
+        return self.api.llama_init_from_model(model, params)  # type: ignore[no-any-return]
+
+    def free_context(self, ctx: int) -> None:
+        self.api.llama_free(ctx)
+
+    def remove(self, ctx: int, start: int) -> bool:
+        return bool(self.lib.llama_kv_cache_seq_rm(ctx, 0, start, -1))
+
+    def clear(self, ctx: int) -> None:
+        self.api.llama_kv_cache_clear(ctx)
+
+    def is_recurrent(self, model: int) -> bool:
+        return bool(self.lib.llama_model_has_recurrent(model))
+
+    def tokenize(self, model: int, text: bytes, add_special: bool, parse_special: bool) -> list[int]:
+        size = len(text) + 8
+        buffer = (self.api.llama_token * size)()
+        n = self.api.llama_tokenize(model, text, len(text), buffer, size, add_special, parse_special)
+        if n < 0:
+            buffer = (self.api.llama_token * -n)()
+            n = self.api.llama_tokenize(model, text, len(text), buffer, -n, add_special, parse_special)
+        return list(buffer[:n])
+
+    def n_vocab(self, model: int) -> int:
+        return int(self.lib.llama_n_vocab(model))
+
+    def device(self, n_gpu_layers: int) -> str:
+        return "cpu"
+
+
+@cache
+def binding() -> IkLlamaBinding:
+    """The engine, loaded once per process.
+
+    Raises:
+        EngineUnavailable: not installed, another version, or not for this CPU.
+    """
+    return IkLlamaBinding()
+
+
+def load(
+    path: Path | str,
+    *,
+    n_threads: int | None = None,
+    n_gpu_layers: int | None = None,
+    kv_type: str = "f16",
+    progress: Progress | None = None,
+) -> LlamaModel:
+    """Load a GGUF with ik_llama.cpp, its rows repacked for wide passes; arguments as in ``llama_cpp.load``.
+
+    Raises:
+        UsageError: layers on a GPU are asked for, which its wheels do not have.
+    """
+    if n_gpu_layers:
+        raise UsageError("ik-llama's wheels run on the CPU only; use --backend llama-cpp for --gpu-layers")
+    return LlamaModel(
+        binding(), Path(path), n_threads=n_threads or default_threads(), kv_type=kv_type, progress=progress
+    )

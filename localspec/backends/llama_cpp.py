@@ -1,0 +1,132 @@
+"""llama.cpp through llama-cpp-python: every device it was built for, and the newest architectures."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from localspec.backends.base import Progress
+from localspec.backends.llama_family import N_BATCH, N_UBATCH, Binding, LlamaModel
+from localspec.backends.machine import default_threads
+from localspec.backends.noise import engine_log
+from localspec.errors import EngineUnavailable
+
+NAME = "llama-cpp"
+
+
+class LlamaCppBinding(Binding):
+    """llama-cpp-python's own ctypes table; its ``Llama`` class is not used."""
+
+    name = NAME
+
+    def __init__(self) -> None:
+        try:
+            import llama_cpp
+        except ImportError as error:
+            raise EngineUnavailable(
+                f"llama-cpp-python is not installed ({error}); install it with: pip install 'localspec[llama-cpp]'"
+            ) from None
+        except (OSError, RuntimeError) as error:
+            raise EngineUnavailable(f"llama-cpp-python cannot load its library: {error}") from None
+        self.version: str = llama_cpp.__version__
+        lib: Any = llama_cpp
+        self.lib = lib
+        self._log = lib.llama_log_callback(lambda _level, text, _data: engine_log.write(text))
+        lib.llama_log_set(self._log, ctypes.c_void_p(0))
+        lib.llama_backend_init()
+        self.gpu = bool(lib.llama_supports_gpu_offload())
+
+    def load_model(self, path: Path, n_gpu_layers: int, progress: Progress | None) -> int | None:
+        lib = self.lib
+        params = lib.llama_model_default_params()
+        params.n_gpu_layers = n_gpu_layers
+        callback = lib.llama_progress_callback(lambda fraction, _data: progress(fraction) if progress else True)
+        params.progress_callback = callback
+        return lib.llama_model_load_from_file(str(path).encode(), params)  # type: ignore[no-any-return]
+
+    def free_model(self, model: int) -> None:
+        self.lib.llama_model_free(model)
+
+    def new_context(self, model: int, n_ctx: int, n_threads: int, kv_type: int) -> int | None:
+        lib = self.lib
+        params = lib.llama_context_default_params()
+        params.n_ctx = n_ctx
+        params.n_batch = N_BATCH
+        params.n_ubatch = N_UBATCH
+        params.n_seq_max = 1
+        params.n_threads = params.n_threads_batch = n_threads
+        params.type_k = params.type_v = kv_type
+        params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_AUTO
+        # A sliding-window cache that keeps only its window cannot take rejected guesses back out.
+        params.swa_full = True
+        params.no_perf = True
+        return lib.llama_init_from_model(model, params)  # type: ignore[no-any-return]
+
+    def free_context(self, ctx: int) -> None:
+        self.lib.llama_free(ctx)
+
+    def remove(self, ctx: int, start: int) -> bool:
+        return bool(self.lib.llama_memory_seq_rm(self.lib.llama_get_memory(ctx), 0, start, -1))
+
+    def clear(self, ctx: int) -> None:
+        self.lib.llama_memory_clear(self.lib.llama_get_memory(ctx), True)
+
+    def is_recurrent(self, model: int) -> bool:
+        return bool(self.lib.llama_model_is_recurrent(model) or self.lib.llama_model_is_hybrid(model))
+
+    def tokenize(self, model: int, text: bytes, add_special: bool, parse_special: bool) -> list[int]:
+        vocab = self.lib.llama_model_get_vocab(model)
+        size = len(text) + 8
+        buffer = (self.lib.llama_token * size)()
+        n = self.lib.llama_tokenize(vocab, text, len(text), buffer, size, add_special, parse_special)
+        if n < 0:
+            buffer = (self.lib.llama_token * -n)()
+            n = self.lib.llama_tokenize(vocab, text, len(text), buffer, -n, add_special, parse_special)
+        return list(buffer[:n])
+
+    def n_vocab(self, model: int) -> int:
+        return int(self.lib.llama_vocab_n_tokens(self.lib.llama_model_get_vocab(model)))
+
+    def device(self, n_gpu_layers: int) -> str:
+        return "gpu" if self.gpu and n_gpu_layers != 0 else "cpu"
+
+
+@cache
+def binding() -> LlamaCppBinding:
+    """The engine, loaded once per process.
+
+    Raises:
+        EngineUnavailable: not installed, or its library does not load here.
+    """
+    return LlamaCppBinding()
+
+
+def load(
+    path: Path | str,
+    *,
+    n_threads: int | None = None,
+    n_gpu_layers: int | None = None,
+    kv_type: str = "f16",
+    progress: Progress | None = None,
+) -> LlamaModel:
+    """Load a GGUF with llama.cpp.
+
+    Args:
+        path: the file.
+        n_threads: CPU threads; None takes the physical cores.
+        n_gpu_layers: layers on the GPU; None puts all there if the build has a GPU, 0 keeps all on the CPU.
+        kv_type: type of the KV cache: f32, f16, q8_0 or q4_0.
+        progress: see ``backends.base.Progress``.
+    """
+    engine = binding()
+    layers = (-1 if engine.gpu else 0) if n_gpu_layers is None else n_gpu_layers
+    return LlamaModel(
+        engine,
+        Path(path),
+        n_threads=n_threads or default_threads(),
+        n_gpu_layers=layers,
+        kv_type=kv_type,
+        progress=progress,
+    )

@@ -1,0 +1,237 @@
+"""What llama.cpp and its forks have in common: a model and a context over a table of C functions.
+
+The two engines differ in names and in a few semantics; each fills in a ``Binding`` and everything else is shared. Only
+public C functions are called, through ctypes, which releases the GIL while they run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from localspec.backends.base import Capabilities, Context, Forward, Model, Progress
+from localspec.errors import Closed, EngineError, UsageError
+from localspec.gguf_file import GGUFFile
+from localspec.vocab import Vocab
+
+N_BATCH = 512
+"""Most tokens in one call of the engine; longer inputs are fed in pieces."""
+
+N_UBATCH = 256
+"""Tokens the engine computes together. Twice that costs 150 MB more for a 152k vocabulary and gains no prefill speed
+on CPUs."""
+
+
+class Binding(ABC):
+    """The C functions of one engine. Handles are opaque integers; 0 or None means failure."""
+
+    name: str
+    version: str
+    lib: Any
+    """The module or library that has the llama_* functions both engines share under one name."""
+
+    @abstractmethod
+    def load_model(self, path: Path, n_gpu_layers: int, progress: Progress | None) -> int | None: ...
+
+    @abstractmethod
+    def free_model(self, model: int) -> None: ...
+
+    @abstractmethod
+    def new_context(self, model: int, n_ctx: int, n_threads: int, kv_type: int) -> int | None: ...
+
+    @abstractmethod
+    def free_context(self, ctx: int) -> None: ...
+
+    @abstractmethod
+    def remove(self, ctx: int, start: int) -> bool:
+        """Drop all rows from position ``start``; False when this memory cannot."""
+
+    @abstractmethod
+    def clear(self, ctx: int) -> None: ...
+
+    @abstractmethod
+    def is_recurrent(self, model: int) -> bool:
+        """Whether the memory holds a state that cannot be rewound (recurrent and hybrid models)."""
+
+    @abstractmethod
+    def tokenize(self, model: int, text: bytes, add_special: bool, parse_special: bool) -> list[int]: ...
+
+    @abstractmethod
+    def n_vocab(self, model: int) -> int: ...
+
+    @abstractmethod
+    def device(self, n_gpu_layers: int) -> str: ...
+
+
+KV_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8}
+"""ggml's numbers for the types a KV cache may have."""
+
+
+class LlamaModel(Model):
+    """Weights loaded by a llama.cpp engine; see ``backends.base.Model``."""
+
+    def __init__(
+        self,
+        binding: Binding,
+        path: Path,
+        *,
+        n_threads: int,
+        n_gpu_layers: int = 0,
+        kv_type: str = "f16",
+        progress: Progress | None = None,
+    ) -> None:
+        gguf = GGUFFile(path)
+        gguf.check_generates_text()
+        if kv_type not in KV_TYPES:
+            raise UsageError(f"KV cache type {kv_type!r} is not one of {', '.join(KV_TYPES)}")
+        self.binding = binding
+        self.backend = binding.name
+        self.engine = f"{binding.name} {binding.version}"
+        self.path = path
+        self.vocab = Vocab.from_gguf(gguf)
+        template = gguf.metadata.get("tokenizer.chat_template")
+        self.chat_template = str(template) if template is not None else None
+        self.n_ctx_train = gguf.n_ctx_train
+        self.size_bytes = path.stat().st_size
+        self.architecture = gguf.architecture
+        self.n_threads = n_threads
+        self.kv_type = kv_type
+        gguf.close()
+        self._cancelled: list[BaseException] = []
+        handle = binding.load_model(path, n_gpu_layers, progress)
+        if not handle:
+            raise EngineError(
+                f"{self.engine} could not load {path.name} (architecture {self.architecture!r}); "
+                "try another --backend, or --verbose for the engine's own words"
+            )
+        self._handle: int | None = handle
+        self.n_vocab = binding.n_vocab(handle)
+        self.capabilities = Capabilities(
+            rollback="replay" if binding.is_recurrent(handle) else "exact", device=binding.device(n_gpu_layers)
+        )
+
+    @property
+    def handle(self) -> int:
+        if self._handle is None:
+            raise Closed("this model was closed")
+        return self._handle
+
+    def new_context(self, n_ctx: int, *, n_threads: int | None = None) -> LlamaContext:
+        if n_ctx <= 0:
+            raise UsageError(f"the context size must be over 0, not {n_ctx}")
+        return LlamaContext(self, n_ctx, n_threads or self.n_threads)
+
+    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
+        try:
+            raw = text.encode()
+        except UnicodeEncodeError:
+            raise UsageError("the text holds a lone surrogate, which is not valid Unicode") from None
+        return self.binding.tokenize(self.handle, raw, add_special, parse_special)
+
+    def close(self) -> None:
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            self.binding.free_model(handle)
+
+
+class LlamaContext(Context):
+    """One sequence's KV cache (or recurrent state) in a llama.cpp engine."""
+
+    model: LlamaModel
+
+    def __init__(self, model: LlamaModel, n_ctx: int, n_threads: int) -> None:
+        super().__init__(model, n_ctx)
+        self._binding = model.binding
+        # Engines round the size up for their kernels; the extra room stays unused so that all count the same.
+        handle = self._binding.new_context(model.handle, -(-n_ctx // 256) * 256, n_threads, KV_TYPES[model.kv_type])
+        if not handle:
+            raise EngineError(f"{model.engine} has not enough memory for a context of {n_ctx} tokens; use a smaller --ctx")
+        self._handle: int = handle
+        self._batch = self._binding.lib.llama_batch_init(N_BATCH, 0, 1)
+        as_array = np.ctypeslib.as_array
+        self._batch_tokens = as_array(self._batch.token, (N_BATCH,))
+        self._batch_pos = as_array(self._batch.pos, (N_BATCH,))
+        self._batch_logits = as_array(self._batch.logits, (N_BATCH,))
+        as_array(self._batch.n_seq_id, (N_BATCH,))[:] = 1
+        for i in range(N_BATCH):
+            self._batch.seq_id[i][0] = 0
+        self._checkpoint: tuple[int, bytes] | None = None
+
+    def _decode(self, tokens: Sequence[int], logits: Literal["all", "last", "none"]) -> Forward:
+        if self.model.capabilities.rollback == "replay" and len(tokens) > 1:
+            self._checkpoint = (self.n_past, self._save())
+        rows: list[np.ndarray[Any, np.dtype[np.float32]]] = []
+        n_vocab = self.model.n_vocab
+        for start in range(0, len(tokens), N_BATCH):
+            piece = tokens[start : start + N_BATCH]
+            n = len(piece)
+            last = start + n == len(tokens)
+            self._batch.n_tokens = n
+            self._batch_tokens[:n] = piece
+            self._batch_pos[:n] = range(self.n_past + start, self.n_past + start + n)
+            self._batch_logits[:n] = logits == "all"
+            if last and logits == "last":
+                self._batch_logits[n - 1] = 1
+            status = self._binding.lib.llama_decode(self._handle, self._batch)
+            if status != 0:
+                reason = "no room left in its cache" if status == 1 else f"status {status}"
+                raise EngineError(f"{self.model.engine} failed to decode {n} tokens ({reason})")
+            n_rows = n if logits == "all" else int(last and logits == "last")
+            if n_rows:
+                # This waits for a device to finish, so the time of the pass is the time until here.
+                address = ctypes.cast(self._binding.lib.llama_get_logits(self._handle), ctypes.c_void_p).value
+                if not address:
+                    raise EngineError(f"{self.model.engine} returned no logits")
+                view = np.frombuffer((ctypes.c_float * (n_rows * n_vocab)).from_address(address), dtype=np.float32)
+                view = view.reshape(n_rows, n_vocab)
+                rows.append(view if len(tokens) <= N_BATCH else view.copy())
+        if not rows:
+            return Forward(np.empty((0, n_vocab), dtype=np.float32))
+        return Forward(rows[0] if len(rows) == 1 else np.concatenate(rows))
+
+    def _truncate(self, n: int) -> None:
+        if self._binding.remove(self._handle, n) and self.model.capabilities.rollback == "exact":
+            return
+        # Nothing can be taken out of this memory: go back to a state it had, and feed the rest again.
+        start = 0
+        if n and self._checkpoint is not None and self._checkpoint[0] <= n:
+            start, state = self._checkpoint
+            self._restore(state)
+        else:
+            self._binding.clear(self._handle)
+        replay = self.tokens[start:n]
+        saved, self.tokens = self.tokens, self.tokens[:start]
+        try:
+            if replay:
+                self._decode_replay(replay)
+        finally:
+            self.tokens = saved
+
+    def _decode_replay(self, tokens: list[int]) -> None:
+        checkpoint = self._checkpoint
+        self._decode(tokens, "none")
+        # The state before the replayed tokens is the older and so the more useful of the two.
+        if checkpoint is not None and checkpoint[0] <= self.n_past:
+            self._checkpoint = checkpoint
+
+    def _save(self) -> bytes:
+        size = self._binding.lib.llama_state_seq_get_size(self._handle, 0)
+        buffer = (ctypes.c_uint8 * size)()
+        written = self._binding.lib.llama_state_seq_get_data(self._handle, buffer, size, 0)
+        return bytes(memoryview(buffer)[:written])
+
+    def _restore(self, state: bytes) -> None:
+        self._binding.clear(self._handle)
+        buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
+        if not self._binding.lib.llama_state_seq_set_data(self._handle, buffer, len(state), 0):
+            raise EngineError(f"{self.model.engine} could not restore a checkpoint")
+
+    def _close(self) -> None:
+        self._binding.lib.llama_batch_free(self._batch)
+        self._binding.free_context(self._handle)
+        self._checkpoint = None

@@ -1,0 +1,69 @@
+"""What the CPU is and has: threads to use, instruction sets, a name for reports and cache keys."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+
+@cache
+def default_threads() -> int:
+    """Physical cores this process may use: hyper-threads share the units that decoding is bound by."""
+    if hasattr(os, "sched_getaffinity"):
+        available = len(os.sched_getaffinity(0))
+    else:
+        available = os.cpu_count() or 1
+    if sys.platform == "darwin":
+        # Efficiency cores make every barrier wait for them.
+        found = _sysctl("hw.perflevel0.physicalcpu") or _sysctl("hw.physicalcpu")
+        return max(1, min(available, int(found))) if found.isdigit() else max(1, available)
+    try:
+        smt = Path("/sys/devices/system/cpu/smt/active").read_text().strip() == "1"
+    except OSError:
+        smt = sys.platform == "win32" and available > 2
+    return max(1, available // 2 if smt else available)
+
+
+@cache
+def cpu_has_avx2() -> bool:
+    """Whether this x86 CPU and system offer AVX2; when that cannot be found out, True."""
+    if sys.platform == "linux":
+        try:
+            return " avx2 " in Path("/proc/cpuinfo").read_text().replace("\n", " ")
+        except OSError:
+            return True
+    if sys.platform == "win32":
+        import ctypes
+
+        pf_avx2_instructions_available = 40
+        return bool(ctypes.windll.kernel32.IsProcessorFeaturePresent(pf_avx2_instructions_available))
+    if sys.platform == "darwin":
+        return _sysctl("hw.optional.avx2_0") != "0"
+    return True
+
+
+@cache
+def cpu_name() -> str:
+    """The CPU's marketing name."""
+    if sys.platform == "linux":
+        try:
+            for line in Path("/proc/cpuinfo").read_text().splitlines():
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+        except OSError:
+            pass
+    if sys.platform == "darwin" and (name := _sysctl("machdep.cpu.brand_string")):
+        return name
+    return platform.processor() or platform.machine()
+
+
+def _sysctl(key: str) -> str:
+    try:
+        done = subprocess.run(["sysctl", "-n", key], capture_output=True, text=True, timeout=2, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip()
