@@ -1,0 +1,105 @@
+"""The engines: which exist, which are usable here, and which one to load a file with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+from localspec.backends.base import Capabilities, Context, Forward, Model, Progress
+from localspec.errors import EngineError, EngineMismatch, EngineUnavailable, LocalspecError, UsageError
+
+__all__ = ["BACKENDS", "Capabilities", "Context", "Forward", "Model", "candidates", "load", "unavailable_reason"]
+
+BACKENDS = {
+    "ik-llama": "localspec.backends.ik_llama",
+    "llama-cpp": "localspec.backends.llama_cpp",
+    "reference": "localspec.backends.reference",
+}
+"""Backend name -> module with ``load`` and, where the engine may be missing, ``binding``."""
+
+
+def unavailable_reason(backend: str) -> str | None:
+    """Why an engine cannot be used here, in one line; None when it can."""
+    try:
+        module = import_module(BACKENDS[backend])
+        if hasattr(module, "binding"):
+            module.binding()
+    except (EngineUnavailable, ImportError) as error:
+        return str(error)
+    return None
+
+
+def candidates(n_gpu_layers: int | None = None) -> list[str]:
+    """Usable engines for real models, the fastest for where the model will run first.
+
+    Args:
+        n_gpu_layers: None or positive prefers an engine with a GPU if there is one; 0 keeps the model on the CPU.
+
+    Raises:
+        EngineUnavailable: there is none.
+    """
+    reasons = {name: unavailable_reason(name) for name in ("ik-llama", "llama-cpp")}
+    usable = [name for name, reason in reasons.items() if reason is None]
+    if not usable:
+        raise EngineUnavailable("no engine can be used here: " + "; ".join(str(reason) for reason in reasons.values()))
+    if "llama-cpp" in usable and n_gpu_layers != 0:
+        from localspec.backends import llama_cpp
+
+        if llama_cpp.binding().gpu:
+            return ["llama-cpp"] if n_gpu_layers else ["llama-cpp", *(n for n in usable if n != "llama-cpp")]
+        if n_gpu_layers:
+            raise EngineUnavailable(
+                "--gpu-layers needs llama-cpp-python built for your GPU; the README has the command for each kind"
+            )
+    elif n_gpu_layers:
+        raise EngineUnavailable("--gpu-layers needs llama-cpp-python built for your GPU: pip install 'localspec[llama-cpp]'")
+    return usable
+
+
+def load(
+    path: Path,
+    backend: str = "auto",
+    *,
+    n_threads: int | None = None,
+    n_gpu_layers: int | None = None,
+    kv_type: str = "f16",
+    progress: Progress | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Model:
+    """Load a file with an engine that computes it rightly.
+
+    Args:
+        path: a GGUF file.
+        backend: an engine's name, or ``auto``: the fastest usable one that passes the check in ``trust``.
+        n_threads: CPU threads; None takes the physical cores.
+        n_gpu_layers: see ``candidates``.
+        kv_type: type of the KV cache.
+        progress: called with the loaded fraction; returning False cancels.
+        say: takes one-line remarks, such as why an engine was passed over.
+
+    Raises:
+        UsageError: no such backend.
+        ModelFileError: the file is not a usable model.
+        EngineUnavailable: the engine is not usable here.
+        EngineMismatch: every usable engine computes this file wrongly.
+    """
+    from localspec.backends import trust
+
+    if backend not in ("auto", *BACKENDS):
+        raise UsageError(f"unknown backend {backend!r}: use auto, {', '.join(BACKENDS)}")
+    names = candidates(n_gpu_layers) if backend == "auto" else [backend]
+    failure: LocalspecError | None = None
+    for name in names:
+        loader = import_module(BACKENDS[name]).load
+        options = {"n_threads": n_threads, "n_gpu_layers": n_gpu_layers, "progress": progress}
+        if name != "reference":
+            options["kv_type"] = kv_type
+        try:
+            return trust.load_checked(loader, path, options, say)
+        except (EngineMismatch, EngineError) as error:
+            failure = failure or error
+            if name != names[-1]:
+                say(f"{error}; trying {names[names.index(name) + 1]}")
+    assert failure is not None
+    raise failure

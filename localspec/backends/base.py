@@ -124,11 +124,9 @@ class Context(ABC):
 
     def reuse(self, tokens: Sequence[int]) -> int:
         """Keep the longest common prefix of the memory and ``tokens``, drop the rest, and return its length."""
-        n = 0
-        for ours, theirs in zip(self.tokens, tokens, strict=False):
-            if ours != theirs:
-                break
-            n += 1
+        n = min(self.n_past, len(tokens))
+        if self.tokens[:n] != list(tokens[:n]):
+            n = next(i for i, (ours, theirs) in enumerate(zip(self.tokens, tokens, strict=False)) if ours != theirs)
         self.truncate(n)
         return n
 

@@ -24,8 +24,16 @@ class Plan(Protocol):
     def room(self) -> int:
         """How many more tokens may be drafted in this round."""
 
-    def more(self, source: str) -> bool:
-        """Whether one more step of this drafter is worth its time; asked before the step."""
+    def more(self, source: str, pending: int = 0) -> bool:
+        """Whether one more step of this drafter is worth its time; asked before the step.
+
+        Args:
+            source: the drafter's name.
+            pending: tokens it must decode for the step; 0 when a step costs no pass of a model.
+        """
+
+    def spent(self, source: str, n_tokens: int, ms: float) -> None:
+        """A step took a pass over ``n_tokens`` tokens of the drafter's own model, in milliseconds."""
 
     def keep(self, source: str, confidence: float) -> float | None:
         """Whether the token at hand is worth a row of the target's pass.

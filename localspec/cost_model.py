@@ -1,0 +1,137 @@
+"""What a pass costs: t(w), the measured time of a pass over w tokens, calibrated once and corrected by every round."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from localspec.backends.base import Context
+
+CALIBRATED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24)
+_FORMAT = 2
+
+
+@dataclass(slots=True)
+class PassTimes:
+    """t(w) of one model in one engine, in milliseconds.
+
+    The calibrated curve is kept as measured, steps and dips included, and read by linear interpolation between
+    measured widths. Two corrections follow what is observed: ``scale`` moves all widths together (a longer context,
+    a slower clock, another program on the CPU), ``trim`` one width alone.
+
+    Attributes:
+        base: calibrated milliseconds by width; at least width 1.
+        scale: the common correction.
+        trim: corrections by width.
+    """
+
+    base: dict[int, float]
+    scale: float = 1.0
+    trim: dict[int, float] = field(default_factory=dict)
+
+    def __call__(self, width: int) -> float:
+        """Expected milliseconds of a pass over ``width`` tokens; 0 for no tokens."""
+        if width <= 0:
+            return 0.0
+        return self._curve(width) * self.scale * self.trim.get(width, 1.0)
+
+    def _curve(self, width: int) -> float:
+        known = self.base
+        if width in known:
+            return known[width]
+        widths = sorted(known)
+        if width > widths[-1]:
+            if len(widths) == 1:
+                return known[widths[-1]] * width / widths[-1]
+            # Beyond what was measured: the mean slope of the whole curve; the last step alone may be a plateau.
+            slope = (known[widths[-1]] - known[widths[0]]) / (widths[-1] - widths[0])
+            return known[widths[-1]] + slope * (width - widths[-1])
+        above = next(w for w in widths if w > width)
+        below = max(w for w in widths if w < width)
+        share = (width - below) / (above - below)
+        return known[below] * (1 - share) + known[above] * share
+
+    def observe(self, width: int, ms: float) -> None:
+        """Correct the curve by one measured pass; an outlier counts at most as a factor of two."""
+        expected = self(width)
+        if expected <= 0 or ms <= 0:
+            return
+        surprise = math.log(min(2.0, max(0.5, ms / expected)))
+        self.scale *= math.exp(0.08 * surprise)
+        if width <= 64:
+            self.trim[width] = self.trim.get(width, 1.0) * math.exp(0.08 * surprise)
+
+
+def calibrate(context: Context, tokens: Sequence[int], *, repeats: int = 3, tick: Callable[[], None] = lambda: None) -> PassTimes:
+    """Measure t(w) on a context.
+
+    Args:
+        context: used and left empty.
+        tokens: any ordinary text's token ids; the first part fills the context, the rest is what is timed.
+        repeats: timed passes per width; the median counts.
+        tick: called between passes (for progress); whatever it raises ends the calibration.
+    """
+    widths = [w for w in CALIBRATED_WIDTHS if w + 8 <= context.n_ctx]
+    tokens = [tokens[i % len(tokens)] for i in range(64 + max(widths))]
+    fill = min(64, context.n_ctx - max(widths))
+    context.truncate(0)
+    context.decode(tokens[:fill], "none")
+    samples: dict[int, list[float]] = {width: [] for width in widths}
+    context.decode(tokens[fill : fill + 2])  # the first pass of a kind allocates
+    context.truncate(fill)
+    for _ in range(repeats):
+        for width in widths:
+            tick()
+            started = time.perf_counter()
+            context.decode(tokens[fill : fill + width])
+            samples[width].append((time.perf_counter() - started) * 1e3)
+            context.truncate(fill)
+    context.truncate(0)
+    return PassTimes({width: statistics.median(times) for width, times in samples.items()})
+
+
+class CalibrationCache:
+    """Calibrated curves on disk, one small JSON file per key.
+
+    The key names everything the times depend on: machine, engine and version, file, threads, cache type.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def get(self, key: dict[str, str]) -> PassTimes | None:
+        """The stored curve, or None when there is none or it cannot be read."""
+        try:
+            stored = json.loads(self._path(key).read_text())
+            if stored["format"] != _FORMAT or stored["key"] != key:
+                return None
+            base = {int(width): float(ms) for width, ms in stored["ms"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+        if 1 not in base or any(not (math.isfinite(ms) and ms > 0) for ms in base.values()):
+            return None
+        return PassTimes(base)
+
+    def put(self, key: dict[str, str], times: PassTimes) -> None:
+        """Store a curve; a full or read-only disk only means that it is measured again next time."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=self.folder, suffix=".tmp")
+            with os.fdopen(handle, "w") as file:
+                json.dump({"format": _FORMAT, "key": key, "ms": {str(w): round(ms, 4) for w, ms in times.base.items()}}, file)
+            os.replace(temporary, self._path(key))
+        except OSError:
+            return
+
+    def _path(self, key: dict[str, str]) -> Path:
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
+        return self.folder / f"{digest}.json"
+

@@ -1,0 +1,142 @@
+"""Speculative decoding: one round, on one screen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from localspec.backends.base import Context
+from localspec.controller import Controller
+from localspec.drafters.base import Drafter
+from localspec.drafters.group import DrafterGroup
+from localspec.errors import PromptTooLong, UsageError
+from localspec.proposer import SamplingProposer
+from localspec.rounds import EmittedToken, FinishReason, Round, TokenKind
+from localspec.sampling import Noise, SamplingParams
+from localspec.text import TextAssembler
+from localspec.verification import verify
+
+PREFILL_CHUNK = 128
+"""Prompt tokens fed between two looks at the cancel flag: about a second on a slow laptop."""
+
+
+class SpeculativeDecoder:
+    """Decodes with a target context and any number of drafters.
+
+    Between calls the target context holds a prefix of everything said so far, so a prompt that continues it costs only
+    what is new. Plain decoding is the same loop with an empty draft.
+    """
+
+    def __init__(self, target: Context, drafters: Sequence[Drafter], controller: Controller) -> None:
+        self.target = target
+        self.drafters = DrafterGroup(drafters)
+        self.controller = controller
+
+    def prefill(self, prompt: Sequence[int], cancelled: Callable[[], bool]) -> int:
+        """Bring the target up to all of the prompt but its last token.
+
+        Returns:
+            How many prompt tokens were in the memory already.
+
+        Raises:
+            UsageError: the prompt is empty.
+            PromptTooLong: it leaves no room for an answer.
+        """
+        if not prompt:
+            raise UsageError("the prompt is empty: there is nothing to continue")
+        if len(prompt) >= self.target.n_ctx:
+            raise PromptTooLong(
+                f"the prompt has {len(prompt)} tokens and the context holds {self.target.n_ctx}, "
+                "answer included; shorten it or raise --ctx"
+            )
+        reused = self.target.reuse(prompt[:-1])
+        for start in range(reused, len(prompt) - 1, PREFILL_CHUNK):
+            if cancelled():
+                break
+            chunk = prompt[start : min(start + PREFILL_CHUNK, len(prompt) - 1)]
+            self.target.decode(chunk, "none")
+            self.drafters.process(chunk, None)
+        return reused
+
+    def rounds(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        text: TextAssembler,
+        *,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Iterator[Round]:
+        """Decode round by round until an end token, a stop string, the budget or the cancel flag.
+
+        Invariant at the top of the loop: ``tokens`` is everything settled, and the target holds all of it but the last.
+
+        Args:
+            prompt: token ids, already prefilled.
+            params: the sampling parameters.
+            text: turns settled tokens into text and watches for stop strings.
+            cancelled: polled once a round.
+
+        Yields:
+            One ``Round`` per target pass; the last one carries ``finish_reason``.
+        """
+        tokens, noise = list(prompt), Noise(params.seed)
+        proposer = SamplingProposer(params, noise)
+        end_tokens = frozenset() if params.ignore_eos else self.target.model.vocab.eog
+        budget = min(params.max_tokens or self.target.n_ctx, self.target.n_ctx - len(tokens))
+        self.drafters.begin(tokens)
+        self.controller.begin(params, len(tokens))
+        index = 0
+        while not cancelled():
+            started = time.perf_counter()
+            plan = self.controller.plan(room=budget - 1, n_past=self.target.n_past)
+            draft = self.drafters.draft(tokens, plan, proposer)
+            drafted = time.perf_counter()
+            forward = self.target.decode([tokens[-1], *draft.ids])
+            passed = time.perf_counter()
+            verdict = verify(draft, forward.logits, tokens, params, noise)
+            self.drafters.process([tokens[-1], *draft.ids], forward)
+            self.target.truncate(len(tokens) + verdict.n_accepted)
+
+            kinds: list[tuple[int, TokenKind, str]] = [
+                (guess.id, "accepted", guess.source) for guess in draft[: verdict.n_accepted]
+            ]
+            kinds.append((verdict.next_token, verdict.kind, "target"))
+            emitted, spans, finish = [], [], None
+            for token, kind, source in kinds:
+                budget -= 1
+                ends = token in end_tokens
+                if not ends:
+                    spans += text.push(token, kind, source)
+                emitted.append(EmittedToken(token, kind, source, "" if ends else text.token_text))
+                finish = _finish_reason(ends or text.stopped, budget)
+                if finish:
+                    spans += text.finish()
+                    break
+            settled = [token.id for token in emitted]
+            tokens += settled
+            if self.target.n_past >= len(tokens):  # cut at an end: the target had gone further
+                self.target.truncate(len(tokens) - 1)
+            self.drafters.accept(settled)
+            round_ = Round(
+                index=index,
+                draft=draft,
+                verdict=verdict,
+                emitted=emitted,
+                ms_draft=(drafted - started) * 1e3,
+                ms_verify=(passed - drafted) * 1e3,
+                n_past=len(tokens) - len(settled) - 1,
+                spans=spans,
+                finish_reason=finish,
+            )
+            self.controller.update(round_)
+            round_.ms_other = (time.perf_counter() - passed) * 1e3
+            yield round_
+            if finish:
+                return
+            index += 1
+
+
+def _finish_reason(ended: bool, budget: int) -> FinishReason | None:
+    if ended:
+        return "stop"
+    return "length" if budget <= 0 else None

@@ -1,0 +1,47 @@
+"""How a draft model's logits become a guess."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from localspec.sampling import Distribution, Noise, Row, SamplingParams, distribution, edit_logits
+from localspec.verification import STREAM_DRAFT, STREAM_TARGET
+
+
+class SamplingProposer:
+    """Turns logits into guesses in the way that the request's verification accepts most often.
+
+    * Greedy: the argmax.
+    * With a fixed seed: the draft's own distribution q, drawn with the *target's* noise. Where q and p are alike, the
+      same noise picks the same token (a Gumbel coupling); and since the target's draw does not depend on the guess,
+      the text is a function of the seed alone.
+    * Without a seed: a sample from q with noise of its own, for rejection sampling, which accepts with the highest
+      probability that any rule can reach: sum(min(p, q)).
+    """
+
+    def __init__(self, params: SamplingParams, noise: Noise) -> None:
+        self.params = params
+        self.noise = noise
+        self._guess: int | Distribution = 0
+
+    def confidence(self, row: Row, history: Sequence[int]) -> float:
+        """The draft's probability for its most probable token, in [0, 1]; see ``drafters.base.Proposer``."""
+        if self.params.greedy:
+            row = edit_logits(row, history, self.params)
+            best = int(np.argmax(row))
+            self._guess = best
+            return float(1.0 / np.exp(row - row[best]).sum())
+        q = distribution(row, history, self.params)
+        self._guess = q
+        return float(q.probs.max())
+
+    def choose(self, position: int) -> tuple[int, Distribution | None]:
+        """The guess for the row last given to ``confidence``, and the law it was sampled from, if it was."""
+        guess = self._guess
+        if isinstance(guess, int):
+            return guess, None
+        if self.params.seed is not None:
+            return guess.sample(self.noise, position, STREAM_TARGET), None
+        return guess.sample(self.noise, position, STREAM_DRAFT), guess
