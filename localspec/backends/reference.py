@@ -1,0 +1,284 @@
+"""A small transformer in NumPy and float64, whose logits do not depend on how many tokens share a pass.
+
+Every fast engine rounds differently when it decodes eight tokens at once instead of one, so on those "the same text as
+without drafting" can only be shown within a measured noise. Here each token goes through the same operations on the
+same shapes whatever the width of the pass, so the logits are equal to the bit and losslessness can be asserted with
+``==``.
+
+It is public in the way a mock transport is: load a tiny GGUF with it (``LLM(path, backend="reference")``) and test an
+application against real rounds, accepted and rejected guesses included, without compiling anything or downloading
+gigabytes. It reads files of the llama architecture in every quantisation that the ``gguf`` package can unpack, and
+keeps the weights as float64: 8 bytes for each. A model of 2 layers and 128 channels decodes thousands of tokens per
+second, one of 135M parameters about ten.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+from localspec.backends.base import Capabilities, Context, FloatArray, Forward, Model, Progress
+from localspec.backends.reference_tokenizer import Tokenizer
+from localspec.errors import Closed, EngineError, UnsupportedModel, UsageError
+from localspec.gguf_file import GGUFFile
+from localspec.vocab import Vocab
+
+NAME = "reference"
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Hyperparameters:
+    """The sizes of a llama-architecture model, from the metadata of its file."""
+
+    n_layer: int
+    n_embd: int
+    n_head: int
+    n_head_kv: int
+    d_head: int
+    n_rot: int
+    rope_base: float
+    rope_scale: float
+    norm_eps: float
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, Any]) -> Hyperparameters:
+        """Read them.
+
+        Raises:
+            UnsupportedModel: the file uses a variant that this backend does not compute.
+        """
+
+        def get(key: str, default: Any = None) -> Any:
+            value = metadata.get(f"llama.{key}", default)
+            if value is None:
+                raise UnsupportedModel(f"the file does not say llama.{key}")
+            return value
+
+        n_embd, n_head = int(get("embedding_length")), get("attention.head_count")
+        n_head_kv = get("attention.head_count_kv", n_head)
+        scaling = get("rope.scaling.type", "none")
+        for what, unsupported in (
+            ("a mixture of experts", get("expert_count", 0)),
+            ("layers of different widths", not isinstance(n_head, int) or not isinstance(n_head_kv, int)),
+            (f"rope scaling {scaling!r}", scaling not in ("none", "linear")),
+        ):
+            if unsupported:
+                raise UnsupportedModel(f"the reference backend does not compute {what}; use another --backend")
+        d_head = int(get("attention.key_length", n_embd // n_head))
+        return cls(
+            n_layer=int(get("block_count")),
+            n_embd=n_embd,
+            n_head=n_head,
+            n_head_kv=n_head_kv,
+            d_head=d_head,
+            n_rot=int(get("rope.dimension_count", d_head)),
+            rope_base=float(get("rope.freq_base", 10000.0)),
+            rope_scale=float(get("rope.scaling.factor", 1.0)) if scaling == "linear" else 1.0,
+            norm_eps=float(get("attention.layer_norm_rms_epsilon")),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One block. The weights of the norms are folded into the matrices that follow them."""
+
+    qkv: Array
+    """[(n_head + 2 n_head_kv) * d_head, n_embd]"""
+    attn_output: Array
+    """[n_embd, n_head * d_head]"""
+    gate_up: Array
+    """[2 n_ff, n_embd]"""
+    down: Array
+    """[n_embd, n_ff]"""
+
+
+class ReferenceModel(Model):
+    """Weights in float64; see the module's docstring and ``backends.base.Model``."""
+
+    def __init__(self, path: Path, progress: Progress | None = None) -> None:
+        file = GGUFFile(path)
+        file.check_generates_text()
+        if file.architecture != "llama":
+            raise UnsupportedModel(
+                f"{path.name} has the architecture {file.architecture!r}; the reference backend computes 'llama' only"
+            )
+        metadata = dict(file.metadata)
+        self.path = path
+        self.backend = NAME
+        self.engine = f"{NAME} numpy {np.__version__}"
+        self.vocab = Vocab.from_gguf(file)
+        template = metadata.get("tokenizer.chat_template")
+        self.chat_template = str(template) if template is not None else None
+        self.n_ctx_train = file.n_ctx_train
+        self.size_bytes = path.stat().st_size
+        self.capabilities = Capabilities(batch_invariant=True)
+        self.n_threads = 1
+        file.close()
+        self.hparams = Hyperparameters.from_metadata(metadata)
+        self._tokenizer = Tokenizer(metadata)
+        self._closed = False
+        self._load(path, progress)
+
+    def _load(self, path: Path, progress: Progress | None) -> None:
+        tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+        n_read = 0
+
+        def read(name: str) -> Array:
+            nonlocal n_read
+            if name not in tensors:
+                raise UnsupportedModel(f"{path.name} lacks the tensor {name}")
+            tensor = tensors[name]
+            n_read += 1
+            if progress is not None and not progress(min(1.0, n_read / len(tensors))):
+                raise EngineError(f"loading {path.name} was cancelled")
+            try:
+                values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            except NotImplementedError:
+                raise UnsupportedModel(
+                    f"{path.name}: the gguf package cannot unpack {tensor.tensor_type.name} ({name}); "
+                    "use another --backend"
+                ) from None
+            return np.asarray(values, dtype=np.float64)
+
+        self._layers = []
+        for i in range(self.hparams.n_layer):
+            attn_norm, ffn_norm = read(f"blk.{i}.attn_norm.weight"), read(f"blk.{i}.ffn_norm.weight")
+            qkv = [read(f"blk.{i}.attn_{part}.weight") for part in "qkv"]
+            gate_up = [read(f"blk.{i}.ffn_{part}.weight") for part in ("gate", "up")]
+            self._layers.append(
+                Layer(
+                    qkv=np.concatenate(qkv) * attn_norm,
+                    attn_output=read(f"blk.{i}.attn_output.weight"),
+                    gate_up=np.concatenate(gate_up) * ffn_norm,
+                    down=read(f"blk.{i}.ffn_down.weight"),
+                )
+            )
+        self._embedding = read("token_embd.weight")
+        output = read("output.weight") if "output.weight" in tensors else self._embedding
+        self._output = output * read("output_norm.weight")
+        self._rope_factors = read("rope_freqs.weight") if "rope_freqs.weight" in tensors else None
+        self.n_vocab = len(self._output)
+        if progress is not None:
+            progress(1.0)
+
+    def rotations(self, n_ctx: int) -> npt.NDArray[np.complex128]:
+        """The rotary embedding as complex factors [n_ctx, d_head / 2], one for each pair of neighbouring channels."""
+        h = self.hparams
+        frequency = h.rope_base ** (-np.arange(0, h.n_rot, 2) / h.n_rot) / h.rope_scale
+        if self._rope_factors is not None:
+            frequency = frequency / self._rope_factors
+        frequency = np.concatenate([frequency, np.zeros((h.d_head - h.n_rot) // 2)])
+        return np.exp(1j * np.arange(n_ctx)[:, None] * frequency)
+
+    def new_context(self, n_ctx: int, *, n_threads: int | None = None) -> ReferenceContext:
+        if self._closed:
+            raise Closed("this model was closed")
+        if n_ctx <= 0:
+            raise UsageError(f"the context size must be over 0, not {n_ctx}")
+        return ReferenceContext(self, n_ctx)
+
+    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
+        if self._closed:
+            raise Closed("this model was closed")
+        try:
+            return self._tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
+        except UnicodeEncodeError:
+            raise UsageError("the text holds a lone surrogate, which is not valid Unicode") from None
+
+    def close(self) -> None:
+        self._closed = True
+
+
+class ReferenceContext(Context):
+    """One sequence's keys and values. Truncating costs nothing: rows past ``n_past`` are never read."""
+
+    model: ReferenceModel
+
+    def __init__(self, model: ReferenceModel, n_ctx: int) -> None:
+        super().__init__(model, n_ctx)
+        h = model.hparams
+        try:
+            self._keys = np.zeros((h.n_layer, h.n_head_kv, n_ctx, h.d_head))
+            self._values = np.zeros((h.n_layer, h.n_head_kv, n_ctx, h.d_head))
+            self._rotations = model.rotations(n_ctx)
+        except MemoryError:
+            raise EngineError(f"not enough memory for a context of {n_ctx} tokens; use a smaller --ctx") from None
+
+    def _decode(self, tokens: Sequence[int], logits: Literal["all", "last", "none"]) -> Forward:
+        n_rows = {"all": len(tokens), "last": 1, "none": 0}[logits]
+        rows: FloatArray = np.empty((n_rows, self.model.n_vocab), dtype=np.float32)
+        first = len(tokens) - n_rows
+        # One by one: a matrix product over several tokens would round differently from one over a single token.
+        for i, token in enumerate(tokens):
+            state = self._step(token, self.n_past + i)
+            if i >= first:
+                rows[i - first] = self.model._output.dot(self._normalised(state))
+        return Forward(rows)
+
+    def _step(self, token: int, position: int) -> Array:
+        """Take one token through all layers, write its keys and values, and return the last layer's state [n_embd]."""
+        h = self.model.hparams
+        n_q, n_kv, group = h.n_head * h.d_head, h.n_head_kv * h.d_head, h.n_head // h.n_head_kv
+        rotation, scale, end = self._rotations[position], 1.0 / math.sqrt(h.d_head), position + 1
+        x = self.model._embedding[token]
+        for layer, keys, values in zip(self.model._layers, self._keys, self._values, strict=True):
+            qkv = layer.qkv.dot(self._normalised(x))
+            rotated = qkv[: n_q + n_kv].view(np.complex128).reshape(-1, h.d_head // 2) * rotation
+            heads = rotated.view(np.float64)  # [n_head + n_head_kv, d_head]
+            keys[:, position] = heads[h.n_head :]
+            values[:, position] = qkv[n_q + n_kv :].reshape(h.n_head_kv, h.d_head)
+            attended = np.empty((h.n_head_kv, group, h.d_head))
+            for head in range(h.n_head_kv):
+                queries = heads[head * group : (head + 1) * group]
+                scores = queries.dot(keys[head, :end].T)  # [group, n_past + 1]
+                weights = np.exp((scores - scores.max(axis=1, keepdims=True)) * scale)
+                attended[head] = weights.dot(values[head, :end]) / weights.sum(axis=1, keepdims=True)
+            x = x + layer.attn_output.dot(attended.reshape(-1))
+            gate, up = np.split(layer.gate_up.dot(self._normalised(x)), 2)
+            # silu(z) = z * sigmoid(z); by tanh, which cannot overflow.
+            x = x + layer.down.dot(gate * (0.5 + 0.5 * np.tanh(0.5 * gate)) * up)
+        return x
+
+    def _normalised(self, x: Array) -> Array:
+        return x * (1.0 / math.sqrt(float(x.dot(x)) / len(x) + self.model.hparams.norm_eps))
+
+    def _truncate(self, n: int) -> None:
+        pass
+
+    def _close(self) -> None:
+        del self._keys, self._values
+
+
+def load(
+    path: Path | str,
+    *,
+    n_threads: int | None = None,
+    n_gpu_layers: int | None = None,
+    kv_type: str = "f16",
+    progress: Progress | None = None,
+) -> ReferenceModel:
+    """Load a GGUF of the llama architecture.
+
+    Args:
+        path: the file.
+        n_threads: accepted for symmetry with the other backends; NumPy decides.
+        n_gpu_layers: must be None or 0.
+        kv_type: accepted for symmetry; keys and values are float64.
+        progress: see ``backends.base.Progress``.
+
+    Raises:
+        ModelFileError: the file is damaged, or of a kind that this backend does not compute.
+        UsageError: layers on a GPU are asked for.
+    """
+    if n_gpu_layers:
+        raise UsageError("the reference backend runs on the CPU only; use --backend llama-cpp for --gpu-layers")
+    return ReferenceModel(Path(path), progress)
