@@ -8,6 +8,7 @@ import sys
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from localspec.errors import UnsupportedModel
@@ -117,7 +118,7 @@ class Tokenizer:
             if self.pre == "llama-bpe" and "".join(pieces) in self.ids:
                 pieces = ["".join(pieces)]
             while len(pieces) > 1:
-                ranked = [(self.ranks.get(pair, sys.maxsize), i) for i, pair in enumerate(zip(pieces, pieces[1:]))]
+                ranked = [(self.ranks.get(pair, sys.maxsize), i) for i, pair in enumerate(pairwise(pieces))]
                 rank, i = min(ranked)
                 if rank == sys.maxsize:
                     break

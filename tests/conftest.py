@@ -1,0 +1,165 @@
+"""Shared fixtures: tiny model files, the engines to run them on, and real models where this machine has them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+
+from localspec.backends.base import Model
+from localspec.errors import EngineUnavailable
+from tests import ggufs
+
+ENGINES = ("llama-cpp", "ik-llama", "reference")
+
+REAL_MODELS = {
+    "qwen2.5-coder-1.5b": "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+    "qwen2.5-coder-0.5b": "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+    "smollm2-135m": "SmolLM2-135M-Instruct.Q4_1.gguf",
+    "gemma3-270m": "gemma-3-270m-q4_k_m.gguf",
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "real: needs a real model file; skipped where there is none")
+
+
+class TinyFiles:
+    """Model files of a few hundred kilobytes, each written when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @cached_property
+    def spm(self) -> Path:
+        """SentencePiece vocabulary, F32: the engines agree on it to a few thousandths of a logit."""
+        return ggufs.write_llama(self.folder / "tiny-spm-f32.gguf")
+
+    @cached_property
+    def bpe(self) -> Path:
+        """Byte-level BPE with ChatML's special tokens, Q8_0."""
+        return ggufs.write_llama(self.folder / "tiny-bpe-q8_0.gguf", vocab=ggufs.bpe_vocab(), tensor_type="Q8_0")
+
+    @cached_property
+    def pair(self) -> ggufs.Pair:
+        """Target and draft with one BPE vocabulary; the draft is right about two times in three."""
+        return ggufs.correlated_pair(self.folder)
+
+    @cached_property
+    def micro(self) -> Path:
+        """Six tokens; reference backend only."""
+        return ggufs.micro_model(self.folder / "tiny-micro.gguf")
+
+    @cached_property
+    def micro_draft(self) -> Path:
+        """A draft for ``micro`` that is a different model."""
+        return ggufs.micro_model(self.folder / "tiny-micro-draft.gguf", seed=5)
+
+    @cached_property
+    def sliding(self) -> Path:
+        """A Gemma 3 with a window of 32 tokens."""
+        return ggufs.write_sliding_window(self.folder / "tiny-gemma3.gguf", window=32)
+
+    @cached_property
+    def recurrent(self) -> Path:
+        """A Mamba: its memory cannot be rewound."""
+        return ggufs.write_mamba(self.folder / "tiny-mamba.gguf")
+
+    @cached_property
+    def trap(self) -> Path:
+        """A sound file that ik-llama computes wrongly in wide passes."""
+        return ggufs.write_trap(self.folder / "tiny-trap-q4_1.gguf")
+
+    @cached_property
+    def tokenizer_only(self) -> Path:
+        return ggufs.write_tokenizer_only(self.folder / "tiny-vocab-only.gguf")
+
+    @cached_property
+    def embedding(self) -> Path:
+        return ggufs.write_embedding_model(self.folder / "tiny-bert.gguf")
+
+
+class Backend:
+    """One engine under test.
+
+    Attributes:
+        name: its catalogue name.
+        load: its loader.
+        exact: whether logits must be equal to the bit however tokens are grouped into passes.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.load: Callable[..., Model] = importlib.import_module(
+            f"localspec.backends.{name.replace('-', '_')}"
+        ).load
+        self.exact = name == "reference"
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyFiles:
+    """The tiny model files."""
+    return TinyFiles(tmp_path_factory.mktemp("tiny"))
+
+
+def open_backend(name: str) -> Backend:
+    """An engine by name; skips the test where it cannot run."""
+    backend = Backend(name)
+    if name != "reference":
+        module = importlib.import_module(f"localspec.backends.{name.replace('-', '_')}")
+        try:
+            module.binding()
+        except EngineUnavailable as error:
+            pytest.skip(str(error))
+    return backend
+
+
+@pytest.fixture(scope="session", params=ENGINES)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """Every engine in turn."""
+    return open_backend(request.param)
+
+
+@pytest.fixture(scope="session", params=[name for name in ENGINES if name != "reference"])
+def fast_backend(request: pytest.FixtureRequest) -> Backend:
+    """Every engine that is not the reference."""
+    return open_backend(request.param)
+
+
+@pytest.fixture(scope="session")
+def reference() -> Backend:
+    """The reference engine alone."""
+    return open_backend("reference")
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Callable[[str], Path]:
+    """Catalogue name -> path of the real file, or a skip.
+
+    Looked for in $LOCALSPEC_TEST_MODELS, else in /tmp/models.
+    """
+    folder = Path(os.environ.get("LOCALSPEC_TEST_MODELS", "/tmp/models"))
+
+    def find(name: str) -> Path:
+        path = folder / REAL_MODELS[name]
+        if not path.exists():
+            pytest.skip(f"{path.name} is not in {folder} (set LOCALSPEC_TEST_MODELS to where it is)")
+        return path
+
+    return find
+
+
+@pytest.fixture(autouse=True)
+def isolated_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """No test reads or writes the user's own LOCALSPEC_HOME, or goes to the network."""
+    home = tmp_path / "home"
+    monkeypatch.setenv("LOCALSPEC_HOME", str(home))
+    monkeypatch.setenv("LOCALSPEC_OFFLINE", "1")
+    yield home
