@@ -12,6 +12,10 @@ N_BINS = len(EDGES) + 1
 _CENTRES = tuple((low + high) / 2 for low, high in zip((0.0, *EDGES), (*EDGES, 1.0), strict=True))
 
 
+TYPICAL_CLIMATE = (0.01, 0.02, 0.03, 0.05, 0.06, 0.07, 0.07, 0.08, 0.12, 0.09, 0.14, 0.26)
+"""Share of a draft model's guesses by confidence bin before anything is known of the text: a mean near 0.75."""
+
+
 def bin_of(confidence: float) -> int:
     """Index of the confidence bin [0, N_BINS)."""
     return bisect_right(EDGES, confidence)
@@ -30,16 +34,12 @@ class SourceAcceptance:
     """
 
     prior: tuple[float, ...]
-    prior_weight: float = 4.0
+    climate: list[float] = field(default_factory=lambda: list(TYPICAL_CLIMATE))
+    prior_weight: float = 6.0
     memory: float = 80.0
-    climate_memory: float = 24.0
+    climate_memory: float = 32.0
     hits: list[float] = field(default_factory=lambda: [0.0] * N_BINS)
     seen: list[float] = field(default_factory=lambda: [0.0] * N_BINS)
-    climate: list[float] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if not self.climate:
-            self.climate = [1.0 / N_BINS] * N_BINS
 
     def expected(self, confidence: float) -> float:
         """Calibrated probability of acceptance of a guess with this confidence."""

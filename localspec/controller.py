@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from localspec.acceptance import N_BINS, SourceAcceptance, estimate_prior, model_prior
+from localspec.acceptance import SourceAcceptance, estimate_prior, model_prior
 from localspec.cost_model import PassTimes
 from localspec.drafters.base import Plan
 from localspec.errors import UsageError
@@ -103,17 +103,13 @@ class AutoPlan:
 
     controller: AutoController
     room: int
-    probing: bool = False
     n: int = 0
     reach: float = 1.0
     ms_spent: float = 0.0
 
     def more(self, source: str, pending: int = 0) -> bool:
-        if self.room <= 0:
-            return False
-        if pending == 0:  # free to look: keep() decides with the confidence known
-            return True
-        return self.probing or self.controller.step_pays(self, source, pending)
+        # Where looking costs nothing, keep() decides with the confidence known.
+        return self.room > 0 and (pending == 0 or self.controller.step_pays(self, source, pending))
 
     def spent(self, source: str, n_tokens: int, ms: float) -> None:
         self.ms_spent += ms
@@ -123,34 +119,44 @@ class AutoPlan:
         acceptance = self.controller.sources[source]
         acceptance.notice(confidence)
         expected = acceptance.expected(confidence)
-        if self.room <= 0 or not (self.probing or self.controller.row_pays(self, source, expected)):
+        if self.room <= 0 or not self.controller.row_pays(self, source, expected):
             return None
-        self.probing = False
         self.room -= 1
         self.n += 1
         self.reach *= expected
         return expected
 
 
-@dataclass(slots=True)
 class AutoController(Controller):
     """Chooses the length of every draft from measured costs and calibrated acceptance.
 
-    Attributes:
+    Two things keep it from ever being slower than plain decoding. It drafts only where that is expected to pay; and it
+    keeps a ledger of the time saved so far against plain decoding, and never risks more than what is in it, a small
+    grant and one percent of the time gone by. So even text that is made to deceive it cannot cost more.
+
+    Args:
         times: the target's t(w) [ms].
         draft_times: by source, d(w) of drafters that run a model of their own [ms]; the others guess for nothing.
-        sources: by source, the acceptance model.
+        sources: by source, the acceptance model; kept by the caller, so that it outlives a request.
     """
 
-    times: PassTimes
-    draft_times: Mapping[str, PassTimes]
-    sources: dict[str, SourceAcceptance] = field(default_factory=dict)
-    ms_other: float = 0.3
-    explore_share: float = 0.01
-    _credit_ms: float = 0.0
-    _recent_tokens: float = 0.0
-    _recent_ms: float = 0.0
-    _plan: AutoPlan | None = None
+    EXPLORE_SHARE = 0.01
+    GRANT_TOKENS = 2.0
+    SAVED_CAP_TOKENS = 40.0
+    HORIZON_TOKENS = 128
+
+    def __init__(
+        self, times: PassTimes, draft_times: Mapping[str, PassTimes], sources: dict[str, SourceAcceptance] | None = None
+    ) -> None:
+        self.times = times
+        self.draft_times = draft_times
+        self.sources: dict[str, SourceAcceptance] = {} if sources is None else sources
+        self.ms_other = 0.3
+        self._allowance = 0.0
+        self._saved = self.GRANT_TOKENS * times(1)
+        self._policies: dict[str, ThresholdPolicy] = {}
+        self._age = 0
+        self._plan: AutoPlan | None = None
 
     def register(self, source: str) -> None:
         """Make a source of guesses known, with its prior."""
@@ -158,104 +164,172 @@ class AutoController(Controller):
         self.sources.setdefault(source, SourceAcceptance(prior))
 
     @property
+    def ms_plain(self) -> float:
+        """Expected time of a round of plain decoding."""
+        return self.times(1) + self.ms_other
+
+    def policy(self, source: str) -> ThresholdPolicy:
+        """The best way known of drafting with one source alone."""
+        if source not in self._policies:
+            step = self.draft_times[source](1) if source in self.draft_times else 0.0
+            self._policies[source] = best_threshold_policy(self.times, step, self.sources[source], self.ms_other)
+        return self._policies[source]
+
+    @property
     def rate(self) -> float:
-        """The best rate known, in tokens per millisecond: what this conversation reaches, at least plain decoding."""
-        plain = 1.0 / (self.times(1) + self.ms_other)
-        if self._recent_ms <= 0:
-            return plain
-        return max(plain, self._recent_tokens / self._recent_ms)
+        """The best rate known, tokens per millisecond: what time is worth. At least plain decoding."""
+        return max(1.0 / self.ms_plain, *(self.policy(source).rate for source in self.draft_times), 0.0)
 
     def plan(self, room: int, n_past: int) -> Plan:
-        probing = self._credit_ms > 0 and bool(self.draft_times) and self._credit_ms > self._probe_cost()
-        self._plan = AutoPlan(self, min(room, MAX_DRAFT), probing)
+        self._age += 1
+        if self._age % 4 == 1:
+            self._policies.clear()
+        self._plan = AutoPlan(self, min(room, MAX_DRAFT))
         return self._plan
-
-    def _probe_cost(self) -> float:
-        return self.times(2) - self.times(1) + min(times(1) for times in self.draft_times.values())
 
     def row_pays(self, plan: AutoPlan, source: str, expected: float) -> bool:
         """Whether a guess, already made, is worth a row of the target's pass (or leads to rows that are)."""
-        base, gain, mean = self.times(plan.n + 1), 0.0, self.sources[source].mean()
-        step = self._step_ms(source)
-        chance = plan.reach * expected
-        for ahead in range(1, min(plan.room, 8) + 1):
-            gain += chance
-            if gain > self.rate * (self.times(plan.n + 1 + ahead) - base + step * (ahead - 1)):
-                return True
-            chance *= mean
-        return False
+        if plan.ms_spent + self.times(plan.n + 2) - self.times(1) > self._risk():
+            return False
+        return self._worth(plan.n, plan.reach * expected, source, self.rate, plan.room - 1) > 0
 
     def step_pays(self, plan: AutoPlan, source: str, pending: int) -> bool:
         """Whether a draft step is worth its time, its confidence not yet known.
 
-        The step buys a choice: the guess is sent only where its confidence makes it pay. So its worth is the mean over
-        the recent confidences of the positive part of what they would add.
+        The step buys a choice: the guess is sent only where its confidence makes it pay. So its worth is the mean, over
+        the recent confidences, of the positive part of what they would add.
         """
-        acceptance, rate = self.sources[source], self.rate
-        step = self._step_ms(source)
-        first = self.draft_times[source](pending) if source in self.draft_times else 0.0
-        mean = acceptance.mean()
-        base = self.times(plan.n + 1)
-        rows = [self.times(plan.n + 1 + ahead) - base for ahead in range(1, min(plan.room, 8) + 1)]
+        times, acceptance, rate = self.draft_times[source], self.sources[source], self.rate
+        ms = times(pending)
+        catch_up = ms - times(1)
+        if catch_up > 2 * self.times(1):  # an investment: a prompt, or a stretch that was decoded plainly
+            gain = self.ms_plain - 1.0 / max(self.policy(source).rate, 1e-9)
+            if gain * self.HORIZON_TOKENS < 2 * catch_up:
+                return False
+            self._saved += catch_up
+            ms = times(1)
+        elif plan.ms_spent + ms + self.times(plan.n + 2) - self.times(1) > self._risk():
+            return False
         worth = 0.0
-        for index in range(N_BINS):
-            share = acceptance.climate[index]
-            if share < 1e-3:
-                continue
-            chance, gain, best = plan.reach * acceptance.expected_bin(index), 0.0, 0.0
-            for ahead, cost in enumerate(rows):
-                gain += chance
-                best = max(best, gain - rate * (cost + step * ahead))
-                chance *= mean
-            worth += share * best
-        return worth > rate * first
+        for index, share in enumerate(acceptance.climate):
+            if share > 1e-3:
+                chance = plan.reach * acceptance.expected_bin(index)
+                worth += share * max(0.0, self._worth(plan.n, chance, source, rate, plan.room - 1))
+        return worth > rate * ms
 
-    def _step_ms(self, source: str) -> float:
-        times = self.draft_times.get(source)
-        return times(1) if times is not None else 0.0
+    def _worth(self, n: int, chance: float, source: str, rate: float, room: int) -> float:
+        """Tokens gained, net of time at ``rate``, by sending guess n + 1 and going on as the source's policy would.
+
+        ``chance`` is the probability that it and all before it are accepted.
+        """
+        policy = self.policy(source)
+        sent = policy.sent
+        times = self.times
+        total = best = chance - rate * (times(n + 2) - times(n + 1))
+        reached, probability = chance, 1.0
+        for ahead in range(1, min(room, 8) + 1):
+            reached *= policy.accepted
+            row = times(n + 2 + ahead) - times(n + 1 + ahead)
+            total += probability * (sent * reached - rate * (policy.step_ms + sent * row))
+            probability *= sent
+            best = max(best, total)
+        return best
+
+    def _risk(self) -> float:
+        """Milliseconds that may be lost, at worst, in this round."""
+        return self._saved
 
     def update(self, round_: Round) -> None:
         for i, guess in enumerate(round_.draft):
             if i > round_.verdict.n_accepted:
                 break
-            self.sources[guess.source].observe(
-                guess.prob if guess.dist is None else float(guess.dist.probs.max()), i < round_.verdict.n_accepted
-            )
+            confidence = guess.prob if guess.dist is None else float(guess.dist.probs.max())
+            self.sources[guess.source].observe(confidence, i < round_.verdict.n_accepted)
         self.times.observe(len(round_.draft) + 1, round_.ms_verify)
         ms = round_.ms_draft + round_.ms_verify + self.ms_other
-        self._recent_tokens = self._recent_tokens * 0.95 + len(round_.emitted)
-        self._recent_ms = self._recent_ms * 0.95 + ms
-        self._credit_ms += ms * self.explore_share
-        plan = self._plan
-        if plan is not None and round_.ms_draft > 0.5 and not round_.draft:
-            self._credit_ms -= plan.ms_spent
+        self._saved += len(round_.emitted) * self.ms_plain - ms + self.EXPLORE_SHARE * ms
+        self._saved = min(self._saved, self.SAVED_CAP_TOKENS * self.times(1))
         round_.reason = self.explain()
 
     def explain(self) -> str:
         parts = []
-        for source, acceptance in self.sources.items():
-            mean = acceptance.mean()
-            need = self.break_even(source)
-            verdict = "pays" if mean > need else "does not pay"
+        for source in self.sources:
+            mean, need = self.sources[source].mean(), self.break_even(source)
+            verdict = "pays" if self.policy(source).rate * self.ms_plain > 1 else "does not pay"
             parts.append(f"{source} {verdict}: needs {need:.0%} acceptance to break even here, this text gives {mean:.0%}")
         return "; ".join(parts) or "drafting is off: there is no drafter"
 
     def break_even(self, source: str) -> float:
-        """The acceptance per token at which the best draft length of this source gains nothing over plain decoding."""
-        step, plain = self._step_ms(source), self.times(1) + self.ms_other
+        """The acceptance per token at which the best fixed draft length of this source only equals plain decoding."""
+        step = self.draft_times[source](1) if source in self.draft_times else 0.0
         low, high = 0.0, 1.0
-        for _ in range(20):
+        for _ in range(12):
             middle = (low + high) / 2
-            tokens, best = 1.0, 0.0
-            chance = middle
-            for k in range(1, 9):
-                tokens += chance
-                chance *= middle
-                best = max(best, tokens / (self.times(k + 1) + self.ms_other + k * step))
-            if best > 1.0 / plain:
-                high = middle
-            else:
-                low = middle
+            gains = any(
+                (1 - middle ** (k + 1)) / (1 - middle) * self.ms_plain > self.times(k + 1) + self.ms_other + k * step
+                for k in range(1, 9)
+            )
+            low, high = (low, middle) if gains else (middle, high)
         return high
 
 
+@dataclass(frozen=True, slots=True)
+class ThresholdPolicy:
+    """Draft up to ``length`` tokens, stopping at the first whose confidence falls below a bin.
+
+    Attributes:
+        rate: tokens per millisecond it is expected to reach.
+        length: longest draft.
+        sent: probability that a guess passes the threshold.
+        accepted: expected acceptance of a guess that passes.
+        step_ms: time of a draft step.
+    """
+
+    rate: float
+    length: int
+    sent: float
+    accepted: float
+    step_ms: float
+
+
+def best_threshold_policy(
+    times: PassTimes, step_ms: float, acceptance: SourceAcceptance, ms_other: float
+) -> ThresholdPolicy:
+    """The threshold policy with the best expected rate, confidences drawn independently from the recent climate.
+
+    With s the probability that a guess is sent and a the acceptance of those that are, a round with at most k guesses
+    emits 1 + sum_i (s·a)^i tokens and takes sum_m P(m)·t(m + 1) + d·(steps), m being geometric with ratio s.
+    """
+    by_bin = sorted(
+        ((acceptance.expected_bin(i), share) for i, share in enumerate(acceptance.climate)), reverse=True
+    )
+    rows = [times(w) + ms_other for w in range(1, MAX_DRAFT + 2)]
+    best = ThresholdPolicy(1.0 / rows[0], 0, 0.0, 0.0, step_ms)
+    sent = mass = 0.0
+    for expected, share in by_bin:
+        sent += share
+        mass += share * expected
+        if sent < 1e-6:
+            continue
+        s, a = min(1.0, sent), mass / sent
+        tokens, ms, survive = 1.0, 0.0, 1.0  # ms so far: of rounds that ended before length k
+        for k in range(1, MAX_DRAFT + 1):
+            ms += survive * step_ms
+            ms_ended = ms + survive * (1 - s) * rows[k - 1]
+            survive *= s
+            tokens += survive * a**k
+            rate = tokens / (ms_ended + survive * rows[k])
+            if rate > best.rate:
+                best = ThresholdPolicy(rate, k, s, a, step_ms)
+            ms = ms_ended
+            if survive * a**k < 1e-3:
+                break
+    return best if best.length else ThresholdPolicy(best.rate, 0, *_typical(acceptance), step_ms)
+
+
+def _typical(acceptance: SourceAcceptance) -> tuple[float, float]:
+    """Share and acceptance of the guesses more likely right than wrong: what continuing would meet."""
+    good = [(share, acceptance.expected_bin(i)) for i, share in enumerate(acceptance.climate)]
+    good = [(share, expected) for share, expected in good if expected > 0.5]
+    sent = sum(share for share, _ in good)
+    return (sent, sum(share * expected for share, expected in good) / sent) if sent > 1e-6 else (0.0, 0.0)

@@ -271,7 +271,7 @@ class LLM:
             draft_length: overrides ``draft_length`` for this request.
         """
         stream = RoundStream()
-        self._submit(stream._job, prompt, params, speculate, draft_length)
+        self._submit(stream._job, prompt, params, speculate=speculate, draft_length=draft_length)
         return stream
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Iterator[str]:
@@ -295,10 +295,15 @@ class LLM:
         with self.rounds(prompt, params, **options) as rounds:
             return rounds.reply
 
-    async def arounds(
-        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+    async def arounds(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> AsyncIterator[Round]:
+        """As ``rounds``, for asyncio; leaving the loop or cancelling the task stops the engine within a round."""
+        async for item in self._aevents(prompt, params, options):
+            if isinstance(item, Round):
+                yield item
+
+    async def _aevents(
+        self, prompt: Prompt, params: SamplingParams | None, options: dict[str, Any]
     ) -> AsyncIterator[Round | Reply]:
-        """As ``rounds``, for asyncio; the last item is the ``Reply``."""
         loop = asyncio.get_running_loop()
         items: asyncio.Queue[Any] = asyncio.Queue()
 
@@ -309,10 +314,7 @@ class LLM:
                 job.cancel.set()  # the loop is gone, and with it whoever wanted this
 
         job = _Job(put)
-        speculate, draft_length = options.pop("speculate", True), options.pop("draft_length", None)
-        if options:
-            raise TypeError(f"unknown options: {', '.join(options)}")
-        self._submit(job, prompt, params, speculate, draft_length)
+        self._submit(job, prompt, params, **options)
         try:
             while True:
                 item = await items.get()
@@ -326,16 +328,16 @@ class LLM:
 
     async def astream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> AsyncIterator[str]:
         """As ``stream``, for asyncio."""
-        async for item in self.arounds(prompt, params, **options):
-            if isinstance(item, Round) and item.text:
-                yield item.text
+        async for round_ in self.arounds(prompt, params, **options):
+            if round_.text:
+                yield round_.text
 
     async def achat(self, messages: Messages, params: SamplingParams | None = None, **options: Any) -> Reply:
         """As ``chat``, for asyncio."""
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         reply: Reply | None = None
-        async for item in self.arounds(messages, params, **options):
+        async for item in self._aevents(messages, params, options):
             if isinstance(item, Reply):
                 reply = item
         assert reply is not None
@@ -348,8 +350,8 @@ class LLM:
         job: _Job,
         prompt: Prompt,
         params: SamplingParams | None,
-        speculate: bool,
-        draft_length: DraftLength | None,
+        speculate: bool = True,
+        draft_length: DraftLength | None = None,
     ) -> None:
         if self._closed:
             raise Closed("this LLM was closed")

@@ -10,13 +10,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from localspec.errors import Closed, ContextFull, UsageError
-from localspec.vocab import Vocab
+
+if TYPE_CHECKING:
+    from localspec.vocab import Vocab
 
 FloatArray = npt.NDArray[np.float32]
 Progress = Callable[[float], bool]
