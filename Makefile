@@ -1,0 +1,50 @@
+# Each target makes the virtual environment it needs. Nothing is installed outside of this folder.
+VENV ?= .venv
+VENV_TEST ?= .venv-test
+ARGS ?=
+REAL_MODELS = smollm2-135m qwen2.5-coder-0.5b qwen2.5-coder-1.5b gemma3-270m
+
+export PYTHON
+
+.PHONY: help chat test test-real lint format types clean
+
+help:
+	@echo 'make chat       talk to a model and watch the guesses (ARGS="--view lane" passes options)'
+	@echo 'make test       the test suite, with every extra installed (ARGS="-k ngram" passes options)'
+	@echo 'make test-real  the tests on real models; fetches them first (2 GB)'
+	@echo 'make lint       ruff: rules and formatting'
+	@echo 'make format     let ruff rewrite what it can'
+	@echo 'make types      mypy --strict'
+	@echo 'make clean      remove the virtual environments and caches'
+	@echo 'PYTHON=/path/to/python3.12 picks the interpreter.'
+
+chat:
+	@scripts/venv $(VENV)
+	@$(VENV)/bin/localspec chat $(ARGS)
+
+test:
+	@scripts/venv $(VENV_TEST) dev all
+	@$(VENV_TEST)/bin/python -m pytest $(ARGS)
+
+test-real:
+	@scripts/venv $(VENV_TEST) dev all
+	@for model in $(REAL_MODELS); do $(VENV_TEST)/bin/localspec pull $$model || exit 1; done
+	@$(VENV_TEST)/bin/python -m pytest -m real $(ARGS)
+
+lint:
+	@scripts/venv $(VENV_TEST) dev all
+	@$(VENV_TEST)/bin/ruff check
+	@$(VENV_TEST)/bin/ruff format --check
+
+format:
+	@scripts/venv $(VENV_TEST) dev all
+	@$(VENV_TEST)/bin/ruff check --fix
+	@$(VENV_TEST)/bin/ruff format
+
+types:
+	@scripts/venv $(VENV_TEST) dev all
+	@$(VENV_TEST)/bin/mypy
+
+clean:
+	rm -rf $(VENV) $(VENV_TEST) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find localspec tests -name __pycache__ -type d -prune -exec rm -rf {} +
