@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from localspec.backends.base import Capabilities, Context, Forward, Model, Progress
-from localspec.errors import EngineError, EngineMismatch, EngineUnavailable, LocalspecError, UsageError
+from localspec.errors import EngineError, EngineUnavailable, LocalspecError, UsageError
 
 __all__ = ["BACKENDS", "Capabilities", "Context", "Forward", "Model", "candidates", "load", "unavailable_reason"]
 
@@ -91,13 +92,12 @@ def load(
     names = candidates(n_gpu_layers) if backend == "auto" else [backend]
     failure: LocalspecError | None = None
     for name in names:
-        loader = import_module(BACKENDS[name]).load
-        options = {"n_threads": n_threads, "n_gpu_layers": n_gpu_layers, "progress": progress}
+        options: dict[str, Any] = {"n_threads": n_threads, "n_gpu_layers": n_gpu_layers, "progress": progress}
         if name != "reference":
             options["kv_type"] = kv_type
         try:
-            return trust.load_checked(loader, path, options, say)
-        except (EngineMismatch, EngineError) as error:
+            return trust.load_checked(name, path, options, say)
+        except EngineError as error:
             failure = failure or error
             if name != names[-1]:
                 say(f"{error}; trying {names[names.index(name) + 1]}")

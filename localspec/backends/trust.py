@@ -20,8 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from localspec.backends import repack
 from localspec.backends.base import FloatArray, Model
-from localspec.errors import EngineError, EngineMismatch, LocalspecError
+from localspec.errors import EngineMismatch, LocalspecError
 from localspec.home import home
 
 MAX_MEAN_KL = 0.15
@@ -115,40 +116,56 @@ def fingerprint(path: Path) -> str:
 
 
 def load_checked(
-    loader: Callable[..., Model], path: Path, options: dict[str, Any], say: Callable[[str], None]
+    backend: str, path: Path, options: dict[str, Any], say: Callable[[str], None]
 ) -> Model:
     """Load a file, or a repacked copy of it that the engine computes rightly; see the module's docstring.
+
+    Args:
+        backend: the engine's name.
+        path: the file.
+        options: arguments of the engine's ``load``.
+        say: takes one-line remarks.
 
     Raises:
         EngineMismatch: the engine is wrong about the file and no repacked copy helps.
     """
-    model = loader(path, **options)
-    if model.capabilities.batch_invariant:
-        return model
-    ledger = _Ledger(home() / "trust")
-    key = f"{model.engine}|{model.capabilities.device}|{fingerprint(path)}"
-    verdict = ledger.get(key)
-    if verdict is None:
+    module = import_module(f"localspec.backends.{backend.replace('-', '_')}")
+    ledger, source = _Ledger(home() / "trust"), fingerprint(path)
+    model: Model | None = None
+
+    def key(digest: str) -> str:
+        engine = module.binding().version if hasattr(module, "binding") else ""
+        return f"{backend} {engine}|gpu layers {options.get('n_gpu_layers')}|{digest}"
+
+    verdict = ledger.get(key(source))
+    if verdict is None or verdict["holds"]:
+        model = module.load(path, **options)
+        assert model is not None
+        if model.capabilities.batch_invariant:
+            return model
+    if model is not None and verdict is None:
         say(f"checking that {model.engine} computes {path.name} rightly (once per file)")
         verdict = _examine(model, path, options)
-        ledger.put(key, verdict)
-    if verdict["holds"]:
+        ledger.put(key(source), verdict)
+    assert verdict is not None
+    if verdict["holds"] and model is not None:
         return model
-    model.close()
-    from localspec.backends import repack
-
-    for repacked in repack.copies(path, verdict, say):
-        copy = loader(repacked, **options)
-        copy_key = f"{copy.engine}|{copy.capabilities.device}|{fingerprint(repacked)}"
-        found = ledger.get(copy_key) or _examine(copy, repacked, options)
-        ledger.put(copy_key, found)
+    if model is not None:
+        model.close()
+    for repacked in repack.copies(path, source, say):
+        copy: Model = module.load(repacked, **options)
+        digest = fingerprint(repacked)
+        found = ledger.get(key(digest))
+        if found is None:
+            found = _examine(copy, path, options)
+            ledger.put(key(digest), found)
         if found["holds"]:
-            say(f"{copy.engine} computes {path.name} wrongly in batches; using a repacked copy: {repacked.name}")
+            say(f"{copy.engine} computes {path.name} wrongly in batches ({verdict['why']}): using {repacked.name}")
             return copy
         copy.close()
         repacked.unlink(missing_ok=True)
     raise EngineMismatch(
-        f"{model.engine} computes {path.name} wrongly ({verdict['why']}); use --backend llama-cpp "
+        f"{backend} computes {path.name} wrongly ({verdict['why']}); use --backend llama-cpp "
         "(pip install 'localspec[llama-cpp]') or another quantisation of the model"
     )
 
@@ -177,7 +194,7 @@ def _another_engine(model: Model, path: Path, options: dict[str, Any]) -> Model 
             loader = import_module(backends.BACKENDS[name]).load
             try:
                 loaded: Model = loader(path, **{**options, "n_gpu_layers": 0, "progress": None})
-            except (EngineError, LocalspecError):
+            except LocalspecError:
                 continue
             if loaded.n_vocab == model.n_vocab:
                 return loaded

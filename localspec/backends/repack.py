@@ -1,0 +1,130 @@
+"""Copies of a model file with some tensors in another type, for an engine whose kernels for the original type are wrong.
+
+ik-llama-cpp-python 0.1.5 computes batches over Q4_1 and Q5_1 wrongly when a row is not a whole number of 128-value
+groups (SmolLM2's 576, for one). Q8_0 and F16 of the same rows are right. Rounding the dequantised values to Q8_0 moves
+a weight by at most 1/254 of the largest in its block of 32, to F16 by at most 1/2048 of itself; both are called
+near-exact here, and said.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec.errors import EngineError
+from localspec.gguf_file import GGUFFile, TensorInfo
+from localspec.home import home
+
+Bytes = npt.NDArray[np.uint8]
+
+_SUSPECT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")
+_GROUP = 128
+MARK = "localspec.repacked_from"
+"""Metadata key of a copy: the fingerprint of the file it was made from."""
+
+
+def copies(path: Path, source: str, say: Callable[[str], None]) -> Iterator[Path]:
+    """Repacked copies of a file to try, the most exact that is small first; made once and kept.
+
+    Args:
+        path: the original.
+        source: its fingerprint.
+        say: takes a line before long work.
+
+    Raises:
+        EngineError: the copy cannot be written.
+    """
+    for type_name in ("Q8_0", "F16"):
+        target = home() / "repacked" / f"{path.stem}.{source[:12]}.{type_name.lower()}.gguf"
+        if target.exists():
+            yield target
+            continue
+        with GGUFFile(path) as gguf:
+            affected = {name for name, tensor in gguf.tensors.items() if _is_affected(tensor)}
+            if not affected:
+                return
+            say(f"repacking {len(affected)} tensors of {path.name} to {type_name}, near-exactly (once)")
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                write_copy(gguf, target, dict.fromkeys(affected, type_name), {MARK: source})
+            except OSError as error:
+                raise EngineError(f"cannot write a repacked copy of {path.name}: {error.strerror or error}") from None
+        yield target
+
+
+def _is_affected(tensor: TensorInfo) -> bool:
+    return tensor.type_name in _SUSPECT and tensor.shape[0] % _GROUP != 0
+
+
+def write_copy(gguf: GGUFFile, target: Path, types: dict[str, str], marks: dict[str, str]) -> None:
+    """Write a copy of a GGUF with some tensors in another type, tensor by tensor, and rename it into place.
+
+    The metadata is copied byte by byte.
+
+    Args:
+        gguf: the open original.
+        target: where the copy goes; appears only when complete.
+        types: tensor name -> new type (Q8_0, Q4_0, F16, …: what gguf-py can quantise to).
+        marks: metadata strings to add.
+    """
+    from gguf import GGMLQuantizationType
+    from gguf.constants import GGML_QUANT_SIZES
+
+    kinds = {name: GGMLQuantizationType[type_name] for name, type_name in types.items()}
+    start, end = gguf.kv_range
+    metadata = bytes(gguf.buffer[start:end])
+    n_keys = len(gguf.metadata) + len(marks)
+    for key, text in marks.items():
+        metadata += _string(key) + struct.pack("<I", 8) + _string(text)
+    alignment = gguf.alignment
+    header = b"GGUF" + struct.pack("<IQQ", 3, len(gguf.tensors), n_keys) + metadata
+    offset = 0
+    for name, tensor in gguf.tensors.items():
+        kind = int(kinds.get(name, tensor.ggml_type))
+        block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+        header += _string(name) + struct.pack("<I", len(tensor.shape))
+        header += struct.pack(f"<{len(tensor.shape)}Q", *tensor.shape) + struct.pack("<IQ", kind, offset)
+        offset += -(-tensor.n_elements // block * size // alignment) * alignment
+    handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(header)
+            file.write(bytes(-len(header) % alignment))
+            for name, tensor in gguf.tensors.items():
+                data = gguf.tensor_bytes(name)
+                if name in kinds:
+                    data = convert(data, tensor, kinds[name].name)
+                file.write(memoryview(np.ascontiguousarray(data)))
+                file.write(bytes(-data.nbytes % alignment))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def convert(data: Bytes, tensor: TensorInfo, type_name: str) -> Bytes:
+    """A tensor's bytes in another type, as bytes; rows in slices, so that memory stays small."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize, quantize
+
+    rows = data.reshape(tensor.n_elements // tensor.shape[0], -1)
+    source, kind = GGMLQuantizationType(tensor.ggml_type), GGMLQuantizationType[type_name]
+    step = max(1, (1 << 22) // tensor.shape[0])
+    parts = []
+    for first in range(0, len(rows), step):
+        values = dequantize(rows[first : first + step], source)
+        parts.append(np.ascontiguousarray(quantize(values, kind)).view(np.uint8).reshape(len(values), -1))
+    return np.concatenate(parts).reshape(-1)
+
+
+def _string(text: str) -> bytes:
+    raw = text.encode()
+    return struct.pack("<Q", len(raw)) + raw
