@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 
 import pytest
+from platformdirs import user_cache_dir
 
 from localspec.backends.base import Model
 from localspec.errors import EngineUnavailable
@@ -16,16 +17,15 @@ from tests import ggufs
 
 ENGINES = ("llama-cpp", "ik-llama", "reference")
 
+_HOME = os.environ.get("LOCALSPEC_HOME")
+"""Read before ``isolated_home`` hides it."""
+
 REAL_MODELS = {
     "qwen2.5-coder-1.5b": "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
     "qwen2.5-coder-0.5b": "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
     "smollm2-135m": "SmolLM2-135M-Instruct.Q4_1.gguf",
     "gemma3-270m": "gemma-3-270m-q4_k_m.gguf",
 }
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "real: needs a real model file; skipped where there is none")
 
 
 class TinyFiles:
@@ -42,7 +42,9 @@ class TinyFiles:
     @cached_property
     def bpe(self) -> Path:
         """Byte-level BPE with ChatML's special tokens, Q8_0."""
-        return ggufs.write_llama(self.folder / "tiny-bpe-q8_0.gguf", vocab=ggufs.bpe_vocab(), tensor_type="Q8_0")
+        return ggufs.write_llama(
+            self.folder / "tiny-bpe-q8_0.gguf", vocab=ggufs.bpe_vocab(), seed=3, tensor_type="Q8_0"
+        )
 
     @cached_property
     def pair(self) -> ggufs.Pair:
@@ -94,9 +96,7 @@ class Backend:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.load: Callable[..., Model] = importlib.import_module(
-            f"localspec.backends.{name.replace('-', '_')}"
-        ).load
+        self.load: Callable[..., Model] = importlib.import_module(f"localspec.backends.{name.replace('-', '_')}").load
         self.exact = name == "reference"
 
     def __repr__(self) -> str:
@@ -143,23 +143,24 @@ def reference() -> Backend:
 def real_model() -> Callable[[str], Path]:
     """Catalogue name -> path of the real file, or a skip.
 
-    Looked for in $LOCALSPEC_TEST_MODELS, else in /tmp/models.
+    Looked for in $LOCALSPEC_TEST_MODELS, in LOCALSPEC_HOME and in /tmp/models.
     """
-    folder = Path(os.environ.get("LOCALSPEC_TEST_MODELS", "/tmp/models"))
+    homes = [os.environ.get("LOCALSPEC_TEST_MODELS"), _HOME, user_cache_dir("localspec"), "/tmp/models"]
+    folders = [Path(home) for home in homes if home and Path(home).is_dir()]
 
     def find(name: str) -> Path:
-        path = folder / REAL_MODELS[name]
-        if not path.exists():
-            pytest.skip(f"{path.name} is not in {folder} (set LOCALSPEC_TEST_MODELS to where it is)")
-        return path
+        for folder in folders:
+            for path in folder.rglob(REAL_MODELS[name]):
+                return path
+        pytest.skip(f"{REAL_MODELS[name]} is nowhere on this machine: make test-real fetches it")
 
     return find
 
 
 @pytest.fixture(autouse=True)
-def isolated_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def isolated_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """No test reads or writes the user's own LOCALSPEC_HOME, or goes to the network."""
     home = tmp_path / "home"
     monkeypatch.setenv("LOCALSPEC_HOME", str(home))
     monkeypatch.setenv("LOCALSPEC_OFFLINE", "1")
-    yield home
+    return home

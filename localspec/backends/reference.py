@@ -105,49 +105,37 @@ class ReferenceModel(Model):
     """Weights in float64; see the module's docstring and ``backends.base.Model``."""
 
     def __init__(self, path: Path, progress: Progress | None = None) -> None:
-        file = GGUFFile(path)
-        file.check_generates_text()
-        if file.architecture != "llama":
-            raise UnsupportedModel(
-                f"{path.name} has the architecture {file.architecture!r}; the reference backend computes 'llama' only"
-            )
-        metadata = dict(file.metadata)
-        self.path = path
-        self.backend = NAME
-        self.engine = f"{NAME} numpy {np.__version__}"
-        self.vocab = Vocab.from_gguf(file)
-        template = metadata.get("tokenizer.chat_template")
-        self.chat_template = str(template) if template is not None else None
-        self.n_ctx_train = file.n_ctx_train
-        self.size_bytes = path.stat().st_size
-        self.capabilities = Capabilities(batch_invariant=True)
-        self.n_threads = 1
-        file.close()
-        self.hparams = Hyperparameters.from_metadata(metadata)
-        self._tokenizer = Tokenizer(metadata)
+        with GGUFFile(path) as file:
+            file.check_generates_text()
+            if file.architecture != "llama":
+                raise UnsupportedModel(
+                    f"{path.name} has the architecture {file.architecture!r}; the reference backend "
+                    "computes 'llama' only"
+                )
+            self.path = path
+            self.backend = NAME
+            self.engine = f"{NAME} numpy {np.__version__}"
+            self.vocab = Vocab.from_gguf(file)
+            template = file.metadata.get("tokenizer.chat_template")
+            self.chat_template = str(template) if template is not None else None
+            self.n_ctx_train = file.n_ctx_train
+            self.size_bytes = path.stat().st_size
+            self.capabilities = Capabilities(batch_invariant=True)
+            self.n_threads = 1
+            self.hparams = Hyperparameters.from_metadata(file.metadata)
+            self._tokenizer = Tokenizer(file.metadata, self.vocab)
+            self._load(file, progress)
         self._closed = False
-        self._load(path, progress)
 
-    def _load(self, path: Path, progress: Progress | None) -> None:
-        tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    def _load(self, file: GGUFFile, progress: Progress | None) -> None:
         n_read = 0
 
         def read(name: str) -> Array:
             nonlocal n_read
-            if name not in tensors:
-                raise UnsupportedModel(f"{path.name} lacks the tensor {name}")
-            tensor = tensors[name]
             n_read += 1
-            if progress is not None and not progress(min(1.0, n_read / len(tensors))):
-                raise EngineError(f"loading {path.name} was cancelled")
-            try:
-                values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-            except NotImplementedError:
-                raise UnsupportedModel(
-                    f"{path.name}: the gguf package cannot unpack {tensor.tensor_type.name} ({name}); "
-                    "use another --backend"
-                ) from None
-            return np.asarray(values, dtype=np.float64)
+            if progress is not None and not progress(min(1.0, n_read / len(file.tensors))):
+                raise EngineError(f"loading {file.path.name} was cancelled")
+            return _read_tensor(file, name)
 
         self._layers = []
         for i in range(self.hparams.n_layer):
@@ -163,9 +151,9 @@ class ReferenceModel(Model):
                 )
             )
         self._embedding = read("token_embd.weight")
-        output = read("output.weight") if "output.weight" in tensors else self._embedding
+        output = read("output.weight") if "output.weight" in file.tensors else self._embedding
         self._output = output * read("output_norm.weight")
-        self._rope_factors = read("rope_freqs.weight") if "rope_freqs.weight" in tensors else None
+        self._rope_factors = read("rope_freqs.weight") if "rope_freqs.weight" in file.tensors else None
         self.n_vocab = len(self._output)
         if progress is not None:
             progress(1.0)
@@ -177,7 +165,8 @@ class ReferenceModel(Model):
         if self._rope_factors is not None:
             frequency = frequency / self._rope_factors
         frequency = np.concatenate([frequency, np.zeros((h.d_head - h.n_rot) // 2)])
-        return np.exp(1j * np.arange(n_ctx)[:, None] * frequency)
+        rotations: npt.NDArray[np.complex128] = np.exp(1j * np.arange(n_ctx)[:, None] * frequency)
+        return rotations
 
     def new_context(self, n_ctx: int, *, n_threads: int | None = None) -> ReferenceContext:
         if self._closed:
@@ -196,6 +185,21 @@ class ReferenceModel(Model):
 
     def close(self) -> None:
         self._closed = True
+
+
+def _read_tensor(file: GGUFFile, name: str) -> Array:
+    """A tensor in float64, rows first."""
+    tensor = file.tensors.get(name)
+    if tensor is None:
+        raise UnsupportedModel(f"{file.path.name} lacks the tensor {name}")
+    rows = file.tensor_bytes(name).reshape(*tensor.shape[:0:-1], -1)
+    try:
+        values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(tensor.ggml_type))
+    except (NotImplementedError, ValueError):
+        raise UnsupportedModel(
+            f"{file.path.name}: the gguf package cannot unpack {tensor.type_name} ({name}); use another --backend"
+        ) from None
+    return np.asarray(values, dtype=np.float64)
 
 
 class ReferenceContext(Context):
@@ -229,7 +233,7 @@ class ReferenceContext(Context):
         h = self.model.hparams
         n_q, n_kv, group = h.n_head * h.d_head, h.n_head_kv * h.d_head, h.n_head // h.n_head_kv
         rotation, scale, end = self._rotations[position], 1.0 / math.sqrt(h.d_head), position + 1
-        x = self.model._embedding[token]
+        x: Array = self.model._embedding[token]
         for layer, keys, values in zip(self.model._layers, self._keys, self._values, strict=True):
             qkv = layer.qkv.dot(self._normalised(x))
             rotated = qkv[: n_q + n_kv].view(np.complex128).reshape(-1, h.d_head // 2) * rotation
@@ -243,13 +247,15 @@ class ReferenceContext(Context):
                 weights = np.exp((scores - scores.max(axis=1, keepdims=True)) * scale)
                 attended[head] = weights.dot(values[head, :end]) / weights.sum(axis=1, keepdims=True)
             x = x + layer.attn_output.dot(attended.reshape(-1))
-            gate, up = np.split(layer.gate_up.dot(self._normalised(x)), 2)
+            gate_up = layer.gate_up.dot(self._normalised(x))
+            gate, up = gate_up[: len(gate_up) // 2], gate_up[len(gate_up) // 2 :]
             # silu(z) = z * sigmoid(z); by tanh, which cannot overflow.
             x = x + layer.down.dot(gate * (0.5 + 0.5 * np.tanh(0.5 * gate)) * up)
         return x
 
     def _normalised(self, x: Array) -> Array:
-        return x * (1.0 / math.sqrt(float(x.dot(x)) / len(x) + self.model.hparams.norm_eps))
+        norm: Array = x * (1.0 / math.sqrt(float(x.dot(x)) / len(x) + self.model.hparams.norm_eps))
+        return norm
 
     def _truncate(self, n: int) -> None:
         pass

@@ -11,9 +11,11 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from localspec.errors import UnsupportedModel
+import numpy as np
 
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+from localspec.errors import UnsupportedModel
+from localspec.vocab import CONTROL, UNKNOWN, USER_DEFINED, Vocab
+
 _SPACE = "▁"
 
 # Python's \s also has the separators 0x1C-0x1F, which are no white space to llama.cpp.
@@ -26,38 +28,37 @@ class Tokenizer:
 
     Args:
         metadata: the ``tokenizer.*`` keys of a GGUF file.
+        vocab: the vocabulary of the same file.
 
     Raises:
-        UnsupportedModel: another kind of tokeniser.
+        UnsupportedModel: another kind of tokeniser, or an unknown split into words.
     """
 
-    def __init__(self, metadata: Mapping[str, Any]) -> None:
+    def __init__(self, metadata: Mapping[str, Any], vocab: Vocab) -> None:
+        if vocab.kind not in ("llama", "gpt2"):
+            raise UnsupportedModel(
+                f"the reference backend has no tokeniser of kind {vocab.kind!r}; use another --backend"
+            )
         key = "tokenizer.ggml."
-        kind = metadata.get(key + "model")
-        if kind not in ("llama", "gpt2"):
-            raise UnsupportedModel(f"the reference backend has no tokeniser of kind {kind!r}; use another --backend")
         tokens: list[str] = list(metadata[key + "tokens"])
-        types: Sequence[int] = metadata.get(key + "token_type") or [1] * len(tokens)
         self.ids = {token: i for i, token in enumerate(tokens)}
-        self.is_bpe = kind == "gpt2"
-        self.pre = str(metadata.get(key + "pre", "default"))
-        self.bos = metadata.get(key + "bos_token_id")
-        self.eos = metadata.get(key + "eos_token_id")
-        self.add_bos = bool(metadata.get(key + "add_bos_token", not self.is_bpe)) and self.bos is not None
-        self.add_eos = bool(metadata.get(key + "add_eos_token", False)) and self.eos is not None
+        self.is_bpe = vocab.kind == "gpt2"
+        self.pre = vocab.pre or "default"
+        self.bos = vocab.bos if vocab.add_bos else None
+        self.eos = vocab.eos if metadata.get(key + "add_eos_token") else None
         self.add_space_prefix = not self.is_bpe and bool(metadata.get(key + "add_space_prefix", True))
-        self.scores: Sequence[float] = metadata.get(key + "scores") or [0.0] * len(tokens)
-        merges: Sequence[str] = metadata.get(key + "merges") or ()
-        self.ranks = {tuple(merge.split(" ", 1)): rank for rank, merge in enumerate(merges)}
-        always = [t for t, kind in zip(tokens, types, strict=True) if kind == _USER_DEFINED and t]
-        special = [t for t, kind in zip(tokens, types, strict=True) if kind in (_UNKNOWN, _CONTROL) and t]
+        self.scores = [float(score) for score in metadata.get(key + "scores", np.zeros(len(tokens)))]
+        self.ranks = {tuple(merge.split(" ", 1)): rank for rank, merge in enumerate(metadata.get(key + "merges", ()))}
         # The longest first: a special token may be the beginning of another.
-        self._always = sorted(always, key=len, reverse=True)
-        self._special = sorted(always + special, key=len, reverse=True)
+        by_length = sorted((i for i in range(len(tokens)) if tokens[i]), key=lambda i: -len(tokens[i]))
+        self._always = [tokens[i] for i in by_length if vocab.types[i] == USER_DEFINED]
+        self._special = [tokens[i] for i in by_length if vocab.types[i] in (USER_DEFINED, CONTROL, UNKNOWN)]
+        if self.is_bpe:
+            _patterns(self.pre)
 
     def encode(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
         """Token ids of a text; see ``backends.base.Model.tokenize``."""
-        ids = [self.bos] if add_special and self.add_bos else []
+        ids = [self.bos] if add_special and self.bos is not None else []
         after_special = True
         for piece, token in _partition(text, self._special if parse_special else self._always):
             if token:
@@ -70,7 +71,7 @@ class Tokenizer:
                     piece = " " + piece
                 ids += self._sentencepiece(piece.replace(" ", _SPACE))
                 after_special = False
-        if add_special and self.add_eos:
+        if add_special and self.eos is not None:
             ids.append(self.eos)
         return ids
 

@@ -1,0 +1,71 @@
+"""The contract of every backend, text side: tokenising, special tokens, and bytes that spell the text again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from localspec.backends.base import Model
+from localspec.errors import UsageError
+from tests.conftest import Backend, TinyFiles
+
+TEXTS = [
+    "",
+    " ",
+    "the and of",
+    "The rain  in Spain\n\n\tstays.",
+    "1 + 1 = 2; it's he'll I'VE",
+    "naïve café Üben é",
+    "日本語とemoji 😀👨‍👩‍👧 ok",
+    "\x00\x01\x7f \x85 \u3000 \ufffd",
+    "<|im_start|>user\nhello<|im_end|>",
+    "a<s>b</s>c",
+    "   leading and trailing   ",
+]
+
+
+@pytest.fixture(scope="module", params=["spm", "bpe"])
+def text_model(backend: Backend, tiny: TinyFiles, request: pytest.FixtureRequest) -> Iterator[Model]:
+    with backend.load(getattr(tiny, request.param)) as model:
+        yield model
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_bytes_of_the_tokens_spell_the_text(text_model: Model, text: str) -> None:
+    vocab = text_model.vocab
+    spelled = b"".join(vocab.token_bytes(token) for token in text_model.tokenize(text))
+    space = b" " if text and text_model.path.name == "tiny-spm-f32.gguf" else b""
+    assert spelled == space + text.encode()
+
+
+def test_special_tokens_are_read_only_when_asked_for(text_model: Model) -> None:
+    vocab_ids = {text_model.vocab.token_bytes(i): i for i in range(text_model.n_vocab)}
+    end = next(i for i in text_model.vocab.eog)
+    text = "a<|im_end|>b"
+    parsed = text_model.tokenize(text, parse_special=True)
+    plain = text_model.tokenize(text)
+    specials = {i for token, i in vocab_ids.items() if token.startswith(b"<|")}
+    assert len(set(parsed) & (specials | set(text_model.vocab.eog))) == 1
+    assert not set(plain) & (specials | set(text_model.vocab.eog)), "a user's text forged a special token"
+    assert len(parsed) < len(plain)
+    assert end < text_model.n_vocab
+
+
+def test_begin_of_text_is_added_where_the_file_wants_it(text_model: Model) -> None:
+    plain, special = text_model.tokenize("the"), text_model.tokenize("the", add_special=True)
+    if text_model.vocab.add_bos:
+        assert special == [text_model.vocab.bos, *plain]
+    else:
+        assert special == plain
+
+
+def test_a_lone_surrogate_is_a_usage_error(text_model: Model) -> None:
+    with pytest.raises(UsageError, match="surrogate"):
+        text_model.tokenize("half \ud83d of an emoji")
+
+
+def test_a_long_text(text_model: Model) -> None:
+    text = "the and 😀 of\n" * 2000
+    tokens = text_model.tokenize(text)
+    assert b"".join(map(text_model.vocab.token_bytes, tokens)).lstrip(b" ") == text.encode()

@@ -1,0 +1,180 @@
+"""What ships, what is public, and what must not be in the tree."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import localspec
+
+ROOT = Path(__file__).parent.parent
+
+PUBLIC = {
+    "LLM",
+    "Closed",
+    "ContextFull",
+    "DownloadError",
+    "Draft",
+    "DraftToken",
+    "EmittedToken",
+    "EngineError",
+    "EngineMismatch",
+    "EngineUnavailable",
+    "LocalspecError",
+    "ModelFileError",
+    "PromptTooLong",
+    "Reply",
+    "Round",
+    "RoundStream",
+    "SamplingParams",
+    "Span",
+    "SpecStats",
+    "TemplateError",
+    "UnknownModel",
+    "UsageError",
+    "Verdict",
+    "VocabularyMismatch",
+    "__version__",
+}
+"""Removing a name from here is a breaking change; adding one is a promise."""
+
+HEAVY = {"numpy", "gguf", "huggingface_hub", "llama_cpp", "ik_llama_cpp", "jinja2", "prompt_toolkit"}
+"""Too slow to import for `localspec --help`."""
+
+
+def project() -> dict:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        return tomllib.load(file)["project"]
+
+
+def tracked_files() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    return [path for name in listed.stdout.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The wheel that `pip install` would make of this checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as opened:
+        yield opened
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    names = set(wheel.namelist())
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "localspec").rglob("*.py")}
+    assert modules <= names
+    assert "localspec/py.typed" in names
+    assert {name.split("/")[0] for name in names} == {"localspec", f"localspec-{localspec.__version__}.dist-info"}
+
+
+def test_wheel_holds_the_catalogue_and_the_licence(wheel: zipfile.ZipFile) -> None:
+    assert wheel.read("localspec/catalog.toml") == (ROOT / "models/catalog.toml").read_bytes()
+    info = f"localspec-{localspec.__version__}.dist-info"
+    assert wheel.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+    assert b"localspec = localspec.cli:main" in wheel.read(f"{info}/entry_points.txt")
+
+
+def test_the_catalogue_is_found_in_an_installed_wheel(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    wheel.extractall(tmp_path)
+    code = "from localspec.catalog import Catalog; import localspec; print(localspec.__file__); Catalog.load()"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(tmp_path)}
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(str(tmp_path))
+
+
+def test_versions_agree() -> None:
+    assert localspec.__version__ == project()["version"] == metadata.version("localspec")
+
+
+def test_public_names() -> None:
+    assert set(localspec.__all__) == PUBLIC
+    assert list(localspec.__all__) == sorted(localspec.__all__, key=lambda name: (name != "LLM", name))
+    for name in PUBLIC:
+        assert getattr(localspec, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        localspec.nothing  # noqa: B018 - the access is the test
+
+
+def test_exactly_one_engine_is_required_everywhere() -> None:
+    engines = [Requirement(line) for line in project()["dependencies"] if "llama" in line]
+    assert {engine.name for engine in engines} == {"ik-llama-cpp-python", "llama-cpp-python"}
+    # Where ik-llama-cpp-python 0.1.5 has wheels: manylinux_2_28 x86_64 and aarch64, macosx_11_0_arm64, win_amd64.
+    with_wheel = {("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64"), ("win32", "AMD64")}
+    systems = ("linux", "darwin", "win32", "freebsd14")
+    machines = ("x86_64", "aarch64", "arm64", "AMD64", "ARM64", "armv7l", "riscv64", "ppc64le")
+    for system, machine, python in itertools.product(systems, machines, ("cpython", "pypy")):
+        environment = {"sys_platform": system, "platform_machine": machine, "implementation_name": python}
+        chosen = [engine.name for engine in engines if engine.marker and engine.marker.evaluate(environment)]
+        fits = (system, machine) in with_wheel and python == "cpython"
+        assert chosen == ["ik-llama-cpp-python" if fits else "llama-cpp-python"], environment
+
+
+def test_the_pinned_engine_is_the_one_the_binding_is_written_for() -> None:
+    from localspec.backends import ik_llama
+
+    assert any(line.startswith(f"ik-llama-cpp-python=={ik_llama.VERSION};") for line in project()["dependencies"])
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"]])
+def test_help_needs_no_heavy_import(arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom localspec.cli import main\n"
+        f"sys.argv = ['localspec', *{arguments!r}]\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
+        f"print('heavy:', sorted({HEAVY!r} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip().endswith("heavy: []")
+
+
+def test_no_module_outgrows_a_screenful_of_screens() -> None:
+    long = {path.relative_to(ROOT).as_posix(): n for path in (ROOT / "localspec").rglob("*.py") if (n := lines(path)) > 400}
+    assert not long
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def test_nothing_in_the_tree_names_a_machine_or_a_registry() -> None:
+    # Spelled so that this file does not match itself.
+    folders = re.compile(r"(?<![\w.~}/])/(?:root|home/\w|Users/\w|work/\w|opt/(?:pypi|wheels)|tmp/\w)")
+    hosts = re.compile("|".join(name + r"\." + end for name, end in [("pypi", "org"), ("pythonhosted", "org"), ("npmjs", "(?:org|com)")]))
+    found = []
+    for path in tracked_files():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        for number, line in enumerate(text.splitlines(), 1):
+            if match := folders.search(line) or hosts.search(line):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {match[0]}")
+    assert not found, "\n".join(found)
+
+
+def test_the_readme_opens_with_two_commands_that_the_makefile_has() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    first_block = readme.split("```")[1]
+    commands = [line.split("#")[0].strip() for line in first_block.splitlines() if line.startswith("make")]
+    assert commands == ["make chat", "make test"]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"make ([a-z-]+)", readme):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
