@@ -44,7 +44,6 @@ class Hyperparameters:
     n_head: int
     n_head_kv: int
     d_head: int
-    n_rot: int
     rope_base: float
     rope_scale: float
     norm_eps: float
@@ -66,21 +65,21 @@ class Hyperparameters:
         n_embd, n_head = int(get("embedding_length")), get("attention.head_count")
         n_head_kv = get("attention.head_count_kv", n_head)
         scaling = get("rope.scaling.type", "none")
+        d_head = get("attention.key_length", n_embd // n_head if isinstance(n_head, int) else 0)
         for what, unsupported in (
             ("a mixture of experts", get("expert_count", 0)),
             ("layers of different widths", not isinstance(n_head, int) or not isinstance(n_head_kv, int)),
+            ("a rotation of some channels only", get("rope.dimension_count", d_head) != d_head),
             (f"rope scaling {scaling!r}", scaling not in ("none", "linear")),
         ):
             if unsupported:
                 raise UnsupportedModel(f"the reference backend does not compute {what}; use another --backend")
-        d_head = int(get("attention.key_length", n_embd // n_head))
         return cls(
             n_layer=int(get("block_count")),
             n_embd=n_embd,
             n_head=n_head,
             n_head_kv=n_head_kv,
             d_head=d_head,
-            n_rot=int(get("rope.dimension_count", d_head)),
             rope_base=float(get("rope.freq_base", 10000.0)),
             rope_scale=float(get("rope.scaling.factor", 1.0)) if scaling == "linear" else 1.0,
             norm_eps=float(get("attention.layer_norm_rms_epsilon")),
@@ -161,10 +160,9 @@ class ReferenceModel(Model):
     def rotations(self, n_ctx: int) -> npt.NDArray[np.complex128]:
         """The rotary embedding as complex factors [n_ctx, d_head / 2], one for each pair of neighbouring channels."""
         h = self.hparams
-        frequency = h.rope_base ** (-np.arange(0, h.n_rot, 2) / h.n_rot) / h.rope_scale
+        frequency = h.rope_base ** (-np.arange(0, h.d_head, 2) / h.d_head) / h.rope_scale
         if self._rope_factors is not None:
             frequency = frequency / self._rope_factors
-        frequency = np.concatenate([frequency, np.zeros((h.d_head - h.n_rot) // 2)])
         rotations: npt.NDArray[np.complex128] = np.exp(1j * np.arange(n_ctx)[:, None] * frequency)
         return rotations
 
