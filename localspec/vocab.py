@@ -2,24 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import re
 from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from localspec.errors import UnsupportedModel
 from localspec.gguf_file import GGUFFile, StringArray
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
-END_TEXTS = frozenset(
-    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> <|end_of_text|> "
-    "</s> <|eom_id|> <EOT> _<EOT> <turn|> [EOT] [EOS] <|end_of_turn|> <|tool_response>".split()
+# What llama.cpp recognises by name, because files do not declare it; such tokens have no text either.
+_END_OF_TURN = tuple(
+    ["<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>"]
+)  # fmt: skip
+_END_OF_MESSAGE = ("<|eom_id|>",)
+_ENDS = frozenset(
+    {*_END_OF_TURN, *_END_OF_MESSAGE, "</s>", "[EOS]", "<eos>", "<turn|>", "<|tool_response>"}
+    | {"<|return|>", "<|call|>", "<|flush|>", "<|calls|>"}
 )
-"""Names under which models store tokens that end a turn or a text; the same that llama.cpp looks for."""
+_FILL_IN = {
+    "fim_pre": tuple(["<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<PRE>", "<|code_prefix|>", "<|prefix|>"]),
+    "fim_suf": tuple(["<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<SUF>", "<|code_suffix|>", "<|suffix|>"]),
+    "fim_mid": tuple(["<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<MID>", "<|code_middle|>", "<|middle|>"]),
+    "fim_pad": tuple(["<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"]),
+    "fim_rep": tuple(["<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"]),
+    "fim_sep": ("<|file_sep|>",),
+}
+_SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
+_NAMES = _ENDS.union(*_FILL_IN.values(), _SHOWN)
+_LONGEST_NAME = max(map(len, _NAMES))
 
-_PADDING = ("[PAD", "<unused", "<|unused", "<pad", "<dummy", "[unused", "<extra_id", "<|reserved")
+_PADDING = re.compile(r"\[(PAD|unused)_?\d*\]|<\|?(unused|pad|dummy|extra|reserved|placeholder)[^>]*>", re.IGNORECASE)
+_BYTE_TOKEN = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
+_KEYS = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unk": "unknown", "pad": "padding"}
+_KEYS |= {name: name for name in _FILL_IN}
+_DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unk": 0}, "gpt2": {"bos": 11, "eos": 11}, "gemma4": {}, "t5": {"eos": 1}}
+_BOS_BY_PRE = frozenset(
+    [
+        "llama3",
+        "llama-v3",
+        "llama-bpe",
+        "falcon3",
+        "falcon-h1",
+        "pixtral",
+        "midm-2.0",
+        "lfm2",
+        "tekken",
+        "chameleon",
+        "llama4",
+    ]
+)
 
 
 class Vocab:
@@ -35,64 +71,107 @@ class Vocab:
         eog: ids that end a generation.
     """
 
-    def __init__(
-        self,
-        tokens: Sequence[str],
-        types: npt.NDArray[np.int32],
-        *,
-        kind: str,
-        pre: str = "",
-        special: dict[str, int | None],
-        add_bos: bool,
-        raw: bytes | memoryview = b"",
-    ) -> None:
+    def __init__(self, tokens: StringArray, types: npt.NDArray[np.int32], kind: str, pre: str = "") -> None:
         self._tokens = tokens
         self.types = types
         self.kind = kind
         self.pre = pre
         self.n_tokens = len(tokens)
-        self.bos, self.eos, self.eot = special.get("bos"), special.get("eos"), special.get("eot")
-        self.unk, self.pad = special.get("unk"), special.get("pad")
-        self.add_bos = add_bos
-        self._raw = raw
+        self.add_bos = kind == "llama" or (kind == "gpt2" and pre in _BOS_BY_PRE)
+        self.bos: int | None = None
+        self.eos: int | None = None
+        self.eot: int | None = None
+        self.unk: int | None = None
+        self.pad: int | None = None
+        self.eog: frozenset[int] = frozenset()
+        self._hidden: set[int] = set()
+        self._shown: set[int] = set()
         self._bytes: dict[int, bytes] = {}
-        ends = {i for i in (self.eos, self.eot, special.get("eom")) if i is not None}
-        for i in np.flatnonzero((types == CONTROL) | (types == USER_DEFINED)):
-            if tokens[int(i)] in END_TEXTS:
-                ends.add(int(i))
-        self.eog = frozenset(ends)
 
     @classmethod
     def from_gguf(cls, gguf: GGUFFile) -> Vocab:
-        """The vocabulary of an open file; independent of it afterwards."""
-        meta = gguf.metadata
-        stored = meta["tokenizer.ggml.tokens"]
-        # A private copy of the bytes, so that the map of a file of gigabytes can go.
-        raw = bytes(stored.raw) if isinstance(stored, StringArray) else b""
-        tokens = StringArray(memoryview(raw), 0, len(stored), len(raw))
-        types = np.array(meta.get("tokenizer.ggml.token_type", np.ones(len(tokens))), dtype=np.int32)
-        kind = str(meta.get("tokenizer.ggml.model", ""))
-        special = {}
-        for short, key in (
-            ("bos", "bos"), ("eos", "eos"), ("eot", "eot"), ("eom", "eom"), ("unk", "unknown"), ("pad", "padding"),
-        ):  # fmt: skip
-            value = meta.get(f"tokenizer.ggml.{key}_token_id")
-            special[short] = int(value) if value is not None and 0 <= value < len(tokens) else None
-        if kind == "llama":
-            for short, default in (("bos", 1), ("eos", 2), ("unk", 0)):
-                if special[short] is None and default < len(tokens):
-                    special[short] = default
-        add_bos = bool(meta.get("tokenizer.ggml.add_bos_token", kind == "llama"))
-        pre = str(meta.get("tokenizer.ggml.pre", ""))
-        return cls(tokens, types, kind=kind, pre=pre, special=special, add_bos=add_bos, raw=raw)
+        """The vocabulary of an open file; independent of it afterwards.
+
+        Raises:
+            UnsupportedModel: no vocabulary, or of a kind that is not understood.
+        """
+        get = gguf.metadata.get
+        tokens, kind = get("tokenizer.ggml.tokens"), str(get("tokenizer.ggml.model", ""))
+        if not isinstance(tokens, StringArray) or not len(tokens):
+            raise UnsupportedModel(f"{gguf.path.name} has no vocabulary, so it cannot generate text")
+        if kind not in _DEFAULT_IDS:
+            raise UnsupportedModel(f"{gguf.path.name} has a tokenizer of the kind {kind!r}, which is not supported")
+        types = np.ones(len(tokens), dtype=np.int32)
+        stored = get("tokenizer.ggml.token_type")
+        if isinstance(stored, np.ndarray):
+            if len(stored) < len(tokens):
+                raise UnsupportedModel(f"{gguf.path.name} has {len(tokens)} tokens but {len(stored)} token types")
+            types = np.array(stored[: len(tokens)], dtype=np.int32)
+        vocab = cls(tokens.copy(), types, kind, str(get("tokenizer.ggml.pre", "")))
+        special: dict[str, int | None] = {}
+        for name, key in _KEYS.items():
+            value = get(f"tokenizer.ggml.{key}_token_id", _DEFAULT_IDS[kind].get(name))
+            special[name] = value if isinstance(value, int) and 0 <= value < len(tokens) else None
+        add_bos = get("tokenizer.ggml.add_bos_token")
+        if add_bos is not None:
+            vocab.add_bos = bool(add_bos)
+        vocab._find_special(special)
+        return vocab
+
+    def _find_special(self, special: dict[str, int | None]) -> None:
+        """Fill in the special ids: those declared, and those that are known by their name."""
+        named = self._named()
+        for what, names in {"eot": _END_OF_TURN, "eom": _END_OF_MESSAGE, **_FILL_IN}.items():
+            found = next((named[name] for name in names if name in named), None)
+            if special.get(what) is None and found is not None:
+                special[what] = found
+                self._hidden.add(found)
+        self.bos, self.eos, self.eot = special["bos"], special["eos"], special["eot"]
+        self.unk, self.pad = special["unk"], special["pad"]
+        ends = {named[name] for name in _ENDS if name in named}
+        self._hidden |= ends
+        ends |= {
+            i for i in (special[k] for k in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")) if i is not None
+        }
+        self._shown = {named[name] for name in _SHOWN if name in named}
+        for also, wrong in (
+            ({"<|return|>", "<|call|>"}, "<|end|>"),
+            ({"<|flush|>", "<|calls|>"}, "<|end|>"),
+            ({"<|flush|>", "<|call|>"}, "<|end|>"),
+            ({"<|tool_response>"}, "</s>"),
+        ):
+            # In these vocabularies the token is part of a message, not its end.
+            if also <= named.keys() and wrong in named:
+                ends.discard(named[wrong])
+                self._shown.add(named[wrong])
+        self._hidden -= self._shown
+        self.eog = frozenset(ends)
+
+    def _named(self) -> dict[str, int]:
+        """Ids of the tokens that llama.cpp knows by name."""
+        raw, offsets = np.frombuffer(self._tokens.raw, dtype=np.uint8), self._tokens.offsets
+        lengths = np.diff(offsets) - 8
+        likely = np.flatnonzero((lengths >= 3) & (lengths <= _LONGEST_NAME))
+        first, last = raw[offsets[likely] + 8], raw[offsets[likely + 1] - 1]
+        likely = likely[np.isin(first, list(b"<[_")) & np.isin(last, list(b">]"))]
+        found = ((self._tokens[i], i) for i in likely.tolist())
+        return {text: i for text, i in found if text in _NAMES}
+
+    # -- one token -----------------------------------------------------------------------------------------------
 
     def token_text(self, token: int) -> str:
-        """The token as the file stores it."""
-        return self._tokens[token]
+        """The token as the file stores it.
+
+        Raises:
+            IndexError: no such token.
+        """
+        return str(self._tokens[token])
 
     def is_control(self, token: int) -> bool:
-        """Whether the token has no text of its own."""
-        return int(self.types[token]) in (UNKNOWN, CONTROL, UNUSED)
+        """Whether the token is a mark without a text of its own."""
+        if token in self._shown:
+            return False
+        return token in self._hidden or int(self.types[token]) in (UNKNOWN, CONTROL, UNUSED)
 
     def token_bytes(self, token: int) -> bytes:
         """What the token adds to the text; nothing for control tokens and padding."""
@@ -102,56 +181,99 @@ class Vocab:
         return found
 
     def _decode(self, token: int) -> bytes:
-        text, kind = self._tokens[token], int(self.types[token])
-        if kind in (CONTROL, UNUSED) or (kind == UNKNOWN and self.kind != "llama"):
+        if self.is_control(token):
             return b""
-        if kind == UNKNOWN:
-            return " \u2047 ".encode()
-        if kind == BYTE and text.startswith("<0x"):
-            return bytes([int(text[3:5], 16)])
+        raw, kind = self._tokens.bytes_at(token), int(self.types[token])
+        if kind == BYTE:
+            match = _BYTE_TOKEN.fullmatch(raw)
+            return bytes([int(match[1], 16)]) if match else b""
+        if kind == USER_DEFINED or token in self._shown:
+            return raw
+        if kind != NORMAL:
+            return b""
         if self.kind == "gpt2":
-            if kind == USER_DEFINED:
-                return text.encode()
             table = byte_of_character()
-            return b"".join(table[c] if c in table else c.encode() for c in text)
-        return text.replace("\u2581", " ").encode()
+            return b"".join(table.get(c) or c.encode() for c in raw.decode("utf-8", "replace"))
+        return raw.replace("\u2581".encode(), b" ")
 
     @property
     def special_texts(self) -> list[str]:
         """Texts that a tokenizer reading special tokens would not read as text."""
-        return [self._tokens[int(i)] for i in np.flatnonzero((self.types == CONTROL) | (self.types == USER_DEFINED))]
+        marked = set(np.flatnonzero((self.types == CONTROL) | (self.types == USER_DEFINED)).tolist())
+        return [self._tokens[i] for i in sorted(marked | self._hidden | self._shown)]
+
+    # -- two vocabularies ----------------------------------------------------------------------------------------
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal token strings, types and special ids; 16 hexadecimal digits."""
+        digest = hashlib.blake2b(self._tokens.raw, digest_size=8)
+        digest.update(self.types.tobytes())
+        digest.update(repr((self.kind, self.bos, self.eos, sorted(self.eog))).encode())
+        return digest.hexdigest()
 
     def difference(self, other: Vocab) -> str | None:
-        """The first difference that would make one model's tokens mean something else to the other, or None.
+        """The first difference that would make this target's tokens mean something else to a draft, or None.
 
-        Token strings, types and special ids must agree; padding rows at the end may differ in number. Whether a text
-        begins with bos may differ too: only the target's choice counts.
+        Token strings, types and special ids must agree; padding may differ in number and in name. What only decides
+        how a text is put in front of the model may differ, as the target's choice is used for both: the
+        pre-tokenizer, merges, ``add_bos``, and ``bos`` where not both files put one in front; so may ``unk`` and
+        ``pad``, which are never generated.
+
+        Args:
+            other: the draft's vocabulary.
+
+        Returns:
+            A clause for an error message, e.g. ``token 5 is 'a' in the target and 'b' in the draft``.
         """
         if self.kind != other.kind:
-            return f"the target's tokenizer is {self.kind!r}, the draft's {other.kind!r}"
+            return f"the target's tokenizer is of the kind {self.kind!r}, the draft's {other.kind!r}"
         shared = min(self.n_tokens, other.n_tokens)
-        if not (self._raw and self._raw == other._raw):
-            for i, (a, b) in enumerate(zip(self._tokens, other._tokens, strict=False)):
-                if a != b and not (_is_padding(a) and _is_padding(b)):
-                    return f"token {i} is {a!r} in the target and {b!r} in the draft"
-        if not np.array_equal(self.types[:shared], other.types[:shared]):
-            i = int(np.flatnonzero(self.types[:shared] != other.types[:shared])[0])
-            # Converters disagree on whether padding is unused, control or ordinary.
-            if not _is_padding(self._tokens[i]):
-                return f"token {i} ({self._tokens[i]!r}) has type {self.types[i]} in the target and {other.types[i]} in the draft"
+        i = self._first_difference(other, shared)
+        if i is not None:
+            mine, its = self._tokens[i], other._tokens[i]
+            if mine != its:
+                return f"token {i} is {mine!r} in the target and {its!r} in the draft"
+            return f"token {i} ({mine!r}) has type {self.types[i]} in the target and {other.types[i]} in the draft"
         longer, whose = (self, "target") if self.n_tokens > other.n_tokens else (other, "draft")
         for i in range(shared, longer.n_tokens):
-            if not _is_padding(longer._tokens[i]) and int(longer.types[i]) != UNUSED:
-                return f"token {i} ({longer._tokens[i]!r}) exists in the {whose} only"
-        for name in ("bos", "eos"):
-            a, b = getattr(self, name), getattr(other, name)
-            if a is not None and b is not None and a != b and name == "bos":
-                return f"the {name} token is {a} in the target and {b} in the draft"
+            if not longer._is_padding(i):
+                return f"token {i} is {longer._tokens[i]!r} in the {whose} and missing in the other"
+        names = {"eos": "end-of-text"} | ({"bos": "begin-of-text"} if self.add_bos and other.add_bos else {})
+        for name, words in names.items():
+            mine, its = getattr(self, name), getattr(other, name)
+            if mine != its:
+                return f"the {words} token is {self._label(mine)} in the target and {self._label(its)} in the draft"
+        if self.eog != other.eog:
+            odd = min(self.eog ^ other.eog)
+            return f"{self._label(odd)} ends an answer only in the {'target' if odd in self.eog else 'draft'}"
         return None
 
+    def _first_difference(self, other: Vocab, shared: int) -> int | None:
+        """The first of the shared ids whose string or type differs, padding aside."""
+        mine, its = self._tokens, other._tokens
+        n_bytes = min(int(mine.offsets[shared]), int(its.offsets[shared]))
+        a, b = np.frombuffer(mine.raw, np.uint8, n_bytes), np.frombuffer(its.raw, np.uint8, n_bytes)
+        unequal = a != b
+        start = shared
+        if unequal.any():
+            start = int(np.searchsorted(mine.offsets, int(np.argmax(unequal)), side="right")) - 1
+        elif mine.offsets[shared] != its.offsets[shared]:
+            start = shared - 1
+        suspects = np.flatnonzero(self.types[:start] != other.types[:start]).tolist()
+        for i in (*suspects, *range(start, shared)):
+            same = self.types[i] == other.types[i] and mine.bytes_at(i) == its.bytes_at(i)
+            if not same and not (self._is_padding(i) and other._is_padding(i)):
+                return int(i)
+        return None
 
-def _is_padding(text: str) -> bool:
-    return text.startswith(_PADDING)
+    def _is_padding(self, token: int) -> bool:
+        return int(self.types[token]) == UNUSED or _PADDING.fullmatch(self._tokens[token]) is not None
+
+    def _label(self, token: int | None) -> str:
+        if token is None:
+            return "none"
+        return f"{token} {self._tokens[token]!r}" if token < self.n_tokens else str(token)
 
 
 @cache
