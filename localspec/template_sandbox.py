@@ -1,0 +1,315 @@
+"""A Jinja environment for templates that nobody vouches for: no way out, and an end to everything.
+
+Jinja's sandbox keeps a template from reaching the program, not from running for ever. Here every operation that can
+take time or memory out of proportion is paid for from the budget of a ``Meter``: iterations, calls, filters, operators,
+and the values they make. A container costs what it would be written out in full, so that ``[a, a]`` nested sixty deep
+is refused when it is built, not when something compares or prints it. What is left costs at most in proportion to
+the template's own size.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
+from datetime import datetime
+from typing import Any, NoReturn, cast
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+
+SECONDS = 1.0
+UNITS = 32_000_000
+UNITS_PER_INPUT_UNIT = 256
+MAX_NUMBER_BITS = 4096
+MAX_NUMBER_ARGUMENT = 1_000_000
+MAX_PRODUCT = 100_000_000
+_ELEMENT = 16
+
+# Filters that run regular expressions or pretty-printers over what they are given; no chat template uses them.
+_DROPPED_FILTERS = ("urlize", "striptags", "wordwrap", "xmlattr", "pprint", "forceescape", "random")
+# Methods of str whose cost is not bounded by the sizes that are checked.
+_DROPPED_METHODS = frozenset(("expandtabs", "translate", "maketrans", "encode", "format_map"))
+
+
+class LimitReached(BaseException):
+    """The budget is spent. Not an ``Exception``, lest anything between here and the renderer swallows it."""
+
+
+class Meter:
+    """What one rendering may still do.
+
+    Args:
+        inputs: what the template is given; a long conversation may cost more.
+    """
+
+    def __init__(self, inputs: Any = None) -> None:
+        self.left = UNITS
+        self.left += UNITS_PER_INPUT_UNIT * weight(inputs, UNITS)
+        self.deadline = time.monotonic() + SECONDS
+
+    def spend(self, units: int) -> None:
+        """Pay for an operation.
+
+        Raises:
+            LimitReached: the budget or the time is used up.
+        """
+        self.left -= units
+        if self.left < 0:
+            raise LimitReached("it asks for too much work or memory")
+        if time.monotonic() > self.deadline:
+            raise LimitReached("it does not come to an end")
+
+
+def weight(value: Any, limit: int) -> int:
+    """The size of a value written out in full, shared parts counted as often as they occur; stops at ``limit``."""
+    total, stack = 0, [iter((value,))]
+    while stack:
+        for item in stack[-1]:
+            if isinstance(item, str | bytes):
+                total += _ELEMENT + len(item) // 8
+            else:
+                total += _ELEMENT
+                if isinstance(item, Mapping):
+                    stack.append(iter([*item.keys(), *item.values()]))
+                    break
+                if isinstance(item, Sequence | Set) and not isinstance(item, range):
+                    stack.append(iter(item))
+                    break
+            if total > limit:
+                return total
+        else:
+            stack.pop()
+    return total
+
+
+class MeteredEnvironment(ImmutableSandboxedEnvironment):
+    """Jinja as Hugging Face sets it up for chat templates, with a budget.
+
+    Attributes:
+        meter: the budget of the rendering under way.
+    """
+
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[_Generation, loopcontrols], cache_size=0
+        )
+        self.meter = Meter()
+        self.globals.pop("lipsum")
+        self.globals |= {"namespace": _Namespace, "raise_exception": _refuse, "strftime_now": _now}
+        for name in _DROPPED_FILTERS:
+            self.filters.pop(name)
+        self.filters["tojson"] = _to_json
+        self.filters = {name: self._guarded(name, function) for name, function in self.filters.items()}
+
+    # Jinja's hooks
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = Parser(self, source, name, filename).parse()
+        return cast(nodes.Template, _Instrument().visit(tree))
+
+    def concat(self, parts: Iterable[str]) -> str:
+        """Join what a macro or block has written."""
+        texts = parts if isinstance(parts, list) else list(self.metered(parts))
+        self.meter.spend(sum(map(len, texts)))
+        return "".join(texts)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "%" and isinstance(left, str):
+            _check_format(left)
+        elif operator == "*":
+            for text, times in ((left, right), (right, left)):
+                if isinstance(text, Sized) and isinstance(times, int):
+                    self.meter.spend(max(0, len(text) * times))
+        if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+            if bits > MAX_NUMBER_BITS:
+                raise LimitReached("it computes with too large a number")
+        return self.checked(super().call_binop(context, operator, left, right))
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        if isinstance(obj, str) and attr in _DROPPED_METHODS:
+            return False
+        return super().is_safe_attribute(obj, attr, value)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:
+            _check_format(value.__self__)
+        return wrapped
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        owner = getattr(__obj, "__self__", None)
+        if owner is __self:  # an instruction of ours, see _Instrument
+            return __obj(*args)
+        __self.meter.spend(_ELEMENT)
+        if isinstance(owner, str | int | float):
+            args = tuple(__self._settled(arg) for arg in args)
+            __self._check_arguments(owner, args)
+            if isinstance(owner, str) and __obj.__name__ == "join" and args:
+                __self._check_join(owner, args[0])
+        result = super().call(__context, __obj, *args, **kwargs)
+        return __self.checked(result)
+
+    # Instructions that are compiled into every template
+
+    def metered(self, values: Iterable[Any]) -> Iterator[Any]:
+        """The same values; each one is paid for."""
+        for value in values:
+            self.meter.spend(_ELEMENT)
+            yield value
+
+    def checked(self, value: Any) -> Any:
+        """The value itself, paid for by its size."""
+        if isinstance(value, str):
+            self.meter.spend(1 + len(value))
+        elif isinstance(value, Iterator):
+            return self.metered(value)
+        else:
+            self.meter.spend(weight(value, self.meter.left))
+        return value
+
+    def written(self, *values: Any) -> str:
+        """The operator ``~``."""
+        return self.concat([str(value) for value in values])
+
+    # Filters
+
+    def _guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        skipped = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+        @functools.wraps(function)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            self.meter.spend(_ELEMENT)
+            given = [self._settled(arg) for arg in args[skipped:]]
+            options = [*given[1:], *kwargs.values()]
+            numbers = [abs(option) for option in options if isinstance(option, int)]
+            size = len(given[0]) if given and isinstance(given[0], Sized) else 1
+            if name == "round" and max(numbers, default=0) > 100:
+                raise LimitReached("it computes with too large a number")
+            if name == "format" and given:
+                _check_format(str(given[0]))
+            if name == "join" and given:
+                separator = next((option for option in options if isinstance(option, str)), "")
+                self._check_join(separator, given[0])
+            if name == "replace":
+                self._check_arguments(str(given[0]), [option for option in options if isinstance(option, str)])
+            if name == "indent" and options and isinstance(options[0], str):
+                self._check_arguments(str(given[0]), [options[0]])
+            if name != "truncate" and max(numbers, default=0) * max(1, size) > self.meter.left:
+                raise LimitReached("it asks for too much work or memory")
+            return self.checked(function(*args[:skipped], *given, **kwargs))
+
+        return guarded
+
+    def _settled(self, value: Any) -> Any:
+        """An iterator as a list: it can be looked at before it is used."""
+        return self.checked(list(self.metered(value))) if isinstance(value, Iterator) else value
+
+    def _check_arguments(self, owner: Any, args: Sequence[Any]) -> None:
+        size = len(owner) if isinstance(owner, str) else 1
+        for arg in args:
+            if isinstance(arg, int) and abs(arg) > MAX_NUMBER_ARGUMENT:
+                raise LimitReached("it computes with too large a number")
+            if isinstance(arg, str) and size * len(arg) > MAX_PRODUCT:
+                raise LimitReached("it asks for too much work or memory")
+
+    def _check_join(self, separator: str, parts: Any) -> None:
+        if isinstance(parts, Sized) and isinstance(parts, Iterable):
+            self.meter.spend(len(separator) * len(parts))
+            for part in parts:
+                self.meter.spend(len(part) if isinstance(part, str) else _ELEMENT)
+
+
+class _Instrument(NodeTransformer):
+    """Puts the instructions above where Jinja has no hook of its own."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        node.iter = _instruction("metered", node.iter)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _instruction("written", *node.nodes)
+
+    def visit_List(self, node: nodes.List) -> nodes.Node:
+        self.generic_visit(node)
+        return _instruction("checked", node)
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
+        self.generic_visit(node)
+        return _instruction("checked", node)
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
+        self.generic_visit(node)
+        return _instruction("checked", node) if node.ctx == "load" else node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        return _instruction("checked", node) if isinstance(node.arg, nodes.Slice) else node
+
+
+def _instruction(name: str, *args: nodes.Expr) -> nodes.Call:
+    call = nodes.Call(nodes.EnvironmentAttribute(name), list(args), [], None, None)
+    return cast(nodes.Call, call.set_lineno(args[0].lineno if args else 1))
+
+
+class _Generation(Extension):
+    """``{% generation %}`` marks what a model said, for training; here it is only its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja declares it so
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+class _Namespace(Namespace):
+    """Can be changed after it was weighed, so it is never written out."""
+
+    def __repr__(self) -> str:
+        return "<namespace>"
+
+
+def _refuse(message: object) -> NoReturn:
+    raise jinja2.TemplateError(str(message))
+
+
+def _now(pattern: str) -> str:
+    if len(pattern) > 200:
+        raise LimitReached("it asks for too long a date")
+    return datetime.now().strftime(pattern)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As Hugging Face has it: Jinja's own escapes HTML, which models were not trained on."""
+    if isinstance(indent, str) or (indent or 0) > 16:
+        raise LimitReached("it indents too deeply")
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _check_format(pattern: str) -> None:
+    """Refuse fields wider than 999 characters, and widths that come from an argument."""
+    digits, braces = 0, 0
+    for before, character in zip(" " + pattern, pattern, strict=False):
+        digits = digits + 1 if character.isdigit() else 0
+        braces += (character == "{") - (character == "}")
+        if digits > 3 or (character == "*" and before in "%.-+ #0") or (braces > 1 and before != "{"):
+            raise LimitReached("it formats with too wide a field")
