@@ -14,7 +14,7 @@ from pathlib import Path
 
 from localspec.backends.base import Progress
 from localspec.backends.llama_family import N_BATCH, N_UBATCH, Binding, LlamaModel
-from localspec.backends.machine import cpu_has_avx2, default_threads
+from localspec.backends.machine import cpu_has_avx2, default_threads, prepare_threads
 from localspec.backends.noise import engine_log
 from localspec.errors import EngineUnavailable, UsageError
 
@@ -42,6 +42,7 @@ class IkLlamaBinding(Binding):
         if platform.machine().lower() in ("x86_64", "amd64") and not cpu_has_avx2():
             # Its wheels are compiled for AVX2; without it the first call would kill the process.
             raise EngineUnavailable("ik-llama-cpp-python needs a CPU with AVX2, which this one lacks")
+        prepare_threads()
         try:
             import ik_llama_cpp._ctypes_api as api
         except (OSError, ImportError, AttributeError) as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 from localspec.backends.base import Progress
 from localspec.backends.llama_family import N_BATCH, N_UBATCH, Binding, LlamaModel
-from localspec.backends.machine import default_threads
+from localspec.backends.machine import default_threads, prepare_threads
 from localspec.backends.noise import engine_log
 from localspec.errors import EngineUnavailable
 
@@ -22,6 +22,7 @@ class LlamaCppBinding(Binding):
     name = NAME
 
     def __init__(self) -> None:
+        prepare_threads()
         try:
             import llama_cpp
         except ImportError as error:
