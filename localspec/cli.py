@@ -1,0 +1,177 @@
+"""The command line: parsing only. Nothing heavy is imported here; commands import what they need when they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from localspec import __version__
+
+Run = Callable[[], int]
+
+app = typer.Typer(
+    name="localspec",
+    help="A large local model, answering faster with the same words: a small draft guesses, the model checks.",
+    no_args_is_help=False,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="Catalogue name, path of a .gguf file, or hf:OWNER/REPO/FILE.gguf. Default: the catalogue's default pair.",
+        show_default=False,
+    ),
+]
+Draft = Annotated[
+    list[str] | None,
+    typer.Option(metavar="auto|none|ngram|MODEL", help="Who guesses; repeat for several together.", show_default="auto"),
+]
+DraftLength = Annotated[str, typer.Option(metavar="auto|N", help="Guesses per round.")]
+Backend = Annotated[str, typer.Option(metavar="auto|llama-cpp|ik-llama|mlx|reference", help="The engine.")]
+Temperature = Annotated[float | None, typer.Option(help="0 always takes the likeliest token.", show_default="the model's")]
+TopK = Annotated[int | None, typer.Option(help="Keep the N likeliest tokens; 0 keeps all.")]
+TopP = Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this total probability.")]
+MinP = Annotated[float | None, typer.Option(help="Drop tokens less likely than this share of the likeliest.")]
+RepeatPenalty = Annotated[float | None, typer.Option(help="Over 1 makes recent tokens less likely.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text again.")]
+MaxTokens = Annotated[int | None, typer.Option(help="Longest answer.", show_default="what the context holds")]
+Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End the answer before this text; repeatable.")]
+Ctx = Annotated[int | None, typer.Option(help="Context size in tokens, answer included.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads.", show_default="the physical cores")]
+GpuLayers = Annotated[int | None, typer.Option(help="Layers on the GPU.", show_default="all, if the engine can")]
+System = Annotated[str | None, typer.Option(metavar="TEXT", help="The system prompt.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Show what the engine logs.")]
+
+
+def parse(argv: Sequence[str]) -> Run | str:
+    """Read a command line.
+
+    Returns:
+        The command, ready to run, or what is wrong with the line.
+
+    Raises:
+        SystemExit: all that was asked for (``--help``, ``--version``) has been printed.
+    """
+    command = typer.main.get_command(app)
+    try:
+        result = command.main(list(argv), prog_name="localspec", standalone_mode=False)
+    except Exception as error:
+        # Typer brings its own copy of click in some releases and uses the real one in others.
+        message = getattr(error, "format_message", None)
+        if message is None:
+            raise
+        return _with_help(message(), getattr(error, "ctx", None))
+    if callable(result):
+        return result  # type: ignore[no-any-return]
+    raise SystemExit(result or 0)
+
+
+def _with_help(message: str, ctx: Any) -> str:
+    line = " ".join(message.split()).rstrip(".")
+    path = ctx.command_path if ctx is not None else "localspec"
+    return f"{line} ({path} --help lists what there is)"
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"localspec {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    ctx: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help())
+
+
+def _options(given: dict[str, Any]) -> Callable[[], Any]:
+    """The shared options as given; ``RunOptions`` checks them when it is called."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed", "max_tokens")
+    sampling = {name: given[name] for name in names if given[name] is not None}
+    if given["stop"]:
+        sampling["stop"] = tuple(given["stop"])
+    rest = ("model", "draft_length", "backend", "ctx", "threads", "gpu_layers", "system", "verbose")
+
+    def build() -> Any:
+        from localspec.options import RunOptions
+
+        return RunOptions(draft=given["draft"] or (), sampling=sampling, **{name: given[name] for name in rest})
+
+    return build
+
+
+@app.command()
+def chat(
+    model: Model = None,
+    draft: Draft = None,
+    draft_length: DraftLength = "auto",
+    backend: Backend = "auto",
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repeat_penalty: RepeatPenalty = None,
+    seed: Seed = None,
+    max_tokens: MaxTokens = None,
+    stop: Stop = None,
+    ctx: Ctx = None,
+    threads: Threads = None,
+    gpu_layers: GpuLayers = None,
+    system: System = None,
+    verbose: Verbose = False,
+) -> Run:
+    """Chat, and watch the guesses. Without a terminal on standard input each line is a turn."""
+    options = _options(locals())
+
+    def run() -> int:
+        from localspec.repl.command import chat_command
+
+        return chat_command(options())
+
+    return run
+
+
+@app.command()
+def generate(
+    model: Model = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Default: standard input.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
+    format: Annotated[str, typer.Option(metavar="text|json|events", help="What is printed.")] = "text",
+    draft: Draft = None,
+    draft_length: DraftLength = "auto",
+    backend: Backend = "auto",
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repeat_penalty: RepeatPenalty = None,
+    seed: Seed = None,
+    max_tokens: MaxTokens = None,
+    stop: Stop = None,
+    ctx: Ctx = None,
+    threads: Threads = None,
+    gpu_layers: GpuLayers = None,
+    system: System = None,
+    verbose: Verbose = False,
+) -> Run:
+    """Answer one prompt."""
+    options = _options(locals())
+
+    def run() -> int:
+        from localspec.generate import generate_command
+
+        return generate_command(options(), prompt, raw=raw, format=format)
+
+    return run

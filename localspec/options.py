@@ -1,0 +1,144 @@
+"""What a command line asks of a model, checked before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from localspec.errors import UsageError
+
+if TYPE_CHECKING:
+    from localspec.llm import LLM
+    from localspec.sampling import SamplingParams
+
+Report = Callable[[str, "float | None"], None]
+
+MAX_COUNT = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """The options that ``chat`` and ``generate`` share.
+
+    Attributes:
+        model: catalogue name, path or hub address; None takes the catalogue's default pair.
+        draft: what ``--draft`` was given, in order; empty is ``auto``.
+        sampling: what was given of temperature, top_k, top_p, min_p, repeat_penalty, seed, max_tokens and stop; the
+            rest comes from the catalogue's chat defaults for the model.
+    """
+
+    model: str | None = None
+    draft: Sequence[str] = ()
+    draft_length: str = "auto"
+    backend: str = "auto"
+    ctx: int | None = None
+    threads: int | None = None
+    gpu_layers: int | None = None
+    system: str | None = None
+    verbose: bool = False
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, text in (("MODEL", self.model), ("--system", self.system)):
+            check_text(text, name)
+        for text in (*self.draft, *self.sampling.get("stop", ())):
+            check_text(text, "an option")
+        for name, value, least, most in (
+            ("--ctx", self.ctx, 1, MAX_COUNT),
+            ("--threads", self.threads, 1, 4096),
+            ("--gpu-layers", self.gpu_layers, 0, MAX_COUNT),
+            ("--max-tokens", self.sampling.get("max_tokens"), 1, MAX_COUNT),
+            ("--top-k", self.sampling.get("top_k"), 0, MAX_COUNT),
+        ):
+            if value is not None and not least <= value <= most:
+                raise UsageError(f"{name} must be in {least}..{most}, not {value}")
+        self.length()
+        self.drafters()
+        self.params({})
+
+    def length(self) -> int | str:
+        """The draft length: ``auto`` or a number."""
+        return draft_length(self.draft_length)
+
+    def drafters(self) -> str | list[str] | None:
+        """The draft in the form that ``LLM`` takes."""
+        return draft_spec(self.draft)
+
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """Sampling parameters: what was asked for, over the model's own defaults, over greedy."""
+        from localspec.repl.conversation import SETTINGS
+        from localspec.sampling import SamplingParams
+
+        known = {name: value for name, value in defaults.items() if name in SETTINGS}
+        return SamplingParams(**(known | dict(self.sampling)))
+
+    def open(self, report: Report) -> LLM:
+        """Load the model and its drafters.
+
+        Raises:
+            LocalspecError: they cannot be had.
+        """
+        from localspec.llm import LLM
+
+        if self.verbose:
+            from localspec.backends.noise import engine_log
+
+            engine_log.verbose = True
+        return LLM(
+            ensure_model(self.model, self.draft, report),
+            self.drafters(),
+            draft_length=self.length(),
+            backend=self.backend,
+            n_ctx=self.ctx,
+            n_threads=self.threads,
+            n_gpu_layers=self.gpu_layers,
+            progress=report,
+        )
+
+
+def draft_length(text: str) -> int | str:
+    """``auto``, or a number of tokens.
+
+    Raises:
+        UsageError: neither.
+    """
+    if text == "auto":
+        return text
+    try:
+        value = int(text)
+    except ValueError:
+        raise UsageError(f"the draft length must be auto or a number, not {text!r}") from None
+    from localspec.controller import FixedController
+
+    return FixedController(value).length
+
+
+def draft_spec(names: Sequence[str]) -> str | list[str] | None:
+    """``--draft`` as given -> the ``draft`` argument of ``LLM``.
+
+    Raises:
+        UsageError: ``auto`` or ``none`` together with others.
+    """
+    if not names:
+        return "auto"
+    if len(names) > 1 and {"auto", "none"} & set(names):
+        raise UsageError("--draft auto and --draft none stand alone; several drafters are named one by one")
+    if names[0] == "none":
+        return None
+    return names[0] if names[0] == "auto" else list(names)
+
+
+def check_text(text: str | None, name: str) -> None:
+    """Refuse text from the command line that was not valid UTF-8.
+
+    Raises:
+        UsageError: it was not.
+    """
+    if text is not None and any("\ud800" <= char <= "\udfff" for char in text):
+        raise UsageError(f"{name} is not valid UTF-8")
+
+
+def ensure_model(model: str | None, draft: Sequence[str], report: Report) -> str:
+    raise NotImplementedError
+

@@ -1,0 +1,142 @@
+"""The chat: asks, answers, and keeps what was said."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from localspec.errors import LocalspecError
+from localspec.interrupts import on_interrupt
+from localspec.repl.conversation import Conversation, Turn
+from localspec.repl.screen import Screen, no_echo
+from localspec.repl.status import Status, short_name
+from localspec.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from localspec.llm import LLM
+
+
+class Chat:
+    """A conversation with a loaded pair on a screen.
+
+    Attributes:
+        conversation: what was said; only answers that came about are in it.
+        params: how answers are sampled.
+        view: how they are shown: ``tokens``, ``lane`` or ``plain``.
+        last_stats: figures of the last answer.
+        last_question: also kept where no answer came about.
+        races: how many races were run, so that plain and speculative take turns in going first.
+        leaving: set by ``/quit``.
+    """
+
+    def __init__(
+        self, llm: LLM, screen: Screen, *, params: SamplingParams, system: str | None = None, view: str = "tokens"
+    ) -> None:
+        self.llm = llm
+        self.screen = screen
+        self.params = params
+        self.view = view
+        self.conversation = Conversation(system)
+        self.last_stats: dict[str, Any] = {}
+        self.last_question: str | None = None
+        self.races = 0
+        self.leaving = False
+        self.status = ""
+
+    def ask(self, question: str) -> bool:
+        """Ask, show the answer, and keep both; an error is reported and changes nothing.
+
+        Returns:
+            Whether an answer came about.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C where nobody sits at a terminal.
+        """
+        self.last_question = question
+        status = Status(self.llm.draft_names, self.llm.draft_length, self.plain_speed)
+        view = self.screen.view(self.view, status)
+        turn = Turn(question, "", "cancelled")
+        pieces: list[str] = []
+        try:
+            stream = self.llm.rounds(self.conversation.messages(question), self.params)
+            try:
+                with no_echo(), stream, on_interrupt(stream.close):
+                    view.wait("reading")
+                    for round_ in stream:
+                        status.add(round_)
+                        turn.rounds.append(round_.as_event())
+                        pieces.append(round_.text)
+                        view.round(round_)
+                    reply = stream.reply
+                    turn.assistant, turn.finish_reason, turn.stats = reply.text, reply.finish_reason, dict(reply.stats)
+            except KeyboardInterrupt:  # a second Ctrl-C: the engine is busy, and we do not wait for it
+                turn.assistant, turn.stats = "".join(pieces), status.stats.as_dict()
+            finally:
+                view.finish()
+        except LocalspecError as error:
+            self.screen.error(str(error))
+            return False
+        self._keep(turn, status)
+        return bool(turn.assistant) or turn.finish_reason != "cancelled"
+
+    def _keep(self, turn: Turn, status: Status) -> None:
+        self.last_stats = turn.stats
+        self.status = status.final(turn.stats)
+        if turn.finish_reason != "cancelled" or turn.assistant:
+            self.conversation.turns.append(turn)
+        if turn.finish_reason == "cancelled":
+            if not self.screen.interactive:
+                raise KeyboardInterrupt
+            kept = "what was said is kept" if turn.assistant else "nothing was said yet"
+            self.screen.note(f"[stopped; {kept}; /retry asks again]")
+        elif turn.finish_reason == "length":
+            self.screen.note(f"[cut short: {self._limit(turn)}]")
+        if self.screen.terminal and not self.screen.ansi:
+            self.screen.note(f"({self.status})")
+
+    def _limit(self, turn: Turn) -> str:
+        budget = self.params.max_tokens
+        if budget is not None and turn.stats.get("completion_tokens", 0) >= budget:
+            return f"max_tokens is {budget}; /set max_tokens none lifts it"
+        return f"the context of {self.llm.n_ctx} tokens is full; /undo, or start with a larger --ctx"
+
+    @property
+    def plain_speed(self) -> float | None:
+        """Estimated tokens per second of plain decoding, from the last answer."""
+        return self.last_stats.get("estimated_plain_tokens_per_second")
+
+    @property
+    def toolbar(self) -> str:
+        """The status line while nothing is being said."""
+        if self.status:
+            return self.status
+        drafters = "+".join(map(short_name, self.llm.draft_names)) or "no draft"
+        return f"draft {self.llm.draft_length} · {drafters} · /help lists the commands"
+
+
+def header(llm: LLM, screen: Screen) -> None:
+    """Say what was loaded, in two lines."""
+    drafters = " + ".join(llm.draft_names) or "no draft"
+    memory = f" · {memory_in_use() / 1e9:.1f} GB" if memory_in_use() >= 5e7 else ""
+    screen.line(f"{llm.model_name} · draft {drafters} · {llm.backend_name} · context {llm.n_ctx}{memory}")
+    print(screen.legend(), file=screen.file)
+    for warning in llm.warnings:
+        screen.note(f"note: {warning}")
+    screen.note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves")
+
+
+def memory_in_use() -> int:
+    """Bytes this process keeps in memory, weights included; 0 where the system does not say."""
+    with suppress(OSError, ValueError, IndexError):
+        with open("/proc/self/statm", encoding="ascii") as file:
+            pages = int(file.read().split()[1])
+        import resource
+
+        return pages * resource.getpagesize()
+    if sys.platform != "win32":
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+    return 0

@@ -1,0 +1,94 @@
+"""``localspec chat``: from a command line to a conversation."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from localspec.home import home
+from localspec.options import RunOptions
+from localspec.progress import Progress
+from localspec.repl.chat import Chat, header
+from localspec.repl.commands import complete, is_command, run_command
+from localspec.repl.line_prompt import LinePrompt
+from localspec.repl.screen import Screen
+from localspec.stdin import decode
+
+if TYPE_CHECKING:
+    from localspec.repl.prompt import Prompt
+
+
+def chat_command(options: RunOptions) -> int:
+    """Chat until the person leaves or the input ends.
+
+    Returns:
+        The exit status.
+    """
+    with Progress() as progress:
+        llm = options.open(progress.report)
+    with llm:
+        interactive = sys.stdin is not None and sys.stdin.isatty()
+        screen = Screen(plain=not interactive)
+        defaults = llm.chat_defaults
+        system = options.system if options.system is not None else defaults.get("system")
+        chat = Chat(llm, screen, params=options.params(defaults), system=system)
+        return _converse(chat) if interactive else _answer_lines(chat)
+
+
+def _answer_lines(chat: Chat) -> int:
+    """Each line of standard input is a turn; commands are understood, anything else is text."""
+    for warning in chat.llm.warnings:
+        chat.screen.note(f"note: {warning}")
+    good = True
+    for line in _lines():
+        if is_command(line):
+            good = run_command(chat, line) and good
+        elif line.strip():
+            good = chat.ask(line) and good
+        if chat.leaving:
+            break
+    return 0 if good else 1
+
+
+def _lines() -> Iterator[str]:
+    if sys.stdin is None:
+        return
+    for number, line in enumerate(sys.stdin.buffer, 1):
+        yield decode(line, f"line {number} of standard input").rstrip("\r\n")
+
+
+def _converse(chat: Chat) -> int:
+    """Prompt, answer, repeat."""
+    header(chat.llm, chat.screen)
+    ask = _asker(chat)
+    while not chat.leaving:
+        try:
+            line = ask()
+        except EOFError:
+            break
+        if line.startswith("/"):
+            run_command(chat, line)
+        elif line.strip():
+            chat.ask(line.strip())
+    return 0
+
+
+def _asker(chat: Chat) -> Callable[[], str]:
+    """The best way to ask for a line here; it raises ``EOFError`` when the person leaves."""
+    screen = chat.screen
+    prompt: LinePrompt | Prompt = LinePrompt(screen.errors)
+    if screen.ansi:
+        from localspec.repl.prompt import Prompt
+
+        prompt = Prompt(home() / "history", complete, lambda: chat.toolbar, colour=screen.colour)
+
+    def ask() -> str:
+        while True:
+            try:
+                return prompt.ask()
+            except KeyboardInterrupt:
+                if not prompt.had_text:
+                    screen.note("Ctrl-D or /quit leaves; /help lists the commands")
+
+    return ask

@@ -1,0 +1,34 @@
+"""Asking for a line where the terminal can only print."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+from localspec.stdin import decode
+
+
+class LinePrompt:
+    """Reads from standard input as it is; the prompt goes to a file that is not the answer's."""
+
+    had_text = False
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def ask(self) -> str:
+        """The next message; a backslash at the end of a line continues it.
+
+        Raises:
+            EOFError: the input has ended.
+        """
+        lines = []
+        while True:
+            print(". " if lines else "> ", end="", file=self._file, flush=True)
+            data = sys.stdin.buffer.readline()
+            if not data:
+                raise EOFError
+            line = decode(data, "the line").rstrip("\r\n")
+            if not line.endswith("\\"):
+                return "\n".join([*lines, line])
+            lines.append(line[:-1])

@@ -1,0 +1,60 @@
+"""Text on its way to a terminal: nothing in it may act on the terminal, and its width in cells."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+# Control characters become their Unicode pictures, C1 controls (a lone 0x9b starts an escape sequence too) and the
+# characters that reorder a line become a replacement character. Newline and tab stay.
+_VISIBLE = {code: chr(0x2400 + code) for code in range(32)}
+_VISIBLE[0x7F] = "␡"
+_VISIBLE |= dict.fromkeys((*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)), "\ufffd")
+_VISIBLE |= dict.fromkeys(range(0xD800, 0xE000), "\ufffd")
+_VISIBLE |= {0x2028: "\n", 0x2029: "\n"}
+del _VISIBLE[ord("\n")], _VISIBLE[ord("\t")]
+
+
+def visible(text: str) -> str:
+    """The text with every character that could steer a terminal shown as a symbol; newline and tab are kept."""
+    if text.isascii() and text.isprintable():
+        return text
+    return text.replace("\r\n", "\n").translate(_VISIBLE)
+
+
+def on_one_line(text: str) -> str:
+    """``visible``, with newlines and tabs shown as symbols as well."""
+    return visible(text).replace("\n", "↵").replace("\t", "⇥")
+
+
+@lru_cache(maxsize=8192)
+def char_width(char: str) -> int:
+    """Cells a character takes: 0 for combining marks, 2 for wide ones."""
+    if " " <= char < "\u0300":
+        return 1
+    from wcwidth import wcwidth
+
+    return max(0, wcwidth(char))
+
+
+def width(text: str) -> int:
+    """Cells a text takes. Terminals may draw joined emoji narrower, never wider."""
+    return len(text) if text.isascii() else sum(map(char_width, text))
+
+
+def clip(text: str, cells: int) -> str:
+    """The text, cut with an ellipsis if it takes more than so many cells."""
+    if width(text) <= cells:
+        return text
+    kept, used = [], 1
+    for char in text:
+        used += char_width(char)
+        if used > cells:
+            break
+        kept.append(char)
+    return "".join(kept) + "…" if cells > 0 else ""
+
+
+def width_is_certain(char: str) -> bool:
+    """Whether every terminal agrees how wide the character is."""
+    code = ord(char)
+    return code < 0x300 or 0x2500 <= code < 0x2580 or 0x3041 <= code < 0xA000 or 0xAC00 <= code < 0xD7A4
