@@ -9,7 +9,7 @@ export PYTHON
 .PHONY: help chat test test-real lint format types clean
 
 help:
-	@echo 'make chat       talk to a model and watch the guesses (ARGS="--view lane" passes options)'
+	@echo 'make chat       talk to a model and watch the guesses (ARGS="--temperature 0.7" passes options)'
 	@echo 'make test       the test suite, with every extra installed (ARGS="-k ngram" passes options)'
 	@echo 'make test-real  the tests on real models; fetches them first (2 GB)'
 	@echo 'make lint       ruff: rules and formatting'
