@@ -174,3 +174,14 @@ def test_the_readme_opens_with_two_commands_that_the_makefile_has() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"make ([a-z-]+)", readme):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_the_readme_lists_every_model_of_the_catalogue() -> None:
+    with (ROOT / "models/catalog.toml").open("rb") as file:
+        models = tomllib.load(file)["models"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = {row.split("|")[1].strip(" `"): row for row in readme.splitlines() if row.startswith("| `")}
+    for name, entry in models.items():
+        assert name in rows, f"{name} is missing from the README's table"
+        for expected in (f"{entry['bytes'] / 1e9:.2f} GB", entry["license"], *entry.get("draft", ())):
+            assert expected in rows[name], (name, expected)
