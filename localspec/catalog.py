@@ -67,7 +67,9 @@ class Entry:
     @property
     def present(self) -> bool:
         """Whether all of it is on disk. Files get their final name only after their digest was checked."""
-        return all((models_dir() / file).is_file() for file in self.files)
+        if not all(_is_file(models_dir() / file) for file in self.files):
+            return False
+        return not self.sha256 or self.path.stat().st_size == self.bytes
 
     @property
     def bytes_on_disk(self) -> int:
@@ -114,13 +116,13 @@ class Catalog(Mapping[str, Entry]):
         if spec.startswith("hf:"):
             match = _HUB_SPEC.fullmatch(spec)
             if match is None or ".." in spec:
-                raise UnknownModel(f"{spec!r} is not a hub address; it reads hf:OWNER/REPO/FILE.gguf")
+                raise UnknownModel(f"{shown(spec)} is not a hub address; it reads hf:OWNER/REPO/FILE.gguf")
             owner, repo, file = match.groups()
             source = {"kind": "hf", "repo": f"{owner}/{repo}", "file": file}
             return Entry(spec, f"hf/{owner}/{repo}/{file}", sources=(source,))
-        close = difflib.get_close_matches(spec.lower(), self._entries, n=3, cutoff=0.5)
+        close = difflib.get_close_matches(spec[:100].lower(), self._entries, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(close)}?" if close else "see: localspec list"
-        raise UnknownModel(f"there is no model {spec!r}; {hint}")
+        raise UnknownModel(f"there is no model {shown(spec)}; {hint}")
 
     def resolve(self, spec: str) -> Path:
         """The file that a MODEL argument means: a catalogue name, a path to a ``.gguf``, or a hub address.
@@ -135,7 +137,7 @@ class Catalog(Mapping[str, Entry]):
                 return path
             if spec.endswith(".gguf") or "/" in spec or os.sep in spec:
                 what = "is a folder; name the .gguf file in it" if path.is_dir() else "does not exist"
-                raise UnknownModel(f"{spec} {what}")
+                raise UnknownModel(f"{shown(spec)} {what}")
         entry = self.entry(spec)
         if not entry.present:
             raise ModelFileError(f"{entry.name} is not on this disk; run: localspec pull {entry.name}")
@@ -198,6 +200,11 @@ def memory_bytes() -> int:
         except (OSError, ValueError):
             continue
     return total
+
+
+def shown(text: str) -> str:
+    """What a person typed, fit for an error message: one line, of a bearable length."""
+    return repr(text if len(text) <= 120 else f"{text[:80]}…{text[-30:]}")
 
 
 def _is_file(path: Path) -> bool:
