@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from localspec.errors import UsageError
+from localspec.errors import EngineError, UsageError
 
 Row = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
@@ -75,6 +75,9 @@ class SamplingParams:
         check(self.repeat_last_n >= 0, "repeat_last_n", "0 or more")
         check(math.isfinite(self.presence_penalty), "presence_penalty", "a finite number")
         check(math.isfinite(self.frequency_penalty), "frequency_penalty", "a finite number")
+        check(all(b < math.inf for b in self.logit_bias.values()), "logit_bias", "numbers, or -inf to ban a token")
+        check(all(b < math.inf for b in self.logit_bias.values()), "logit_bias", "numbers, or -inf to ban a token")
+        check(all(b < math.inf for b in self.logit_bias.values()), "logit_bias", "numbers, or -inf to ban a token")
         check(self.max_tokens is None or self.max_tokens > 0, "max_tokens", "over 0")
         check(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "a 64-bit integer")
         if isinstance(self.stop, str):
@@ -118,9 +121,16 @@ class Distribution:
         """
         if len(self.ids) == 1:
             return int(self.ids[0])
-        with np.errstate(divide="ignore"):
-            race = noise.exponential(position, self.ids, stream) / self.probs
-        return int(self.ids[int(np.argmin(race))])
+        ids, probs = self.ids, self.probs
+        u = noise.uniforms(position, ids, stream)
+        with np.errstate(divide="ignore", over="ignore"):
+            if len(ids) > 4096:
+                # e = -log u is at least 1 - u, so few tokens need the logarithm: those not beaten for certain.
+                bound = (1.0 - u) / probs
+                leader = int(np.argmin(bound))
+                unbeaten = np.flatnonzero(bound <= -math.log(u[leader]) / probs[leader])
+                ids, probs, u = ids[unbeaten], probs[unbeaten], u[unbeaten]
+            return int(ids[int(np.argmin(-np.log(u) / probs))])
 
     def minus(self, other: Distribution) -> Distribution:
         """The residual normalise(max(p - q, 0)) of rejection sampling (Leviathan et al. 2023, eq. 1-2)."""
@@ -147,22 +157,34 @@ class Noise:
         self.seed = (secrets.randbits(64) if seed is None else seed) & 0xFFFFFFFFFFFFFFFF
 
     def _key(self, position: int, stream: int) -> int:
-        return _mix_int(_mix_int(self.seed ^ 0x9E3779B97F4A7C15) + position * 0xD1342543DE82EF95 + stream * 0xDB4F0B9175AE2165)
+        seed = _mix_int(self.seed ^ 0x9E3779B97F4A7C15)
+        return _mix_int(seed + position * 0xD1342543DE82EF95 + stream * 0xDB4F0B9175AE2165)
 
     def uniform(self, position: int, stream: int) -> float:
         """One number in (0, 1)."""
-        return ((_mix_int(self._key(position, stream) ^ 0xA0761D6478BD642F) >> 11) + 0.5) * 2.0**-53
+        return ((_mix_int(self._key(position, stream) ^ 0xA0761D6478BD642F) >> 12) + 0.5) * 2.0**-52
 
-    def exponential(self, position: int, ids: Ids, stream: int = 0) -> Probs:
-        """Standard exponential numbers, one per token id [n]."""
+    def uniforms(self, position: int, ids: Ids, stream: int = 0) -> Probs:
+        """Numbers in (0, 1), one per token id [n]."""
+        x = ids.astype(np.uint64)
         with np.errstate(over="ignore"):
-            x = ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(self._key(position, stream))
+            x *= np.uint64(0x9E3779B97F4A7C15)
+            x += np.uint64(self._key(position, stream))
             x ^= x >> np.uint64(30)
             x *= np.uint64(0xBF58476D1CE4E5B9)
             x ^= x >> np.uint64(27)
             x *= np.uint64(0x94D049BB133111EB)
             x ^= x >> np.uint64(31)
-        return -np.log(((x >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53)
+        # 52 bits: with one more the largest would round to 1, whose logarithm is 0.
+        x >>= np.uint64(12)
+        u = x.astype(np.float64)
+        u += 0.5
+        u *= 2.0**-52
+        return u
+
+    def exponential(self, position: int, ids: Ids, stream: int = 0) -> Probs:
+        """Standard exponential numbers, one per token id [n]."""
+        return -np.log(self.uniforms(position, ids, stream))
 
 
 def _mix_int(x: int) -> int:
@@ -199,8 +221,20 @@ def edit_logits(row: Row, history: Sequence[int], params: SamplingParams) -> Row
 
 
 def greedy_token(row: Row, history: Sequence[int], params: SamplingParams) -> int:
-    """The most probable token after bias and penalties (the lowest id among equals)."""
-    return int(np.argmax(edit_logits(row, history, params)))
+    """The most probable token after bias and penalties (the lowest id among equals).
+
+    Raises:
+        EngineError: the logits are not numbers.
+    """
+    row = edit_logits(row, history, params)
+    best = int(np.argmax(row))
+    _check_top(row[best])  # argmax takes NaN for the largest
+    return best
+
+
+def _check_top(top: float) -> None:
+    if not math.isfinite(top):
+        raise EngineError("the engine computed logits that are not numbers, or logit_bias bans every token")
 
 
 def top_k_ids(row: Row, k: int) -> Ids:
@@ -234,34 +268,53 @@ def distribution(row: Row, history: Sequence[int], params: SamplingParams) -> Di
 
     Returns:
         A ``Distribution`` over the tokens that survive the chain.
+
+    Raises:
+        EngineError: the logits are not numbers.
     """
-    row = edit_logits(row, history, params)
     if params.greedy:
-        return Distribution(np.array([int(np.argmax(row))]), np.ones(1))
+        return Distribution(np.array([greedy_token(row, history, params)]), np.ones(1))
+    row = edit_logits(row, history, params)
+    top = float(row.max())
+    _check_top(top)
+    ids: Ids | None = None
     if params.top_k:
         ids = top_k_ids(row, params.top_k)
-    elif params.min_p:
-        # min-p in logit space: p >= min_p * p_max  <=>  logit >= max + T log(min_p). It is applied last in the chain,
-        # and top-p before it can only remove less probable tokens and rescale, so when both act top-p must still see
-        # every token's mass: hence only without top-p.
-        if params.top_p < 1:
-            ids = np.arange(len(row))
-        else:
-            ids = np.flatnonzero(row >= row.max() + params.temperature * math.log(params.min_p))
-    else:
-        ids = np.arange(len(row))
-    logits = row[ids].astype(np.float64)
-    probs = np.exp((logits - logits.max()) / params.temperature)
+    elif params.min_p and params.top_p == 1:
+        # min-p in logit space: p >= min_p * p_max  <=>  logit >= max + T log(min_p), with room for rounding; the exact
+        # comparison follows. Top-p, which comes before it, would have to see every token's mass.
+        ids = np.flatnonzero(row >= top + params.temperature * math.log(params.min_p) - 1e-3)
+    probs = (row if ids is None else row[ids]).astype(np.float64)
+    with np.errstate(over="ignore"):
+        probs -= top
+        probs /= params.temperature
+        np.exp(probs, out=probs)
     probs /= probs.sum()
     if params.top_p < 1:
-        order = np.argsort(-probs, kind="stable")
-        reached = np.cumsum(probs[order])
-        keep = np.sort(order[: int(np.searchsorted(reached, params.top_p)) + 1])
-        ids, probs = ids[keep], probs[keep] / probs[keep].sum()
+        keep = _nucleus(probs, params.top_p)
+        ids, probs = keep if ids is None else ids[keep], probs[keep] / probs[keep].sum()
     if params.min_p:
         keep = np.flatnonzero(probs >= params.min_p * probs.max())
-        ids, probs = ids[keep], probs[keep] / probs[keep].sum()
-    alive = np.flatnonzero(probs > 0)
-    if len(alive) < len(probs):
+        ids, probs = keep if ids is None else ids[keep], probs[keep] / probs[keep].sum()
+    if ids is None:
+        ids = np.arange(len(probs))
+    if probs.min() <= 0.0:
+        alive = np.flatnonzero(probs)
         ids, probs = ids[alive], probs[alive]
     return Distribution(ids, probs)
+
+
+def _nucleus(probs: Probs, top_p: float) -> Ids:
+    """Positions, increasing, of the fewest probabilities that sum to at least ``top_p``; among equals the first.
+
+    Sorting a whole vocabulary takes 10 ms; nearly always what lies within a few powers of e of the largest suffices.
+    """
+    largest = probs.max()
+    for depth in (4.0, 8.0, 12.0, math.inf):
+        near = np.flatnonzero(probs >= largest * math.exp(-depth))
+        order = np.argsort(-probs[near], kind="stable")
+        reached = np.cumsum(probs[near[order]])
+        n = int(np.searchsorted(reached, top_p))
+        if n < len(near) or len(near) == len(probs):
+            return np.sort(near[order[: n + 1]])
+    raise AssertionError("the last depth holds every probability")

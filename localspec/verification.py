@@ -44,7 +44,7 @@ def verify(
     Returns:
         The ``Verdict``.
     """
-    history = list(tokens) if params.edits_logits else []
+    history = list(tokens[-params.repeat_last_n :]) if params.edits_logits else []
     position = len(tokens)
     for i, guess in enumerate(draft):
         if params.greedy:

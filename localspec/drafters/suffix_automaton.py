@@ -12,8 +12,8 @@ on code and prose: right more often than the most frequent, and no less often th
 a walk over the suffixes of the text that are states, a handful in prose; text that repeats itself endlessly has more,
 and the walk stops after ``MAX_WALK`` of them.
 
-Measured on 32,000 tokens of Python source (one core of a shared 2-core machine, CPython 3.11): 4 µs to add a token, 3 µs
-to take one back, 43,500 states, 16 MB with the log; at worst (two tokens at random) 7 µs.
+Measured on 32,000 tokens of Python source (one core of a shared 2-core machine, CPython 3.11): 4 µs to add a token,
+3 µs to take one back, 43,500 states, 16 MB with the log; at worst (two tokens at random) 7 µs.
 
 ``pop`` undoes ``push`` exactly: the structure is undone from the links themselves, the continuations from a log.
 """
