@@ -9,16 +9,13 @@ from functools import cached_property
 from pathlib import Path
 
 import pytest
-from platformdirs import user_cache_dir
 
 from localspec.backends.base import Model
 from localspec.errors import EngineUnavailable
+from localspec.home import models_dir
 from tests import ggufs
 
 ENGINES = ("llama-cpp", "ik-llama", "reference")
-
-_HOME = os.environ.get("LOCALSPEC_HOME")
-"""Read before ``isolated_home`` hides it."""
 
 REAL_MODELS = {
     "qwen2.5-coder-1.5b": "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
@@ -26,6 +23,9 @@ REAL_MODELS = {
     "smollm2-135m": "SmolLM2-135M-Instruct.Q4_1.gguf",
     "gemma3-270m": "gemma-3-270m-q4_k_m.gguf",
 }
+
+REAL_FOLDER = Path(os.environ.get("LOCALSPEC_TEST_MODELS") or models_dir())
+"""Read before ``isolated_home`` hides it."""
 
 
 class TinyFiles:
@@ -141,18 +141,18 @@ def reference() -> Backend:
 
 @pytest.fixture(scope="session")
 def real_model() -> Callable[[str], Path]:
-    """Catalogue name -> path of the real file, or a skip.
+    """Catalogue name -> path of the real file.
 
-    Looked for in $LOCALSPEC_TEST_MODELS, in LOCALSPEC_HOME and in /tmp/models.
+    Looked for where ``localspec pull`` puts it, and skipped where it is not; or in $LOCALSPEC_TEST_MODELS, and then it
+    has to be there: ``make test-real`` must not pass because nothing ran.
     """
-    homes = [os.environ.get("LOCALSPEC_TEST_MODELS"), _HOME, user_cache_dir("localspec"), "/tmp/models"]
-    folders = [Path(home) for home in homes if home and Path(home).is_dir()]
 
     def find(name: str) -> Path:
-        for folder in folders:
-            for path in folder.rglob(REAL_MODELS[name]):
-                return path
-        pytest.skip(f"{REAL_MODELS[name]} is nowhere on this machine: make test-real fetches it")
+        path = REAL_FOLDER / REAL_MODELS[name]
+        if not path.exists():
+            missing = f"{path.name} is not in {REAL_FOLDER} (LOCALSPEC_TEST_MODELS names another folder)"
+            pytest.fail(missing) if "LOCALSPEC_TEST_MODELS" in os.environ else pytest.skip(missing)
+        return path
 
     return find
 
