@@ -53,13 +53,13 @@ class TinyFiles:
 
     @cached_property
     def micro(self) -> Path:
-        """Six tokens; reference backend only."""
-        return ggufs.micro_model(self.folder / "tiny-micro.gguf")
+        """Five tokens; reference backend only."""
+        return ggufs.micro_model(self.folder / "tiny-micro.gguf", 5)
 
     @cached_property
     def micro_draft(self) -> Path:
         """A draft for ``micro`` that is a different model."""
-        return ggufs.micro_model(self.folder / "tiny-micro-draft.gguf", seed=5)
+        return ggufs.micro_model(self.folder / "tiny-micro-draft.gguf", 5, seed=5)
 
     @cached_property
     def sliding(self) -> Path:
