@@ -52,9 +52,14 @@ class Controller(ABC):
 
 @dataclass(slots=True)
 class FixedPlan:
-    """Draft up to a number of tokens, whatever they cost."""
+    """Draft up to a number of tokens, whatever they cost.
+
+    Attributes:
+        floor: confidence under which a guess that cost nothing gives way to a draft model's.
+    """
 
     room: int
+    floor: float = 0.0
 
     def more(self, source: str, pending: int = 0) -> bool:
         return self.room > 0
@@ -63,7 +68,7 @@ class FixedPlan:
         pass
 
     def keep(self, source: str, confidence: float) -> float | None:
-        if self.room <= 0:
+        if self.room <= 0 or (source == "ngram" and confidence < self.floor):
             return None
         self.room -= 1
         return confidence
@@ -75,16 +80,18 @@ class FixedController(Controller):
     Args:
         length: tokens per draft.
         times: the target's t(w), corrected by what is observed.
+        has_model: whether a draft model is there to guess where an n-gram is unsure.
     """
 
-    def __init__(self, length: int, times: PassTimes | None = None) -> None:
+    def __init__(self, length: int, times: PassTimes | None = None, *, has_model: bool = False) -> None:
         if not 0 <= length <= MAX_FIXED_DRAFT:
             raise UsageError(f"the draft length must be auto or 0..{MAX_FIXED_DRAFT}, not {length}")
         self.length = length
         self.times = times
+        self.floor = 0.7 if has_model else 0.0
 
     def plan(self, room: int, n_past: int) -> Plan:
-        return FixedPlan(min(room, self.length))
+        return FixedPlan(min(room, self.length), self.floor)
 
     def update(self, round_: Round) -> None:
         if self.times is not None:
@@ -152,8 +159,8 @@ class AutoController(Controller):
         self.draft_times = draft_times
         self.sources: dict[str, SourceAcceptance] = {} if sources is None else sources
         self.ms_other = 0.3
-        self._allowance = 0.0
         self._saved = self.GRANT_TOKENS * times(1)
+        self._invested = False
         self._policies: dict[str, ThresholdPolicy] = {}
         self._age = 0
         self._plan: AutoPlan | None = None
@@ -188,56 +195,63 @@ class AutoController(Controller):
         return self._plan
 
     def row_pays(self, plan: AutoPlan, source: str, expected: float) -> bool:
-        """Whether a guess, already made, is worth a row of the target's pass (or leads to rows that are)."""
-        if plan.ms_spent + self.times(plan.n + 2) - self.times(1) > self._risk():
+        """Whether a guess, already made, is worth a row of the target's pass (or leads to rows that are).
+
+        A guess that cost nothing also stands in the way of a better one: it is passed over where a step of a draft
+        model is worth more.
+        """
+        if plan.ms_spent + self.times(plan.n + 2) - self.times(1) > self._saved:
             return False
-        return self._worth(plan.n, plan.reach * expected, source, self.rate, plan.room - 1) > 0
+        worth = self._worth(plan, plan.reach * expected, source)
+        if worth <= 0:
+            return False
+        return source in self.draft_times or all(worth >= self._step_worth(plan, other) for other in self.draft_times)
 
     def step_pays(self, plan: AutoPlan, source: str, pending: int) -> bool:
-        """Whether a draft step is worth its time, its confidence not yet known.
-
-        The step buys a choice: the guess is sent only where its confidence makes it pay. So its worth is the mean, over
-        the recent confidences, of the positive part of what they would add.
-        """
-        times, acceptance, rate = self.draft_times[source], self.sources[source], self.rate
-        ms = times(pending)
-        catch_up = ms - times(1)
+        """Whether a draft step is worth its time, its confidence not yet known."""
+        times = self.draft_times[source]
+        catch_up = times(pending) - times(1)
         if catch_up > 2 * self.times(1):  # an investment: a prompt, or a stretch that was decoded plainly
-            gain = self.ms_plain - 1.0 / max(self.policy(source).rate, 1e-9)
-            if gain * self.HORIZON_TOKENS < 2 * catch_up:
+            gain = self.ms_plain - 1.0 / self.policy(source).rate
+            affordable = catch_up < self._saved or not self._invested
+            if not affordable or gain * self.HORIZON_TOKENS < 2 * catch_up:
                 return False
-            self._saved += catch_up
-            ms = times(1)
-        elif plan.ms_spent + ms + self.times(plan.n + 2) - self.times(1) > self._risk():
+            if not self._invested:  # one a request is forgiven: it is the price of having a draft at all
+                self._invested = True
+                self._saved += catch_up
+            catch_up = 0.0
+        elif plan.ms_spent + times(pending) + self.times(plan.n + 2) - self.times(1) > self._saved:
             return False
-        worth = 0.0
+        return self._step_worth(plan, source) > self.rate * catch_up
+
+    def _step_worth(self, plan: AutoPlan, source: str) -> float:
+        """Tokens gained, net of time at ``rate``, by one step of a draft model.
+
+        The step buys a choice: the guess is sent only where its confidence makes it pay. So it is worth the mean, over
+        the recent confidences, of the positive part of what they would add, less the step's time.
+        """
+        acceptance, worth = self.sources[source], 0.0
         for index, share in enumerate(acceptance.climate):
             if share > 1e-3:
-                chance = plan.reach * acceptance.expected_bin(index)
-                worth += share * max(0.0, self._worth(plan.n, chance, source, rate, plan.room - 1))
-        return worth > rate * ms
+                worth += share * max(0.0, self._worth(plan, plan.reach * acceptance.expected_bin(index), source))
+        return worth - self.rate * self.draft_times[source](1)
 
-    def _worth(self, n: int, chance: float, source: str, rate: float, room: int) -> float:
-        """Tokens gained, net of time at ``rate``, by sending guess n + 1 and going on as the source's policy would.
+    def _worth(self, plan: AutoPlan, chance: float, source: str) -> float:
+        """Tokens gained, net of time at ``rate``, by sending the next guess and going on as the best policy would.
 
         ``chance`` is the probability that it and all before it are accepted.
         """
-        policy = self.policy(source)
-        sent = policy.sent
-        times = self.times
-        total = best = chance - rate * (times(n + 2) - times(n + 1))
-        reached, probability = chance, 1.0
-        for ahead in range(1, min(room, 8) + 1):
-            reached *= policy.accepted
-            row = times(n + 2 + ahead) - times(n + 1 + ahead)
-            total += probability * (sent * reached - rate * (policy.step_ms + sent * row))
-            probability *= sent
-            best = max(best, total)
+        n, rate, times = plan.n, self.rate, self.times
+        first = best = chance - rate * (times(n + 2) - times(n + 1))
+        for policy in {id(p): p for p in (self.policy(source), *map(self.policy, self.draft_times))}.values():
+            total, reached, probability = first, chance, 1.0
+            for ahead in range(1, min(plan.room - 1, 8) + 1):
+                reached *= policy.accepted
+                row = times(n + 2 + ahead) - times(n + 1 + ahead)
+                total += probability * (policy.sent * reached - rate * (policy.step_ms + policy.sent * row))
+                probability *= policy.sent
+                best = max(best, total)
         return best
-
-    def _risk(self) -> float:
-        """Milliseconds that may be lost, at worst, in this round."""
-        return self._saved
 
     def update(self, round_: Round) -> None:
         for i, guess in enumerate(round_.draft):

@@ -203,7 +203,7 @@ class Pair:
     def controller(self, draft_length: DraftLength) -> Controller:
         """A controller for one request: ``auto``, or a fixed number of tokens (0: plain)."""
         if draft_length != "auto":
-            return FixedController(int(draft_length), self.times)
+            return FixedController(int(draft_length), self.times, has_model=bool(self._models))
         if not self._drafters:
             return FixedController(0, self.times)
         auto = AutoController(self.times, self._draft_times, self._acceptance)
