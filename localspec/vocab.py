@@ -16,8 +16,9 @@ from localspec.gguf_file import GGUFFile, StringArray
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 # What llama.cpp recognises by name, because files do not declare it; such tokens have no text either.
-_END_OF_TURN = tuple(
-    ["<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>"]
+_END_OF_TURN = (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>",
+    "[EOT]", "<end_of_utterance>",
 )  # fmt: skip
 _END_OF_MESSAGE = ("<|eom_id|>",)
 _ENDS = frozenset(
@@ -25,11 +26,11 @@ _ENDS = frozenset(
     | {"<|return|>", "<|call|>", "<|flush|>", "<|calls|>"}
 )
 _FILL_IN = {
-    "fim_pre": tuple(["<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<PRE>", "<|code_prefix|>", "<|prefix|>"]),
-    "fim_suf": tuple(["<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<SUF>", "<|code_suffix|>", "<|suffix|>"]),
-    "fim_mid": tuple(["<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<MID>", "<|code_middle|>", "<|middle|>"]),
-    "fim_pad": tuple(["<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"]),
-    "fim_rep": tuple(["<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"]),
+    "fim_pre": ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<PRE>", "<|code_prefix|>", "<|prefix|>"),
+    "fim_suf": ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<SUF>", "<|code_suffix|>", "<|suffix|>"),
+    "fim_mid": ("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<MID>", "<|code_middle|>", "<|middle|>"),
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
 _SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
@@ -41,21 +42,10 @@ _BYTE_TOKEN = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
 _KEYS = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unk": "unknown", "pad": "padding"}
 _KEYS |= {name: name for name in _FILL_IN}
 _DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unk": 0}, "gpt2": {"bos": 11, "eos": 11}, "gemma4": {}, "t5": {"eos": 1}}
-_BOS_BY_PRE = frozenset(
-    [
-        "llama3",
-        "llama-v3",
-        "llama-bpe",
-        "falcon3",
-        "falcon-h1",
-        "pixtral",
-        "midm-2.0",
-        "lfm2",
-        "tekken",
-        "chameleon",
-        "llama4",
-    ]
-)
+_BOS_BY_PRE = (
+    "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken", "chameleon",
+    "llama4",
+)  # fmt: skip
 
 
 class Vocab:
@@ -215,8 +205,9 @@ class Vocab:
     def difference(self, other: Vocab) -> str | None:
         """The first difference that would make this target's tokens mean something else to a draft, or None.
 
-        Token strings, types and special ids must agree; padding may differ in number and in name. What only decides
-        how a text is put in front of the model may differ, as the target's choice is used for both: the
+        Token strings, types and special ids must agree. Padding may differ in number and in name, and one of the two
+        may have more tokens without text at the end (marks for images), which the other must not be fed. What only
+        decides how a text is put in front of the model may differ, as the target's choice is used for both: the
         pre-tokenizer, merges, ``add_bos``, and ``bos`` where not both files put one in front; so may ``unk`` and
         ``pad``, which are never generated.
 
@@ -237,7 +228,8 @@ class Vocab:
             return f"token {i} ({mine!r}) has type {self.types[i]} in the target and {other.types[i]} in the draft"
         longer, whose = (self, "target") if self.n_tokens > other.n_tokens else (other, "draft")
         for i in range(shared, longer.n_tokens):
-            if not longer._is_padding(i):
+            # Gemma's larger models add marks for images; what has no text is never asked of a draft.
+            if not longer._is_padding(i) and (not longer.is_control(i) or i in longer.eog):
                 return f"token {i} is {longer._tokens[i]!r} in the {whose} and missing in the other"
         names = {"eos": "end-of-text"} | ({"bos": "begin-of-text"} if self.add_bos and other.add_bos else {})
         for name, words in names.items():
