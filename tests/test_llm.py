@@ -1,0 +1,256 @@
+"""``LLM`` as an application uses it: any thread, asyncio, cancelling, caching, closing; a real tiny pair."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localspec import LLM, Closed, PromptTooLong, Round, SamplingParams, UsageError, VocabularyMismatch
+from localspec.drafters.draft_model import DraftModelDrafter
+from tests import ggufs
+from tests.conftest import TinyFiles, open_backend
+
+GREEDY = SamplingParams(max_tokens=48, ignore_eos=True)
+CHAT = [{"role": "user", "content": "Say something."}]
+
+
+@pytest.fixture(params=["reference", "ik-llama", "llama-cpp"])
+def llm(request: pytest.FixtureRequest, tiny: TinyFiles) -> Iterator[LLM]:
+    open_backend(request.param)
+    with LLM(tiny.pair.target, draft=["ngram", tiny.pair.draft], backend=request.param, n_ctx=512) as loaded:
+        yield loaded
+
+
+@pytest.fixture
+def reference_llm(tiny: TinyFiles) -> Iterator[LLM]:
+    with LLM(tiny.pair.target, draft=["ngram", tiny.pair.draft], backend="reference", n_ctx=512) as loaded:
+        yield loaded
+
+
+def draft_context(llm: LLM) -> Any:
+    return next(d for d in llm._pair._drafters if isinstance(d, DraftModelDrafter)).context
+
+
+def test_answers_and_counts(llm: LLM) -> None:
+    reply = llm.chat(CHAT, GREEDY, draft_length=3)
+    stats = reply.stats
+    assert len(reply.token_ids) == 48 == stats["completion_tokens"]
+    assert reply.finish_reason == "length"
+    assert reply.text == llm.detokenize(reply.token_ids)
+    assert stats["prompt_tokens"] == llm.count_tokens(CHAT)
+    assert stats["mean_acceptance_length"] == pytest.approx(48 / stats["num_rounds"])
+    assert stats["num_accepted_tokens"] == sum(stats["accepted_per_position"])
+    assert stats["num_draft_tokens"] == sum(stats["drafted_per_position"])
+    assert stats["num_draft_tokens"] == sum(counts["num_draft_tokens"] for counts in stats["by_source"].values())
+    assert stats["num_draft_tokens"] > 0
+
+
+def test_stream_and_rounds_give_the_same_text(llm: LLM) -> None:
+    whole = llm.generate("once upon", GREEDY, draft_length=4)
+    assert "".join(llm.stream("once upon", GREEDY, draft_length=4)) == whole.text
+    rounds = llm.rounds("once upon", GREEDY, draft_length=4)
+    seen = list(rounds)
+    assert "".join(round_.text for round_ in seen) == whole.text == rounds.reply.text
+    assert [token.id for round_ in seen for token in round_.emitted] == whole.token_ids
+    assert seen[-1].finish_reason == "length"
+    for round_ in seen:
+        assert len(round_.draft_texts) == len(round_.draft)
+        assert [t.id for t in round_.emitted[: round_.verdict.n_accepted]] == round_.draft.ids[
+            : min(round_.verdict.n_accepted, len(round_.emitted))
+        ]
+
+
+def test_speculation_off_and_on_agree_on_the_reference_engine(reference_llm: LLM) -> None:
+    plain = reference_llm.generate("the cat", GREEDY, speculate=False)
+    assert plain.stats["num_draft_tokens"] == 0
+    assert plain.stats["mean_acceptance_length"] == 1
+    for length in (1, 5, "auto"):
+        assert reference_llm.generate("the cat", GREEDY, draft_length=length).token_ids == plain.token_ids
+
+
+def test_a_seed_gives_the_same_text_however_it_was_drafted(reference_llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, top_k=30, seed=7, max_tokens=60, ignore_eos=True)
+    plain = reference_llm.generate("the cat", params, speculate=False)
+    for length in (2, 6, "auto"):
+        reply = reference_llm.generate("the cat", params, draft_length=length)
+        assert reply.token_ids == plain.token_ids
+        assert length == "auto" or reply.stats["num_draft_tokens"] > 0
+    other = reference_llm.generate("the cat", SamplingParams(temperature=1.0, seed=8, max_tokens=60, ignore_eos=True))
+    assert other.token_ids != plain.token_ids
+
+
+def test_the_second_turn_decodes_only_what_is_new_in_both_contexts(llm: LLM) -> None:
+    first = llm.chat(CHAT, GREEDY, draft_length=4)
+    messages = [*CHAT, {"role": "assistant", "content": first.text}, {"role": "user", "content": "Go on."}]
+    n_draft = draft_context(llm).n_past
+    assert n_draft > 0
+    decoded: list[int] = []
+    context = draft_context(llm)
+    original = context._decode
+
+    def spy(tokens: Any, logits: Any) -> Any:
+        decoded.append(len(tokens))
+        return original(tokens, logits)
+
+    context._decode = spy
+    second = llm.chat(messages, SamplingParams(max_tokens=1), draft_length=4)
+    shared = second.stats["cached_tokens"]
+    assert shared >= first.stats["prompt_tokens"] - 1
+    second = llm.chat(messages, SamplingParams(max_tokens=8, ignore_eos=True), draft_length=4)
+    assert second.stats["cached_tokens"] == second.stats["prompt_tokens"] - 1
+    assert max(decoded) <= second.stats["prompt_tokens"] - min(n_draft, first.stats["prompt_tokens"]) + 4
+
+
+def test_closing_a_stream_stops_the_engine_and_the_next_call_works(llm: LLM) -> None:
+    expected = llm.generate("hello", GREEDY, speculate=False)
+    stream = llm.rounds("endless", SamplingParams(max_tokens=400, ignore_eos=True))
+    next(stream)
+    stream.close()
+    assert stream.reply.finish_reason == "cancelled"
+    assert 0 < len(stream.reply.token_ids) < 400
+    again = llm.generate("hello", GREEDY, speculate=False)
+    assert again.token_ids == expected.token_ids
+
+
+def test_dropping_a_generator_stops_the_engine(reference_llm: LLM) -> None:
+    pieces = reference_llm.stream("endless", SamplingParams(max_tokens=450, ignore_eos=True))
+    next(pieces)
+    del pieces
+    started = time.perf_counter()
+    reference_llm.generate("x", SamplingParams(max_tokens=1))
+    assert reference_llm._pair.context.n_past < 100
+    assert time.perf_counter() - started < 30
+
+
+def test_an_error_in_a_request_leaves_the_next_one_alone(llm: LLM) -> None:
+    expected = llm.generate("hello", GREEDY, speculate=False).token_ids
+    with pytest.raises(PromptTooLong, match="512"):
+        llm.generate("hello " * 600, GREEDY)
+    with pytest.raises(UsageError, match="role"):
+        llm.chat([{"content": "x"}], GREEDY)
+    assert llm.generate("hello", GREEDY, speculate=False).token_ids == expected
+
+
+def test_a_full_context_ends_with_length(llm: LLM) -> None:
+    reply = llm.generate("a b c d e f g", SamplingParams(ignore_eos=True), draft_length=6)
+    assert reply.finish_reason == "length"
+    assert len(reply.token_ids) + reply.stats["prompt_tokens"] == 512
+
+
+def test_stop_strings_never_reach_the_text(reference_llm: LLM) -> None:
+    plain = reference_llm.generate("the cat", GREEDY, speculate=False).text
+    stop = plain[20:23]
+    for length in (1, 4, 7):
+        reply = reference_llm.generate("the cat", SamplingParams(max_tokens=48, stop=[stop]), draft_length=length)
+        assert reply.text == plain[: plain.index(stop)]
+        assert reply.finish_reason == "stop"
+
+
+def test_threads_queue_and_do_not_mix(reference_llm: LLM) -> None:
+    prompts = ["one", "two fish", "three", "quatre", "five"]
+    alone = [reference_llm.generate(prompt, GREEDY).token_ids for prompt in prompts]
+    found: dict[int, list[int]] = {}
+
+    def ask(i: int) -> None:
+        found[i] = reference_llm.generate(prompts[i], GREEDY).token_ids
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[i] for i in range(len(prompts))] == alone
+
+
+def test_asyncio(reference_llm: LLM) -> None:
+    expected = reference_llm.chat(CHAT, GREEDY)
+
+    async def main() -> None:
+        assert (await reference_llm.achat(CHAT, GREEDY)).token_ids == expected.token_ids
+        assert "".join([piece async for piece in reference_llm.astream(CHAT, GREEDY)]) == expected.text
+        rounds = [round_ async for round_ in reference_llm.arounds(CHAT, GREEDY)]
+        assert all(isinstance(round_, Round) for round_ in rounds)
+        assert [token.id for round_ in rounds for token in round_.emitted] == expected.token_ids
+        both = await asyncio.gather(reference_llm.achat(CHAT, GREEDY), reference_llm.achat(CHAT, GREEDY))
+        assert [reply.token_ids for reply in both] == [expected.token_ids] * 2
+
+        async def endless() -> None:
+            async for _ in reference_llm.astream("endless", SamplingParams(max_tokens=450, ignore_eos=True)):
+                pass
+
+        task = asyncio.create_task(endless())
+        await asyncio.sleep(0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await reference_llm.achat(CHAT, GREEDY)).token_ids == expected.token_ids
+
+    asyncio.run(main())
+
+
+def test_mismatched_vocabulary_is_refused_and_the_old_drafters_stay(tiny: TinyFiles, tmp_path: Path) -> None:
+    other = ggufs.write_llama(tmp_path / "spm.gguf")
+    with pytest.raises(VocabularyMismatch, match="cannot draft"):
+        LLM(tiny.pair.target, draft=other, backend="reference")
+    with LLM(tiny.pair.target, draft=tiny.pair.draft, backend="reference", n_ctx=256) as llm:
+        before = llm.draft_names
+        with pytest.raises(VocabularyMismatch):
+            llm.set_draft(other)
+        assert llm.draft_names == before
+        assert llm.generate("x", GREEDY, draft_length=2).stats["num_draft_tokens"] > 0
+        llm.set_draft("ngram")
+        assert llm.draft_names == ["ngram"]
+        llm.set_draft(None)
+        assert llm.generate("x", GREEDY).stats["num_draft_tokens"] == 0
+
+
+def test_a_draft_larger_than_the_target_is_warned_about(tiny: TinyFiles) -> None:
+    with LLM(tiny.pair.draft, draft=tiny.pair.target, backend="reference", n_ctx=128) as llm:
+        assert any("larger than the target" in line for line in llm.warnings)
+
+
+def test_absurd_arguments(tiny: TinyFiles) -> None:
+    for options in ({"n_ctx": 0}, {"n_ctx": -5}, {"n_threads": 0}, {"draft_length": 1000}, {"backend": "magic"}):
+        with pytest.raises(UsageError):
+            LLM(tiny.pair.target, draft=None, **options)  # type: ignore[arg-type]
+
+
+def test_loading_reports_progress_and_can_be_cancelled(tiny: TinyFiles) -> None:
+    said: list[str] = []
+    LLM(tiny.pair.target, draft=None, backend="ik-llama", progress=lambda what, fraction: said.append(what)).close()
+    assert any("loading" in line for line in said)
+    assert any("measuring" in line for line in said)
+
+    class Enough(Exception):
+        pass
+
+    def stop(what: str, fraction: float | None) -> None:
+        if what == "measuring":
+            raise Enough
+
+    with pytest.raises(Enough):
+        LLM(tiny.bpe, draft=None, backend="ik-llama", progress=stop)
+
+
+def test_closed_means_closed(tiny: TinyFiles) -> None:
+    llm = LLM(tiny.pair.target, draft=None, backend="reference", n_ctx=64)
+    llm.close()
+    llm.close()
+    with pytest.raises(Closed):
+        llm.generate("x")
+    with pytest.raises(Closed):
+        llm.set_draft(None)
+
+
+def test_a_draft_model_is_not_fed_while_it_does_not_pay(tiny: TinyFiles) -> None:
+    with LLM(tiny.pair.target, draft=tiny.pair.draft, backend="reference", n_ctx=256) as llm:
+        for times in llm._pair._draft_times.values():
+            times.base = {1: 1e6}
+        llm.generate("x", GREEDY)
+        assert draft_context(llm).n_past == 0
