@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -32,7 +33,7 @@ def pieces_of(draw: st.DrawFn, whole: st.SearchStrategy[bytes]) -> list[bytes]:
     data = draw(whole)
     cuts = sorted(draw(st.lists(st.integers(0, len(data)), max_size=len(data) + 2)))
     bounds = [0, *cuts, len(data)]
-    return [data[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [data[a:b] for a, b in pairwise(bounds)]
 
 
 def assemble(pieces: Sequence[bytes], stop: Sequence[str]) -> tuple[str, bool]:
@@ -138,6 +139,8 @@ class TestTextAssembler:
             ("ababac", ["abac"], "ab"),
             ("abc", ["abcd", "b"], "a"),
             ("abcd", ["abcd", "b"], ""),
+            ("abcx", ["abcde", "b", "c"], "a"),
+            ("aabaaabaaax", ["aabaaax"], "aaba"),
             ("abc", ["abc", "ab"], ""),
             ("x\U0001f600\U0001f601y", ["\U0001f600\U0001f601"], "x"),
             ("x\U0001f600\U0001f602y", ["\U0001f600\U0001f601"], "x\U0001f600\U0001f602y"),
