@@ -25,6 +25,7 @@ class SamplingProposer:
         self.params = params
         self.noise = noise
         self._guess: int | Distribution = 0
+        self._n_sampled = 0
 
     def confidence(self, row: Row, history: Sequence[int]) -> float:
         """The draft's probability for its most probable token, in [0, 1]; see ``drafters.base.Proposer``."""
@@ -44,4 +45,7 @@ class SamplingProposer:
             return guess, None
         if self.params.seed is not None:
             return guess.sample(self.noise, position, STREAM_TARGET), None
-        return guess.sample(self.noise, position, STREAM_DRAFT), guess
+        # Addressed by count: after a rejection a position is drafted again, perhaps only because of what the controller
+        # learned from the guess before. Drawn with the same noise, the new guess would not follow q given that.
+        self._n_sampled += 1
+        return guess.sample(self.noise, self._n_sampled, STREAM_DRAFT), guess

@@ -52,6 +52,12 @@ class TinyFiles:
         return ggufs.correlated_pair(self.folder)
 
     @cached_property
+    def quick(self) -> ggufs.Pair:
+        """A pair for the reference backend that takes 0.1 ms a token."""
+        shape = ggufs.Shape(n_layer=2, n_embd=32, n_head=2, n_head_kv=1, n_ff=32, residual=0.4)
+        return ggufs.correlated_pair(self.folder, ggufs.bpe_vocab(300), shape=shape, name="quick")
+
+    @cached_property
     def micro(self) -> Path:
         """Five tokens; reference backend only."""
         return ggufs.micro_model(self.folder / "tiny-micro.gguf", 5)
