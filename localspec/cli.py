@@ -31,11 +31,15 @@ Model = Annotated[
 ]
 Draft = Annotated[
     list[str] | None,
-    typer.Option(metavar="auto|none|ngram|MODEL", help="Who guesses; repeat for several together.", show_default="auto"),
+    typer.Option(
+        metavar="auto|none|ngram|MODEL", help="Who guesses; repeat for several together.", show_default="auto"
+    ),
 ]
 DraftLength = Annotated[str, typer.Option(metavar="auto|N", help="Guesses per round.")]
 Backend = Annotated[str, typer.Option(metavar="auto|llama-cpp|ik-llama|mlx|reference", help="The engine.")]
-Temperature = Annotated[float | None, typer.Option(help="0 always takes the likeliest token.", show_default="the model's")]
+Temperature = Annotated[
+    float | None, typer.Option(help="0 always takes the likeliest token.", show_default="the model's")
+]
 TopK = Annotated[int | None, typer.Option(help="Keep the N likeliest tokens; 0 keeps all.")]
 TopP = Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this total probability.")]
 MinP = Annotated[float | None, typer.Option(help="Drop tokens less likely than this share of the likeliest.")]
@@ -146,8 +150,12 @@ def chat(
 @app.command()
 def generate(
     model: Model = None,
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Default: standard input.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Default: standard input.")
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
+    ] = False,
     format: Annotated[str, typer.Option(metavar="text|json|events", help="What is printed.")] = "text",
     draft: Draft = None,
     draft_length: DraftLength = "auto",
@@ -173,5 +181,70 @@ def generate(
         from localspec.generate import generate_command
 
         return generate_command(options(), prompt, raw=raw, format=format)
+
+    return run
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+def pull(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="NAME...",
+            help="Catalogue names, or hf:OWNER/REPO/FILE.gguf. Default: the default pair.",
+            show_default=False,
+        ),
+    ] = None,
+) -> Run:
+    """Fetch models, check their digests, print their paths."""
+
+    def run() -> int:
+        from localspec.files import pull_command
+
+        return pull_command(names or ())
+
+    return run
+
+
+@app.command("list")
+def list_(as_json: Json = False) -> Run:
+    """List the models known by name, and which are on this disk."""
+
+    def run() -> int:
+        from localspec.files import list_command
+
+        return list_command(as_json)
+
+    return run
+
+
+@app.command()
+def rm(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Models to remove.", show_default=False)],
+) -> Run:
+    """Remove models from this disk."""
+
+    def run() -> int:
+        from localspec.files import rm_command
+
+        return rm_command(names)
+
+    return run
+
+
+@app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(metavar="FILE", help="A model file, or a name.", show_default=False)],
+    as_json: Json = False,
+) -> Run:
+    """Say what is in a model file: sizes, vocabulary, template, memory."""
+
+    def run() -> int:
+        from localspec.files import inspect_command
+
+        return inspect_command(model, as_json)
 
     return run

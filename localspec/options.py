@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from localspec.errors import UsageError
 
 if TYPE_CHECKING:
+    from localspec.catalog import Entry
     from localspec.llm import LLM
     from localspec.sampling import SamplingParams
 
@@ -74,7 +77,7 @@ class RunOptions:
         return SamplingParams(**(known | dict(self.sampling)))
 
     def open(self, report: Report) -> LLM:
-        """Load the model and its drafters.
+        """Load the model and its drafters; see ``ensure_model`` for where no model was named.
 
         Raises:
             LocalspecError: they cannot be had.
@@ -85,8 +88,9 @@ class RunOptions:
             from localspec.backends.noise import engine_log
 
             engine_log.verbose = True
+        model = ensure_model(self.model, self.draft)
         return LLM(
-            ensure_model(self.model, self.draft, report),
+            model,
             self.drafters(),
             draft_length=self.length(),
             backend=self.backend,
@@ -124,6 +128,10 @@ def draft_spec(names: Sequence[str]) -> str | list[str] | None:
         return "auto"
     if len(names) > 1 and {"auto", "none"} & set(names):
         raise UsageError("--draft auto and --draft none stand alone; several drafters are named one by one")
+    for name in names:
+        close = get_close_matches(name, ("auto", "none", "ngram"), n=1) if name.isalpha() else []
+        if close and name != close[0]:
+            raise UsageError(f"no draft {name!r}: did you mean {close[0]}?")
     if names[0] == "none":
         return None
     return names[0] if names[0] == "auto" else list(names)
@@ -139,6 +147,45 @@ def check_text(text: str | None, name: str) -> None:
         raise UsageError(f"{name} is not valid UTF-8")
 
 
-def ensure_model(model: str | None, draft: Sequence[str], report: Report) -> str:
-    raise NotImplementedError
+def ensure_model(model: str | None, draft: Sequence[str]) -> str:
+    """The model to load; without a name the default pair, which is fetched where it is not on the disk yet.
 
+    Raises:
+        ModelFileError: it is not there and may not be fetched.
+        DownloadError: it cannot be fetched.
+    """
+    if model is not None:
+        return model
+    from localspec.catalog import Catalog
+    from localspec.errors import ModelFileError
+    from localspec.home import offline
+
+    target, *drafts = Catalog.load().default_pair()
+    wanted = [target, *(drafts if draft_spec(draft) == "auto" else [])]
+    missing = [entry for entry in wanted if not entry.present]
+    if missing and offline():
+        if not target.present:
+            raise ModelFileError(
+                f"the default model {target.name} is not on this disk and LOCALSPEC_OFFLINE forbids fetching it; "
+                "name a .gguf file, or pull it elsewhere and set LOCALSPEC_HOME"
+            )
+        return target.name
+    if missing:
+        _fetch(target, missing)
+    return target.name
+
+
+def _fetch(target: Entry, missing: Sequence[Entry]) -> None:
+    from localspec.errors import DownloadError
+    from localspec.files import pull
+
+    names = " and ".join(entry.name for entry in missing)
+    size = sum(entry.bytes for entry in missing) / 1e9
+    print(f"fetching {names} ({size:.1f} GB), once", file=sys.stderr, flush=True)
+    for entry in missing:
+        try:
+            pull(entry.name)
+        except DownloadError as error:
+            if entry is target:
+                raise
+            print(f"going on without {entry.name}: {error}", file=sys.stderr, flush=True)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 from localspec.rounds import Draft, DraftToken, EmittedToken, Round, Span, SpecStats, Verdict
 from localspec.sampling import SamplingParams
@@ -29,7 +30,7 @@ def make_round(index: int, guesses: Sequence[Guess], own: str, finish: Any = Non
         index=index,
         draft=Draft([DraftToken(i, source, 0.9) for i, (_, source, _) in enumerate(guesses)]),
         verdict=Verdict(n_accepted, 0, kind),
-        emitted=[EmittedToken(i, kind, source, text) for i, (text, kind, source) in enumerate(spoken)],
+        emitted=[EmittedToken(crc32(text.encode()) % 50_000, kind, source, text) for text, kind, source in spoken],
         ms_draft=5.0 * len(guesses),
         ms_verify=ms,
         draft_texts=[text for text, _, _ in guesses],

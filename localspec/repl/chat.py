@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from localspec.errors import LocalspecError
 from localspec.interrupts import on_interrupt
 from localspec.repl.conversation import Conversation, Turn
+from localspec.repl.ink import Ink
 from localspec.repl.screen import Screen, no_echo
 from localspec.repl.status import Status, short_name
 from localspec.sampling import SamplingParams
@@ -116,10 +117,11 @@ class Chat:
 
 
 def header(llm: LLM, screen: Screen) -> None:
-    """Say what was loaded, in two lines."""
+    """Say what was loaded, in three lines."""
     drafters = " + ".join(llm.draft_names) or "no draft"
     memory = f" · {memory_in_use() / 1e9:.1f} GB" if memory_in_use() >= 5e7 else ""
-    screen.line(f"{llm.model_name} · draft {drafters} · {llm.backend_name} · context {llm.n_ctx}{memory}")
+    screen.line(f"{llm.model_name} · {llm.backend_name} · context {llm.n_ctx}{memory}", Ink.HEAD)
+    screen.line(f"draft: {drafters}")
     print(screen.legend(), file=screen.file)
     for warning in llm.warnings:
         screen.note(f"note: {warning}")

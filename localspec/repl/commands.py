@@ -74,7 +74,7 @@ def complete(before: list[str]) -> Iterable[str]:
 
 def _help(chat: Chat, argument: str) -> None:
     for name, command in COMMANDS.items():
-        chat.screen.line(f"  {f'/{name} {command.usage}':<27} {command.help}")
+        chat.screen.line(f"  {f'/{name} {command.usage}':<31} {command.help}")
     chat.screen.line("Alt-Enter, or a backslash at the end, starts another line; Tab completes.")
     print(chat.screen.legend(), file=chat.screen.file)
 
@@ -104,7 +104,7 @@ def _stats(chat: Chat, argument: str) -> None:
 
 
 def _why(chat: Chat, argument: str) -> None:
-    chat.screen.line(chat.llm.explain())
+    chat.screen.prose(chat.llm.explain())
 
 
 def _race(chat: Chat, argument: str) -> None:
@@ -227,7 +227,7 @@ def _files(current: str) -> Iterable[str]:
 def _models(current: str) -> Iterable[str]:
     from localspec.catalog import Catalog
 
-    return ["auto", "none", "ngram", *Catalog.load().names()]
+    return ["auto", "none", "ngram", *Catalog.load()]
 
 
 COMMANDS = {

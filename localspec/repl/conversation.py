@@ -207,7 +207,7 @@ def set_parameter(params: SamplingParams, name: str, value: Any) -> SamplingPara
     empty = isinstance(value, str) and value.lower() in ("none", "off")
     try:
         if name == "stop":
-            value = () if empty or not value else ([value] if isinstance(value, str) else list(value))
+            value = () if empty or not value else ((value,) if isinstance(value, str) else tuple(value))
         elif name in ("seed", "max_tokens"):
             value = None if empty or value is None else _whole(value)
         elif empty:

@@ -40,8 +40,10 @@ def total(answers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     result["acceptance_rate"] = result["num_accepted_tokens"] / drafted if drafted else 0.0
     result["mean_acceptance_length"] = tokens / rounds if rounds else 0.0
     result["tokens_per_second"] = tokens / seconds if seconds else 0.0
-    plain = [stats.get("estimated_plain_tokens_per_second") for stats in every]
-    result["estimated_plain_tokens_per_second"] = next((p for p in reversed(plain) if p), None)
+    plain = [(stats["completion_tokens"], stats.get("estimated_plain_tokens_per_second")) for stats in every]
+    plain_seconds = sum(n / speed for n, speed in plain if speed)
+    plain_tokens = sum(n for n, speed in plain if speed)
+    result["estimated_plain_tokens_per_second"] = plain_tokens / plain_seconds if plain_seconds else None
     return result
 
 

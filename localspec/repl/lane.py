@@ -23,7 +23,8 @@ def lane_line(round_: Round, columns: int, *, ansi: bool, colour: bool, unicode:
     n_drafted, n_accepted = len(round_.draft), round_.verdict.n_accepted
     sources = "+".join(dict.fromkeys(guess.source for guess in round_.draft)) or "-"
     fate = f"{n_accepted}/{n_drafted}" if n_drafted else "plain"
-    head = f"{round_.index + 1:4d} {fate:>5} {clip(sources, 11):<11} {round_.ms_draft:3.0f}+{round_.ms_verify:3.0f} ms  "
+    times = f"{round_.ms_draft:3.0f}+{round_.ms_verify:3.0f} ms"
+    head = f"{round_.index + 1:4d} {fate:>5} {clip(sources, 11):<11} {times}  "
     pieces: list[tuple[str, Ink]] = []
     texts = round_.draft_texts or [""] * n_drafted
     for guess, text, accepted in zip(round_.draft, texts, round_.accepted, strict=True):

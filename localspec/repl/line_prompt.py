@@ -22,10 +22,14 @@ class LinePrompt:
         Raises:
             EOFError: the input has ended.
         """
-        lines = []
+        lines: list[str] = []
         while True:
             print(". " if lines else "> ", end="", file=self._file, flush=True)
-            data = sys.stdin.buffer.readline()
+            try:
+                data = sys.stdin.buffer.readline()
+            except KeyboardInterrupt:
+                print(file=self._file, flush=True)
+                raise
             if not data:
                 raise EOFError
             line = decode(data, "the line").rstrip("\r\n")

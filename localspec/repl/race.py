@@ -86,9 +86,7 @@ class _Progress:
         self._text = (self._text + on_one_line(text))[-40:]
         if self._paper:
             speed = self._tokens / self._ms * 1e3 if self._ms else 0.0
-            self._paper.tail(
-                [(f"{self._name}: {self._tokens} tokens, {speed:.1f} tok/s  …{self._text}", Ink.NOTE)], ""
-            )
+            self._paper.tail([(f"{self._name}: {self._tokens} tokens, {speed:.1f} tok/s  …{self._text}", Ink.NOTE)], "")
             self._paper.flush()
 
     def close(self) -> None:
@@ -105,8 +103,8 @@ def _show(chat: Chat, plain: Reply, speculative: Reply, first: str) -> None:
     table.add_row(*(Text(visible(reply.text).rstrip()) for reply in (plain, speculative)))
     chat.screen.print(table)
     chat.screen.line()
-    chat.screen.line(_verdict(plain.stats, speculative.stats))
-    chat.screen.line(difference(chat, plain, speculative))
+    chat.screen.prose(_verdict(plain.stats, speculative.stats))
+    chat.screen.prose(difference(chat, plain, speculative))
 
 
 def _figures(reply: Reply) -> str:
@@ -130,9 +128,7 @@ def difference(chat: Chat, plain: Reply, speculative: Reply) -> str:
         if len(plain.token_ids) == len(speculative.token_ids):
             return f"same text: all {shorter} tokens are equal"
         return f"equal for {shorter} tokens, then one of them ended"
-    ours, theirs = (
-        on_one_line(chat.llm.detokenize([reply.token_ids[at]])) or "end" for reply in (plain, speculative)
-    )
+    ours, theirs = (on_one_line(chat.llm.detokenize([reply.token_ids[at]])) or "end" for reply in (plain, speculative))
     return (
         f"first difference at token {at + 1}: plain {ours!r}, speculative {theirs!r} "
         "(wide and narrow passes round differently, so near ties can fall either way)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
@@ -45,6 +46,12 @@ class Screen:
     def line(self, text: str = "", ink: Ink = Ink.TARGET) -> None:
         """Print a line of our own."""
         print(ink.paint(visible(text), ansi=self.ansi, colour=self.colour), file=self.file, flush=True)
+
+    def prose(self, text: str) -> None:
+        """Print sentences, wrapped between words where somebody reads them."""
+        columns, _ = terminal_size()
+        for line in textwrap.wrap(visible(text), columns - 1) if self.terminal else [visible(text)]:
+            self.line(line)
 
     def note(self, text: str) -> None:
         """Print a remark; where nobody watches it goes to standard error."""

@@ -169,7 +169,8 @@ class Typesetter:
         self._out.append(_INDEX * down + f"\x1b[{down}A" + _SAVE)
         self._out += [ink.paint(text, ansi=True, colour=self._colour) for text, ink in shown]
         line = Ink.NOTE.paint(clip(status, self._columns - 1), ansi=True, colour=self._colour)
-        self._out.append(f"{_RESTORE}\x1b[{down}B\r{line}{_RESTORE}")
+        # Saved again, because in some terminals a restored position is used up.
+        self._out.append(f"{_RESTORE}{_SAVE}\x1b[{down}B\r{line}{_RESTORE}")
         self._has_tail = True
 
     def _drop_tail(self) -> None:
