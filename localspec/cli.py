@@ -74,6 +74,8 @@ def parse(argv: Sequence[str]) -> Run | str:
         return _with_help(message(), getattr(error, "ctx", None))
     if callable(result):
         return result  # type: ignore[no-any-return]
+    if result == 130:  # how Typer reports a Ctrl-C
+        raise KeyboardInterrupt
     raise SystemExit(result or 0)
 
 
