@@ -191,11 +191,13 @@ class _Downloads:
 
     def _report(self) -> None:
         done = 0
-        for path in self.folder.rglob("*"):
-            try:
-                done += path.stat().st_size if path.suffix != ".log" and path.is_file() else 0
-            except OSError:
-                continue  # pip moved it just now
+        # Not rglob: on Python 3.11 it fails when a folder of pip's vanishes under it, which os.walk passes over.
+        for folder, _, names in os.walk(self.folder):
+            for name in names:
+                try:
+                    done += os.stat(os.path.join(folder, name)).st_size if not name.endswith(".log") else 0
+                except OSError:
+                    continue  # pip moved it just now
         # For a moment pip has two copies of a part.
         self.done = max(self.done, min(done, self.entry.bytes))
         if self.done == 0:
