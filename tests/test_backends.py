@@ -133,6 +133,7 @@ def test_a_prompt_longer_than_the_engines_batch(model: Model) -> None:
         last = context.decode(tokens, "last").logits.copy()
     assert together.shape == (700, model.n_vocab)
     assert agree(model, together[650:], tail)
+    assert agree(model, together[:40], fresh_rows(model, tokens[:40]))
     assert agree(model, together[-1:], last)
 
 
