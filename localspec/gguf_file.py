@@ -204,7 +204,7 @@ class GGUFFile:
     def _place(self, data: int) -> None:
         """Turn offsets in the data section into offsets in the file, and see that all of it is there."""
         starts = sorted({tensor.offset for tensor in self.tensors.values()})
-        following = dict(zip(starts, [*starts[1:], max(self._size - data, 0)], strict=True))
+        following = dict(zip(starts, [*starts[1:], max(self._size - data, 0)], strict=False))
         end = data if self.tensors else 0
         for name, tensor in self.tensors.items():
             n_bytes = tensor.n_bytes

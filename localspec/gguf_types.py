@@ -71,6 +71,8 @@ def string_offsets(buffer: memoryview, start: int, count: int) -> npt.NDArray[np
     parts: list[npt.NDArray[np.int64]] = []
     found, at = 0, start
     while found < count:
+        if at + 8 > size:
+            raise ValueError("a list of texts reaches beyond its end")
         window = np.frombuffer(buffer[at : at + _WINDOW], dtype=np.uint8)
         starts, ends = _links(window)
         breaks = np.flatnonzero(starts[1:] != ends[:-1])

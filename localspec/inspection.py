@@ -46,8 +46,8 @@ def inspect(path: Path) -> dict[str, Any]:
             "bytes_by_tensor_type": gguf.bytes_by_type,
             "cannot_generate_text": _reason(gguf),
             "context_length": gguf.n_ctx_train or None,
-            "n_layers": gguf.field("block_count"),
-            "embedding_length": gguf.field("embedding_length"),
+            "n_layers": _number(gguf.field("block_count")),
+            "embedding_length": _number(gguf.field("embedding_length")),
             "vocabulary": _vocabulary(gguf),
             "chat_template": _template(gguf),
             "memory": _memory(gguf),
@@ -60,6 +60,10 @@ def _reason(gguf: GGUFFile) -> str | None:
     except UnsupportedModel as error:
         return str(error)
     return None
+
+
+def _number(value: Any) -> int | None:
+    return value if isinstance(value, int) else None
 
 
 def _vocabulary(gguf: GGUFFile) -> dict[str, Any] | None:
