@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from contextlib import suppress
 from pathlib import Path
 
 import gguf
@@ -165,18 +166,20 @@ def test_damaged_headers_raise_nothing_but_model_file_errors(
         whole[at : at + len(piece)] = piece
     path = tmp_path / "damaged.gguf"
     path.write_bytes(whole)
-    try:
-        facts = inspect(path)
-        json.dumps(facts)
-        with GGUFFile(path) as file:
-            for name in file.tensors:
-                file.tensor_bytes(name)
-            vocab = Vocab.from_gguf(file)
-        for token in range(vocab.n_tokens):
-            vocab.token_bytes(token)
-        assert vocab.difference(vocab) is None
-    except ModelFileError as error:
-        assert "\n" not in str(error)
+    with suppress(ModelFileError):
+        use_all_of(path)
+
+
+def use_all_of(path: Path) -> None:
+    """Whatever can be read from a file is read."""
+    json.dumps(inspect(path))
+    with GGUFFile(path) as file:
+        for name in file.tensors:
+            file.tensor_bytes(name)
+        vocab = Vocab.from_gguf(file)
+    for token in range(vocab.n_tokens):
+        vocab.token_bytes(token)
+    assert vocab.difference(vocab) is None
 
 
 def test_unknown_tensor_types_are_shown_not_refused(tiny: TinyFiles, tmp_path: Path) -> None:
