@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from localspec.catalog import Entry
-from localspec.errors import DownloadError, NotEnoughSpace
+from localspec.errors import DigestMismatch, DownloadError, NotEnoughSpace
 from localspec.home import models_dir, offline, source_order
 from localspec.sources.base import FULL, Source, Watch
 
@@ -94,6 +94,9 @@ def _fetch(entry: Entry, folder: Path, watch: Watch, say: Callable[[str], None])
             shutil.rmtree(folder, ignore_errors=True)
             raise
         except DownloadError as error:
+            if isinstance(error, DigestMismatch):
+                shutil.rmtree(folder, ignore_errors=True)  # nothing of it can be trusted
+                folder.mkdir()
             failures.append(error)
             if not last:
                 say(f"{NAMES[where['kind']]}: {error}; trying {NAMES[places[i + 1]['kind']]}")

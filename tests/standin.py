@@ -1,0 +1,131 @@
+"""Local stand-ins for the model hub and for a package index, and data wheels to serve."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+import time
+import zipfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Server:
+    """Serves files by path over HTTP, with ranges; can be slow, drop connections, hang, or refuse.
+
+    Attributes:
+        files: URL path -> content.
+        digests: URL path -> digest to announce instead of the true one; "" announces none.
+        slow: seconds to wait before each 64 kB.
+        drop_after: bytes after which the connection breaks, once per request; 0 never.
+        status: answer everything with this status; 0 serves.
+        hang: accept requests and never answer.
+        requests: (method, path, first byte asked for) in order.
+    """
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.digests: dict[str, str] = {}
+        self.slow = 0.0
+        self.drop_after = 0
+        self.status = 0
+        self.hang = False
+        self.requests: list[tuple[str, str, int]] = []
+        self._stopped = threading.Event()
+        owner = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                owner._answer(self, body=True)
+
+            def do_HEAD(self) -> None:
+                owner._answer(self, body=False)
+
+            def log_message(self, format: str, *args: Any) -> None: ...
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
+        threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
+
+    def close(self) -> None:
+        self._stopped.set()
+        self._http.shutdown()
+        self._http.server_close()
+
+    def _answer(self, request: BaseHTTPRequestHandler, *, body: bool) -> None:
+        first = int((re.match(r"bytes=(\d+)-", request.headers.get("Range") or "") or [0, 0])[1])
+        path = request.path.partition("?")[0].partition("#")[0]
+        self.requests.append((request.command, path, first))
+        if self.hang:
+            self._stopped.wait(60)
+            request.close_connection = True
+            return
+        content = self.files.get(path)
+        status = self.status or (404 if content is None else 206 if first else 200)
+        if content is None or status >= 300:
+            request.send_response(status)
+            request.send_header("Content-Length", "0")
+            request.end_headers()
+            return
+        request.send_response(status)
+        digest = self.digests.get(path, hashlib.sha256(content).hexdigest())
+        request.send_header("ETag", f'"{digest or "weak"}"')
+        request.send_header("X-Repo-Commit", COMMIT)
+        request.send_header("Accept-Ranges", "bytes")
+        request.send_header("Content-Type", "text/html" if path.endswith("/") else "application/octet-stream")
+        request.send_header("Content-Length", str(len(content) - first))
+        if first:
+            request.send_header("Content-Range", f"bytes {first}-{len(content) - 1}/{len(content)}")
+        request.end_headers()
+        if body:
+            self._send(request, content[first:])
+
+    def _send(self, request: BaseHTTPRequestHandler, content: bytes) -> None:
+        sent = 0
+        try:
+            for at in range(0, len(content), 1 << 16):
+                if self.slow:
+                    time.sleep(self.slow)
+                if self.drop_after and sent >= self.drop_after:
+                    request.close_connection = True
+                    request.wfile.flush()
+                    request.connection.shutdown(2)
+                    return
+                request.wfile.write(content[at : at + (1 << 16)])
+                sent += 1 << 16
+        except OSError:
+            request.close_connection = True  # the client went away, as the test wants
+
+    def served(self, path: str) -> list[int]:
+        """For each time the content of a path was sent, the first byte."""
+        return [first for method, there, first in self.requests if method == "GET" and there == path]
+
+
+def write_wheel(folder: Path, name: str, version: str, member: str, content: bytes) -> Path:
+    """A data wheel in the manner of those in the catalogue."""
+    plain = name.replace("-", "_")
+    path = folder / f"{plain}-{version}-py3-none-any.whl"
+    info = f"{plain}-{version}.dist-info"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(member, content)
+        archive.writestr(f"{plain}/__init__.py", "raise SystemExit('a data wheel must not be run')")
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return path
+
+
+def serve_index(server: Server, wheels: list[Path]) -> str:
+    """Put wheels on a server as a package index. Returns the index's address."""
+    for path in wheels:
+        name = path.name.split("-")[0].replace("_", "-")
+        server.files[f"/simple/{name}/"] = f'<a href="/files/{path.name}">{path.name}</a>'.encode()
+        server.files[f"/files/{path.name}"] = path.read_bytes()
+    return f"{server.url}/simple"

@@ -1,0 +1,404 @@
+"""Fetching models: digests, resuming, killing, full disks, broken servers. Nothing here leaves this machine."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localspec import catalog, sources
+from localspec.catalog import Entry
+from localspec.errors import DigestMismatch, DownloadError, NotEnoughSpace
+from localspec.home import models_dir
+from localspec.sources import parts_folder, pull
+from localspec.sources.base import Hashing, size_text
+from localspec.sources.wheels import expand, find_wheel
+from tests.standin import Server, serve_index, write_wheel
+
+CONTENT = random.Random(1).randbytes(3_000_000)
+FILE = "tiny.gguf"
+URL = f"/acme/models/resolve/main/{FILE}"
+HUB = {"kind": "hf", "repo": "acme/models"}
+WHEELS = {"kind": "wheels", "packages": "acme-model-part{1..3}==1.0", "member": "*/data/*.bin"}
+
+
+def entry(*places: dict[str, str], digest: str | None = None) -> Entry:
+    sha256 = hashlib.sha256(CONTENT).hexdigest() if digest is None else digest
+    return Entry("tiny", FILE, bytes=len(CONTENT), sha256=sha256, sources=places)
+
+
+def whole() -> bool:
+    return (models_dir() / FILE).read_bytes() == CONTENT
+
+
+def leftovers() -> list[str]:
+    """Everything under the models folder that is not a lock."""
+    return sorted(
+        str(p.relative_to(models_dir())) for p in models_dir().rglob("*") if p.is_file() and p.suffix != ".lock"
+    )
+
+
+@pytest.fixture(autouse=True)
+def online(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCALSPEC_OFFLINE")
+    for name in [name for name in os.environ if name.startswith(("PIP_", "HF_")) or name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    server = Server()
+    server.files[URL] = CONTENT
+    server.files[URL.replace("main", "0123456789abcdef0123456789abcdef01234567")] = CONTENT
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    yield server
+    server.close()
+
+
+def served(hub: Server) -> list[int]:
+    return hub.served(URL.replace("main", "0123456789abcdef0123456789abcdef01234567"))
+
+
+@pytest.fixture
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The content in three wheels, found by pip through its own configuration."""
+    folder = tmp_path / "wheelhouse"
+    folder.mkdir()
+    third = len(CONTENT) // 3
+    parts = [CONTENT[:third], CONTENT[third : 2 * third], CONTENT[2 * third :]]
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return [
+        write_wheel(folder, f"acme-model-part{i}", "1.0", f"acme_model_part{i}/data/part{i}.bin", part)
+        for i, part in enumerate(parts, 1)
+    ]
+
+
+PULL = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from tests.test_sources import entry, HUB, WHEELS
+from localspec.sources import pull
+print(pull(entry({"hf": HUB, "wheels": WHEELS}[sys.argv[2]]), say=lambda line: print(line, flush=True)))
+"""
+
+
+def pull_elsewhere(kind: str) -> subprocess.Popen[str]:
+    """A pull in a process of its own."""
+    root = str(Path(__file__).parents[1])
+    return subprocess.Popen(
+        [sys.executable, "-c", PULL, root, kind], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root
+    )
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+# -- the hub ----------------------------------------------------------------------------------------------------------
+
+
+def test_hub(hub: Server) -> None:
+    seen: list[tuple[str, int, int]] = []
+    path = pull(entry(HUB), watch=lambda *step: seen.append(step))
+    assert path == models_dir() / FILE
+    assert whole()
+    assert leftovers() == [FILE]
+    downloads = [done for what, done, total in seen if what.startswith("downloading") and total == len(CONTENT)]
+    assert downloads == sorted(downloads)
+    assert downloads[-1] == len(CONTENT)
+    hub.status = 500
+    assert pull(entry(HUB)) == path  # present: nobody is asked
+
+
+def test_hub_without_a_known_digest_trusts_the_hubs_own(hub: Server) -> None:
+    pull(entry(HUB, digest=""))
+    assert whole()
+
+
+def test_hub_file_that_is_not_what_the_hub_says(hub: Server) -> None:
+    hub.digests = dict.fromkeys(hub.files, "ab" * 32)
+    with pytest.raises(DigestMismatch, match="wrong digest"):
+        pull(entry(HUB, digest=""))
+    assert leftovers() == []
+
+
+def test_hub_file_that_is_not_what_the_catalogue_says(hub: Server) -> None:
+    with pytest.raises(DigestMismatch, match="changed on the hub"):
+        pull(entry(HUB, digest="cd" * 32))
+    assert served(hub) == []  # seen before anything was fetched
+
+
+def test_hub_that_gives_no_digest_for_a_file_without_one(hub: Server) -> None:
+    hub.digests = dict.fromkeys(hub.files, "")
+    with pytest.raises(DownloadError, match="no digest"):
+        pull(entry(HUB, digest=""))
+
+
+def test_hub_broken_connection_resumes_within_one_pull(hub: Server) -> None:
+    hub.drop_after = 1_200_000
+    pull(entry(HUB))
+    assert whole()
+    starts = served(hub)
+    assert starts[0] == 0
+    assert len(starts) > 1
+    assert all(start >= 1_000_000 for start in starts[1:])
+
+
+def test_hub_killed_in_the_middle_then_resumed(hub: Server) -> None:
+    hub.slow = 0.05
+    process = pull_elsewhere("hf")
+    wait_until(lambda: sum(p.stat().st_size for p in models_dir().rglob("*.incomplete")) > 1_000_000)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (models_dir() / FILE).exists()
+    assert not entry(HUB).present
+    hub.slow = 0
+    before = len(served(hub))
+    pull(entry(HUB))
+    assert whole()
+    assert served(hub)[before:][0] >= 1_000_000
+    assert leftovers() == [FILE]
+
+
+def test_hub_interrupted_by_ctrl_c_then_resumed(hub: Server) -> None:
+    def watch(what: str, done: int, total: int) -> None:
+        if done > 2_000_000:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pull(entry(HUB), watch=watch)
+    assert not entry(HUB).present
+    pull(entry(HUB))
+    assert whole()
+    assert served(hub)[1] >= 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("status", "words"), [(404, "no file|no repository"), (403, "403"), (503, "503"), (401, "no repository|401")]
+)
+def test_hub_refusals_are_told_in_a_line(hub: Server, status: int, words: str) -> None:
+    hub.status = status
+    with pytest.raises(DownloadError, match=words) as caught:
+        pull(entry(HUB))
+    assert "\n" not in str(caught.value)
+
+
+def test_two_pulls_at_once_fetch_once(hub: Server) -> None:
+    hub.slow = 0.02
+    first = pull_elsewhere("hf")
+    wait_until(lambda: served(hub))
+    second = pull_elsewhere("hf")
+    out = [process.communicate(timeout=60) for process in (first, second)]
+    assert (first.returncode, second.returncode) == (0, 0), out
+    assert "another process is fetching tiny; waiting" in out[1][0]
+    assert whole()
+    assert served(hub) == [0]
+
+
+# -- data wheels ------------------------------------------------------------------------------------------------------
+
+
+def test_wheels_are_put_together(wheels: list[Path]) -> None:
+    pull(entry(WHEELS))
+    assert whole()
+    assert leftovers() == [FILE]
+
+
+def test_wheels_with_the_wrong_content_are_refused_and_not_kept(wheels: list[Path]) -> None:
+    write_wheel(wheels[1].parent, "acme-model-part2", "1.0", "acme_model_part2/data/x.bin", b"other" * 1000)
+    with pytest.raises(DigestMismatch, match="wrong digest"):
+        pull(entry(WHEELS))
+    assert leftovers() == []
+
+
+def test_wheel_without_the_member(wheels: list[Path]) -> None:
+    write_wheel(wheels[0].parent, "acme-model-part1", "1.0", "acme_model_part1/readme.txt", b"nothing")
+    with pytest.raises(DownloadError, match="holds no file"):
+        pull(entry(WHEELS))
+    assert not entry().present
+
+
+def test_wheel_that_does_not_exist(wheels: list[Path]) -> None:
+    wheels[2].unlink()
+    with pytest.raises(DownloadError, match="acme-model-part3") as caught:
+        pull(entry(WHEELS))
+    assert "\n" not in str(caught.value)
+    # The parts that came are kept for the next attempt.
+    assert [name for name in leftovers() if "part1" in name]
+
+
+def test_wheels_killed_in_the_middle_then_resumed(wheels: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server()
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_INDEX_URL", serve_index(server, wheels))
+    server.slow = 0.1
+    process = pull_elsewhere("wheels")
+    parts = parts_folder(entry()) / "wheels"
+    wait_until(lambda: find_wheel(parts, "acme-model-part1==1.0") if parts.exists() else None)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not entry().present
+    server.slow = 0
+    requests = len(server.requests)
+    pull(entry(WHEELS))
+    assert whole()
+    fetched = [path for _, path, _ in server.requests[requests:] if path.startswith("/files/")]
+    assert not any("part1-" in path for path in fetched)
+    assert any("part3-" in path for path in fetched)
+    server.close()
+    assert leftovers() == [FILE]
+
+
+def test_a_part_that_arrived_damaged_is_fetched_again(wheels: list[Path]) -> None:
+    folder = parts_folder(entry()) / "wheels"
+    folder.mkdir(parents=True)
+    damaged = bytearray(wheels[0].read_bytes())
+    damaged[5000:5100] = bytes(100)
+    (folder / wheels[0].name).write_bytes(damaged)
+    (folder / wheels[1].name).write_bytes(wheels[1].read_bytes()[:5000])  # not a zip: not even looked at
+    with pytest.raises(DownloadError, match="damaged"):
+        pull(entry(WHEELS))
+    pull(entry(WHEELS))
+    assert whole()
+
+
+def test_requirements_and_wheel_names(wheels: list[Path]) -> None:
+    assert expand("a-{1..3}==2") == ["a-1==2", "a-2==2", "a-3==2"]
+    assert expand("a==2") == ["a==2"]
+    folder = wheels[0].parent
+    assert find_wheel(folder, "Acme.model_part1==1.0") == wheels[0]
+    assert find_wheel(folder, "acme-model-part1==1") is None
+
+
+# -- several sources --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trouble", ["refused", "hang", "status"])
+def test_the_next_source_is_tried_within_seconds(
+    hub: Server, wheels: list[Path], trouble: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if trouble == "refused":
+        monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    hub.hang, hub.status = trouble == "hang", 500 if trouble == "status" else 0
+    said: list[tuple[float, str]] = []
+    begin = time.monotonic()
+    pull(entry(HUB, WHEELS), say=lambda line: said.append((time.monotonic() - begin, line)))
+    assert whole()
+    assert len(said) == 1
+    seconds, line = said[0]
+    assert seconds < 15
+    assert line.startswith("the model hub: ")
+    assert line.endswith("; trying the package index")
+    assert "\n" not in line
+
+
+def test_the_first_source_can_be_chosen(hub: Server, wheels: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCALSPEC_SOURCE", "wheels")
+    pull(entry(HUB, WHEELS))
+    assert whole()
+    assert hub.requests == []
+
+
+def test_unreachable_package_index_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    with pytest.raises(DownloadError, match="package index cannot be reached") as caught:
+        pull(entry(WHEELS))
+    assert "\n" not in str(caught.value)
+
+
+def test_offline_touches_nothing(hub: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCALSPEC_OFFLINE", "1")
+    with pytest.raises(DownloadError, match="LOCALSPEC_OFFLINE"):
+        pull(entry(HUB, WHEELS))
+    assert hub.requests == []
+    assert not models_dir().exists()
+
+
+# -- the disk ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("place", "factor"), [(HUB, 1), (WHEELS, 2)])
+def test_too_little_space_is_seen_before_anything_is_fetched(
+    hub: Server, wheels: list[Path], place: dict[str, str], factor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("localspec.sources.base.free_bytes", lambda folder: 1000)
+    with pytest.raises(NotEnoughSpace, match=rf"needs {factor * 3} MB .* 1 kB free"):
+        pull(entry(place))
+    assert served(hub) == []
+    assert leftovers() == []
+
+
+@pytest.mark.parametrize("kind", ["hf", "wheels"])
+def test_a_disk_that_fills_up_leaves_nothing(hub: Server, wheels: list[Path], kind: str, tmp_path: Path) -> None:
+    """No file of the child process may grow beyond 1.5 MB: writing fails in the middle, as on a full disk."""
+    code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1500000, 1500000))\n" + PULL
+    root = str(Path(__file__).parents[1])
+    done = subprocess.run([sys.executable, "-c", code, root, kind], capture_output=True, text=True, cwd=root)
+    assert "NotEnoughSpace" in done.stderr, done.stderr
+    assert leftovers() == []
+
+
+def test_a_full_disk_while_parts_are_put_together(wheels: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(self: Hashing, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Hashing, "write", write)
+    with pytest.raises(NotEnoughSpace, match="full") as caught:
+        pull(entry(WHEELS))
+    assert "\n" not in str(caught.value)
+    assert leftovers() == []
+
+
+def test_a_folder_that_cannot_be_written(hub: Server) -> None:
+    models_dir().parent.mkdir(parents=True, exist_ok=True)
+    models_dir().write_text("a file where the folder should be")
+    with pytest.raises(DownloadError, match="cannot write"):
+        pull(entry(HUB))
+
+
+def test_a_file_of_the_wrong_size_counts_as_missing(hub: Server) -> None:
+    models_dir().mkdir(parents=True)
+    (models_dir() / FILE).write_bytes(CONTENT[:100])
+    assert not entry(HUB).present
+    pull(entry(HUB))
+    assert whole()
+
+
+def test_models_in_parts(hub: Server) -> None:
+    names = [f"big-{i:05}-of-00002.gguf" for i in (1, 2)]
+    for i, name in enumerate(names):
+        for revision in ("main", "0123456789abcdef0123456789abcdef01234567"):
+            hub.files[f"/acme/models/resolve/{revision}/q4/{name}"] = CONTENT[: 1000 + i]
+    big = catalog.Catalog.load().entry(f"hf:acme/models/q4/{names[0]}")
+    assert pull(big) == models_dir() / "hf/acme/models/q4" / names[0]
+    assert big.present
+    assert [(models_dir() / file).stat().st_size for file in big.files] == [1000, 1001]
+    assert big.bytes_on_disk == 2001
+
+
+def test_every_kind_of_source_in_the_catalogue_exists() -> None:
+    kinds = {place["kind"] for each in catalog.Catalog.load().values() for place in each.sources}
+    assert kinds <= set(sources._SOURCES)
+    assert set(sources.NAMES) == set(sources._SOURCES)
+
+
+def test_sizes_for_people() -> None:
+    sizes = [size_text(n) for n in (0, 999, 1000, 999_499, 999_600, 1_117_320_768, 19_851_335_840)]
+    assert sizes == ["0 B", "999 B", "1 kB", "999 kB", "1 MB", "1.12 GB", "19.9 GB"]
