@@ -46,7 +46,6 @@ def dense_chain(row: np.ndarray, history: list[int], params: SamplingParams) -> 
         else:
             logits[token] /= params.repeat_penalty
         logits[token] -= recent.count(token) * params.frequency_penalty + params.presence_penalty
-    logits = logits.astype(np.float32).astype(np.float64)
     n = len(logits)
     alive = np.ones(n, dtype=bool)
     by_size = sorted(range(n), key=lambda i: (-logits[i], i))
@@ -86,16 +85,17 @@ class TestChain:
                 "top_k": st.sampled_from([0, 1, 5, 40, 2000]),
                 "top_p": st.sampled_from([1.0, 0.9, 0.5, 1e-9]),
                 "min_p": st.sampled_from([0.0, 0.05, 0.5]),
-                "repeat_penalty": st.sampled_from([1.0, 1.3, 0.7]),
+                "repeat_penalty": st.sampled_from([1.0, 2.0, 0.5]),
                 "presence_penalty": st.sampled_from([0.0, 1.5, -1.0]),
-                "frequency_penalty": st.sampled_from([0.0, 0.7]),
+                "frequency_penalty": st.sampled_from([0.0, 0.75]),
                 "repeat_last_n": st.sampled_from([0, 1, 3, 64]),
             }
         ),
     )
     def test_equals_a_dense_implementation(self, seed: int, n: int, options: dict[str, Any]) -> None:
         rng = np.random.default_rng(seed)
-        row, history = row_of(seed, n), rng.integers(0, n, 10).tolist()
+        # Sixty-fourths: no penalty is rounded, so nothing hangs on when float32 comes in; and there are ties.
+        row, history = np.round(row_of(seed, n) * 64) / 64, rng.integers(0, n, 10).tolist()
         params = SamplingParams(**options, logit_bias={0: 2.0, n - 1: -math.inf} if n > 1 else {})
         before = row.copy()
         d = distribution(row, history, params)

@@ -127,6 +127,16 @@ class TestSampled:
         overlap = sum(min(p.prob(i), q.prob(i)) for i in range(6))
         assert stats.binomtest(accepted, self.N, overlap).pvalue > 1e-4
 
+    def test_a_sampled_guess_is_accepted_with_p_over_q(self) -> None:
+        """5,000 runs a token; false alarm under 1e-4 each."""
+        rows, params = self.rows()[:2], SamplingParams(temperature=1.0)
+        p = distribution(rows[0], [2], params)
+        for guess, ratio in ((0, 0.5), (3, 0.95), (5, 1.0)):
+            q = Distribution(np.array([guess, 6]), np.array([p.prob(guess) / ratio, 1 - p.prob(guess) / ratio]))
+            draft = Draft([DraftToken(guess, "model", 0.5, q)])
+            accepted = sum(verify(draft, rows, [2], params, Noise(seed)).n_accepted for seed in range(5_000))
+            assert stats.binomtest(accepted, 5_000, ratio).pvalue > 1e-4
+
     @pytest.mark.parametrize("guess", [0, 3, 5])
     def test_deterministic_guesses(self, guess: int) -> None:
         rows, counts = self.rows(), Counter[tuple[int, int]]()
