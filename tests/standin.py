@@ -23,6 +23,8 @@ class Server:
         slow: seconds to wait before each 64 kB.
         drop_after: bytes after which the connection breaks, once per request; 0 never.
         status: answer everything with this status; 0 serves.
+        short: bytes by which what is sent falls short of what a HEAD request was told.
+        ranges: whether ranges are given; else every answer is the whole file.
         hang: accept requests and never answer.
         requests: (method, path, first byte asked for) in order.
     """
@@ -34,6 +36,8 @@ class Server:
         self.drop_after = 0
         self.status = 0
         self.hang = False
+        self.ranges = True
+        self.short = 0
         self.requests: list[tuple[str, str, int]] = []
         self._stopped = threading.Event()
         owner = self
@@ -49,8 +53,12 @@ class Server:
 
             def log_message(self, format: str, *args: Any) -> None: ...
 
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._http.daemon_threads = True
+        class Quiet(ThreadingHTTPServer):
+            daemon_threads = True
+
+            def handle_error(self, request: Any, client_address: Any) -> None: ...  # killed clients are the point
+
+        self._http = Quiet(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
         threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -63,6 +71,7 @@ class Server:
         first = int((re.match(r"bytes=(\d+)-", request.headers.get("Range") or "") or [0, 0])[1])
         path = request.path.partition("?")[0].partition("#")[0]
         self.requests.append((request.command, path, first))
+        first = first if self.ranges else 0
         if self.hang:
             self._stopped.wait(60)
             request.close_connection = True
@@ -74,8 +83,10 @@ class Server:
             request.send_header("Content-Length", "0")
             request.end_headers()
             return
+        if body:
+            content = content[: len(content) - self.short]
         request.send_response(status)
-        digest = self.digests.get(path, hashlib.sha256(content).hexdigest())
+        digest = self.digests.get(path, hashlib.sha256(self.files[path]).hexdigest())
         request.send_header("ETag", f'"{digest or "weak"}"')
         request.send_header("X-Repo-Commit", COMMIT)
         request.send_header("Accept-Ranges", "bytes")

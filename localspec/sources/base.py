@@ -16,7 +16,6 @@ from localspec.errors import DigestMismatch, NotEnoughSpace
 Watch = Callable[[str, int, int], None]
 """Progress: what is being done, bytes done, bytes in all (0 if unknown). Raising from it stops the work."""
 
-_CHUNK = 1 << 20
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a disk, quota or file system that cannot hold the file."""
 
@@ -60,8 +59,19 @@ class Hashing:
 
     def write(self, data: bytes) -> None:
         self._file.write(data)
+        self.digest(data)
+
+    def digest(self, data: bytes) -> None:
+        """Count data that is in the file already."""
         self._digest.update(data)
         self.n_bytes += len(data)
+
+    def restart(self) -> None:
+        """Empty the file and begin again."""
+        self._file.seek(0)
+        self._file.truncate()
+        self._digest = hashlib.sha256()
+        self.n_bytes = 0
 
     @property
     def sha256(self) -> str:
@@ -71,24 +81,6 @@ class Hashing:
         """Have the bytes on the disk, so that a crash after the renaming cannot leave a hollow file."""
         self._file.flush()
         os.fsync(self._file.fileno())
-
-
-def check_digest(path: Path, expected: str, label: str, watch: Watch) -> None:
-    """Compare a file with its digest; a wrong file is deleted.
-
-    Raises:
-        DigestMismatch: it is another file.
-    """
-    digest, done, total = hashlib.sha256(), 0, path.stat().st_size
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-            done += len(chunk)
-            watch(f"checking {label}", done, total)
-    if digest.hexdigest() != expected:
-        path.unlink()
-        raise mismatch(label, expected, digest.hexdigest())
 
 
 def mismatch(label: str, expected: str, found: str) -> DigestMismatch:

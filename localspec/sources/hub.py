@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import re
+import time
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from localspec.catalog import Entry
 from localspec.errors import DigestMismatch, DownloadError
-from localspec.sources.base import FULL, Source, Watch, check_digest, check_space
+from localspec.sources.base import FULL, Hashing, Source, Watch, check_space, mismatch
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SECONDS_TO_ANSWER = {False: 5.0, True: 20.0}
+_SECONDS_OF_SILENCE = 20.0
+_CHUNK = 1 << 18
+_MOST_CONNECTIONS = 200
 
 
 class Hub(Source):
@@ -31,71 +34,104 @@ class Hub(Source):
 
     def _fetch_one(self, entry: Entry, repo: str, name: str, folder: Path, watch: Watch, patient: bool) -> Path:
         _settle_environment()
-        from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
-        endpoint = os.environ.get("HF_ENDPOINT") or None
+        url = hf_hub_url(repo, name, endpoint=os.environ.get("HF_ENDPOINT") or None)
         seconds = _SECONDS_TO_ANSWER[patient]
         try:
             watch(f"asking the hub for {name}", 0, 0)
-            metadata = get_hf_file_metadata(hf_hub_url(repo, name, endpoint=endpoint), timeout=seconds)
+            metadata = get_hf_file_metadata(url, timeout=seconds)
             promised = (metadata.etag or "").strip('"')
             expected = entry.sha256 or (promised if _SHA256.fullmatch(promised) else "")
             if not expected:
                 raise DownloadError(f"the hub gives no digest for {repo}/{name}, so it could not be checked")
             if entry.sha256 and _SHA256.fullmatch(promised) and promised != entry.sha256:
                 raise DigestMismatch(f"{repo}/{name} was changed on the hub: it is not the file that was checked")
-            size = metadata.size or entry.bytes
-            check_space(folder, size - _already_there(folder), name)
-            path = hf_hub_download(
-                repo,
-                name,
-                revision=metadata.commit_hash,
-                local_dir=folder,
-                endpoint=endpoint,
-                etag_timeout=seconds,
-                tqdm_class=_progress_bar(f"downloading {name}", size, watch),
-            )
+            target = folder / f"{expected[:12]}-{Path(name).name}"
+            return _Download(url, target, name, metadata.size or entry.bytes, expected, watch).run(3 if patient else 2)
         except DownloadError:
             raise
-        except OSError as error:
-            if error.errno in FULL:
+        except Exception as error:  # the library's own errors and its HTTP client's have no common base
+            if isinstance(error, OSError) and error.errno in FULL:
                 raise
             raise DownloadError(_reason(error, repo, name)) from None
-        except Exception as error:  # the library's own errors and its HTTP client's have no common base
-            raise DownloadError(_reason(error, repo, name)) from None
-        check_digest(Path(path), expected, name, watch)
-        return Path(path)
+
+
+class _Download:
+    """One file, appended to what an earlier attempt left; its digest is computed on the way.
+
+    ``hf_hub_download`` would do, but it starts over after every interruption.
+    """
+
+    def __init__(self, url: str, target: Path, label: str, size: int, expected: str, watch: Watch) -> None:
+        self.url, self.target, self.label, self.size, self.expected, self.watch = (
+            url, target, label, size, expected, watch,
+        )  # fmt: skip
+
+    def run(self, attempts: int) -> Path:
+        """Fetch what is missing, going on after broken connections.
+
+        Args:
+            attempts: how often in a row nothing may arrive.
+        """
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        with self.target.open("ab+") as file:
+            out = Hashing(file)
+            file.seek(0)
+            while chunk := file.read(_CHUNK):
+                out.digest(chunk)
+                self.watch(f"checking what is there of {self.label}", out.n_bytes, self.size)
+            check_space(self.target.parent, self.size - out.n_bytes, self.label)
+            if out.n_bytes < self.size or not self.size:
+                self._go_on(out, attempts)
+            out.finish()
+        if out.sha256 != self.expected:
+            self.target.unlink()
+            raise mismatch(self.label, self.expected, out.sha256)
+        return self.target
+
+    def _go_on(self, out: Hashing, attempts: int) -> None:
+        """Stream again after each broken connection, as long as something arrives."""
+        failures = 0
+        for _ in range(_MOST_CONNECTIONS):
+            before = out.n_bytes
+            broken: Exception | None = None
+            try:
+                self._stream(out)
+            except OSError:
+                raise  # a full disk, or an answer with an error status
+            except Exception as error:
+                broken = error
+            if out.n_bytes >= self.size:
+                return
+            failures = 0 if out.n_bytes > before else failures + 1
+            if failures >= attempts:
+                break
+            time.sleep(0.5 * failures)
+        raise broken or DownloadError(f"the hub sends {out.n_bytes:,} of the {self.size:,} bytes of {self.label}")
+
+    def _stream(self, out: Hashing) -> None:
+        """Append from one connection, until it ends or breaks."""
+        from huggingface_hub import get_session
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
+
+        headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
+        if out.n_bytes:
+            headers["Range"] = f"bytes={out.n_bytes}-"
+        options: dict[str, Any] = {"headers": headers, "timeout": _SECONDS_OF_SILENCE, "follow_redirects": True}
+        with get_session().stream("GET", self.url, **options) as response:
+            hf_raise_for_status(response)
+            if out.n_bytes and response.status_code != 206:
+                out.restart()  # the server cannot give a range
+            for chunk in response.iter_bytes(_CHUNK):
+                out.write(chunk)
+                self.watch(f"downloading {self.label}", out.n_bytes, self.size)
 
 
 def _settle_environment() -> None:
     """Settings that huggingface_hub reads when it is imported."""
-    # Its other transfer protocol starts over after an interruption.
-    os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    from huggingface_hub import constants
-
-    # It writes, and reports, in pieces of this size: 10 MB would be half a minute on a slow line.
-    constants.DOWNLOAD_CHUNK_SIZE = 1 << 20
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-
-
-def _already_there(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*.incomplete"))
-
-
-def _progress_bar(label: str, total: int, watch: Watch) -> type[Any]:
-    """A class in the manner of tqdm that reports to ``watch``."""
-    base: Any = import_module("tqdm").tqdm
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        self.done = int(kwargs.get("initial") or 0)
-        base.__init__(self, *args, **{**kwargs, "disable": True})
-
-    def update(self: Any, n: float | None = 1) -> None:
-        self.done += int(n or 0)
-        watch(label, self.done, total)
-
-    return type("Bar", (base,), {"__init__": init, "update": update})
 
 
 def _reason(error: Exception, repo: str, name: str) -> str:
@@ -108,7 +144,7 @@ def _reason(error: Exception, repo: str, name: str) -> str:
         return f"{repo} asks you to accept its licence: do so on its page, and set HF_TOKEN"
     if isinstance(error, errors.RepositoryNotFoundError):
         return f"the hub has no repository {repo}, or it is private (HF_TOKEN)"
-    if isinstance(error, errors.EntryNotFoundError) and status == 404:
+    if status == 404:
         return f"{repo} has no file {name}"
     if isinstance(error, errors.OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set"
