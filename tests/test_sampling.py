@@ -136,7 +136,7 @@ class TestChain:
         d = distribution(np.zeros(1000, dtype=np.float32), [], SamplingParams(temperature=1.0, top_p=0.25))
         assert d.ids.tolist() == list(range(250))
 
-    @pytest.mark.parametrize("temperature", [1e-300, 1e-6, 100.0])
+    @pytest.mark.parametrize("temperature", [1e-308, 1e-6, 100.0])
     @pytest.mark.parametrize("options", [{}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.1}])
     def test_extreme_temperatures(self, temperature: float, options: dict[str, Any]) -> None:
         row = row_of(3) * 100
