@@ -88,7 +88,8 @@ def _fail(message: str, status: int) -> int:
 
 
 def _interrupted() -> int:
-    print("localspec: interrupted", file=sys.stderr)
+    start = "\n" if sys.stderr.isatty() else ""  # the terminal has just printed ^C
+    print(f"{start}localspec: interrupted", file=sys.stderr)
     return INTERRUPTED
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests import ggufs
 from tests.conftest import TinyFiles
+from tests.endless import write_endless
 
 PROGRAM = [sys.executable, "-m", "localspec"]
 
@@ -202,8 +203,9 @@ def test_a_chat_template_that_fails_or_never_ends(tmp_path: Path, template: str)
 # -- pipes and signals -------------------------------------------------------------------------------------------------
 
 
-def test_a_reader_that_goes_away_is_no_error(tiny: TinyFiles) -> None:
-    command = [*PROGRAM, "generate", str(tiny.bpe), "--backend", "reference", "--draft", "none", "-p", "x"]
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    model = write_endless(tmp_path / "endless.gguf")
+    command = [*PROGRAM, "generate", str(model), "--backend", "reference", "--draft", "none", "-p", "x"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -224,8 +226,9 @@ def test_list_into_a_reader_that_stops_at_once() -> None:
 
 
 @pytest.mark.parametrize("delay", [0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6])
-def test_ctrl_c_at_any_moment(tiny: TinyFiles, delay: float) -> None:
-    arguments = ["generate", str(tiny.bpe), "--backend", "reference", "--draft", "ngram", "-p", "x"]
+def test_ctrl_c_at_any_moment(tmp_path: Path, delay: float) -> None:
+    model = write_endless(tmp_path / "endless.gguf")
+    arguments = ["generate", str(model), "--backend", "reference", "--draft", "ngram", "-p", "x"]
     script = (
         "import sys; from localspec.__main__ import main; print('ready', file=sys.stderr, flush=True)\n"
         f"main({arguments!r})"

@@ -50,7 +50,7 @@ class Tmux:
         """What is on the screen now, and what has scrolled off it."""
         return self._run("capture-pane", "-p", "-S", "-2000", *(["-e"] if escapes else []))
 
-    def wait(self, what: str | Callable[[str], bool], seconds: float = 60.0, *, escapes: bool = False) -> str:
+    def wait(self, what: str | Callable[[str], bool], seconds: float = 30.0, *, escapes: bool = False) -> str:
         """The screen, once a text is on it or a condition holds."""
         deadline = time.monotonic() + seconds
         while True:

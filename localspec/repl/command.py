@@ -60,8 +60,8 @@ def _lines() -> Iterator[str]:
 
 def _converse(chat: Chat) -> int:
     """Prompt, answer, repeat."""
-    header(chat.llm, chat.screen)
     ask = _asker(chat)
+    header(chat.llm, chat.screen)
     while not chat.leaving:
         try:
             line = ask()

@@ -47,16 +47,16 @@ class Screen:
         """Print a line of our own."""
         print(ink.paint(visible(text), ansi=self.ansi, colour=self.colour), file=self.file, flush=True)
 
-    def prose(self, text: str) -> None:
+    def prose(self, text: str, ink: Ink = Ink.TARGET) -> None:
         """Print sentences, wrapped between words where somebody reads them."""
         columns, _ = terminal_size()
-        for line in textwrap.wrap(visible(text), columns - 1) if self.terminal else [visible(text)]:
-            self.line(line)
+        for line in textwrap.wrap(visible(text), columns) if self.terminal else [visible(text)]:
+            self.line(line, ink)
 
     def note(self, text: str) -> None:
         """Print a remark; where nobody watches it goes to standard error."""
         if self.terminal:
-            self.line(text, Ink.NOTE)
+            self.prose(text, Ink.NOTE)
         else:
             print(visible(text), file=self.errors, flush=True)
 
