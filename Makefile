@@ -28,7 +28,7 @@ test:
 
 test-real:
 	@scripts/venv $(VENV_TEST) dev all
-	@for model in $(REAL_MODELS); do $(VENV_TEST)/bin/localspec pull $$model || exit 1; done
+	@$(VENV_TEST)/bin/localspec pull $(REAL_MODELS)
 	@LOCALSPEC_TEST_MODELS="$$($(VENV_TEST)/bin/python -c 'from localspec.home import models_dir; print(models_dir())')" \
 		$(VENV_TEST)/bin/python -m pytest -m real $(ARGS)
 
