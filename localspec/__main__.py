@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-DONE, FAILED, BAD_USAGE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
+BAD_USAGE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -57,26 +57,11 @@ def run(argv: Sequence[str]) -> int:
     except BrokenPipeError:
         raise
     except Exception as error:
-        return report(error)
+        if os.environ.get("LOCALSPEC_DEBUG"):
+            raise
+        from localspec.failures import line_of, status_of
 
-
-def report(error: Exception) -> int:
-    """Print an error in one line and return the exit status that goes with it."""
-    from localspec.errors import LocalspecError, UsageError
-
-    if isinstance(error, UsageError):
-        return _fail(str(error), BAD_USAGE)
-    if isinstance(error, LocalspecError):
-        return _fail(str(error), FAILED)
-    if isinstance(error, OSError):
-        where = f"{error.filename}: " if error.filename else ""
-        return _fail(f"{where}{error.strerror or error}", FAILED)
-    if isinstance(error, MemoryError):
-        return _fail("out of memory: take a smaller model or a smaller --ctx", FAILED)
-    if os.environ.get("LOCALSPEC_DEBUG"):
-        raise error
-    kind = type(error).__name__
-    return _fail(f"internal error, please report it: {kind}: {error} (LOCALSPEC_DEBUG=1 shows where)", FAILED)
+        return _fail(line_of(error), status_of(error))
 
 
 def _fail(message: str, status: int) -> int:

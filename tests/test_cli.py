@@ -11,6 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from localspec import files
+from localspec.catalog import Catalog
+from localspec.errors import DownloadError
+from localspec.options import ensure_model
 from tests import ggufs
 from tests.conftest import TinyFiles
 from tests.endless import write_endless
@@ -43,7 +47,7 @@ def assert_one_line(result: subprocess.CompletedProcess[bytes], status: int, *pa
 def test_help_imports_nothing_heavy() -> None:
     script = (
         "import sys\nfrom localspec.__main__ import run\nassert run(['--help']) == 0\n"
-        "heavy = {'numpy', 'rich', 'prompt_toolkit', 'jinja2', 'gguf', 'llama_cpp', 'ik_llama_cpp', 'huggingface_hub'}\n"
+        "heavy = {'numpy', 'rich', 'prompt_toolkit', 'jinja2', 'gguf', 'ik_llama_cpp', 'llama_cpp', 'platformdirs'}\n"
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -55,11 +59,12 @@ def test_help_imports_nothing_heavy() -> None:
 @pytest.mark.parametrize("command", ["chat", "generate"])
 def test_help_names_the_shared_options(command: str) -> None:
     text = localspec(command, "--help").stdout.decode()
-    for option in (
-        "--draft --draft-length --backend --temperature --top-k --top-p --min-p --repeat-penalty --seed --max-tokens "
-        "--stop --ctx --threads --gpu-layers --system --verbose"
-    ).split():
-        assert f"{option} " in text
+    options = (
+        "draft draft-length backend temperature top-k top-p min-p repeat-penalty seed max-tokens stop ctx threads "
+        "gpu-layers system verbose"
+    )
+    for option in options.split():
+        assert f"--{option} " in text
 
 
 def test_version() -> None:
@@ -129,7 +134,7 @@ def test_an_unknown_backend(tiny: TinyFiles) -> None:
     assert_one_line(localspec("generate", tiny.bpe, "--backend", "llamacpp", "-p", "x"), 2, "llama-cpp")
 
 
-# -- files that are no models --------------------------------------------------------------------------------------------
+# -- files that are no models ------------------------------------------------------------------------------------------
 
 
 def test_files_that_are_no_models(tiny: TinyFiles, tmp_path: Path) -> None:
@@ -161,6 +166,46 @@ def test_a_model_that_is_not_on_this_disk() -> None:
 def test_offline_without_the_default_pair() -> None:
     for command in (["generate", "-p", "x"], ["chat"]):
         assert_one_line(localspec(*command), 1, "LOCALSPEC_OFFLINE")
+
+
+class _Pulled:
+    """Stands in for ``files.pull``; ``fails`` names the models that cannot be had."""
+
+    def __init__(self, *fails: str) -> None:
+        self.fails = fails
+        self.names: list[str] = []
+
+    def __call__(self, name: str) -> None:
+        self.names.append(name)
+        if name in self.fails:
+            raise DownloadError(f"{name} cannot be had")
+
+
+def test_the_default_pair_is_fetched_on_first_use(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCALSPEC_OFFLINE", "0")
+    target, draft = (entry.name for entry in Catalog.load().default_pair())
+    monkeypatch.setattr(files, "pull", pull := _Pulled())
+    assert ensure_model(None, ()) == target
+    assert pull.names == [target, draft]
+    assert f"fetching {target} and {draft} (1.6 GB), once" in capsys.readouterr().err
+    monkeypatch.setattr(files, "pull", pull := _Pulled())
+    assert ensure_model(None, ["none"]) == target
+    assert pull.names == [target]
+    monkeypatch.setattr(files, "pull", _Pulled(draft))
+    assert ensure_model(None, ()) == target
+    assert f"going on without {draft}" in capsys.readouterr().err
+    monkeypatch.setattr(files, "pull", _Pulled(target))
+    with pytest.raises(DownloadError):
+        ensure_model(None, ())
+
+
+def test_a_named_model_is_never_fetched_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCALSPEC_OFFLINE", "0")
+    monkeypatch.setattr(files, "pull", pull := _Pulled())
+    assert ensure_model("smollm2-135m", ()) == "smollm2-135m"
+    assert pull.names == []
 
 
 def test_a_draft_with_another_vocabulary(tiny: TinyFiles) -> None:

@@ -136,6 +136,7 @@ _TURN = {"user": "u", "assistant": "a", "finish_reason": "stop", "rounds": [], "
         _damage(settings={"sampling": {}, "draft_length": 9999, "view": "tokens"}),
         _damage(settings={"sampling": {}, "draft_length": "auto", "view": "odd"}),
     ],
+    ids=range(21),
 )
 def test_a_damaged_or_foreign_file_is_one_line_and_the_chat_stays(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "chat.json"
@@ -205,6 +206,21 @@ def test_an_error_in_a_turn_is_one_line_and_loses_nothing(monkeypatch: pytest.Mo
     assert [turn.user for turn in it.chat.conversation.turns] == ["q1"]
     it.run("/retry")  # the question that failed
     assert [turn.user for turn in it.chat.conversation.turns] == ["q1", "q2"]
+
+
+def test_a_defect_of_ours_in_a_turn_costs_no_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Scripted("a1")
+    it.chat.ask("q1")
+
+    def fail(*args: Any, **options: Any) -> Any:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr(it.llm, "rounds", fail)
+    monkeypatch.setattr(it.llm, "explain", fail)
+    assert not it.chat.ask("q2")
+    assert not it.run("/why")
+    assert it.errors.count("internal error, please report it: ZeroDivisionError: oops") == 2
+    assert len(it.chat.conversation.turns) == 1
 
 
 def test_nothing_to_undo_retry_race_or_count() -> None:

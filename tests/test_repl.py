@@ -167,7 +167,7 @@ def test_race(open_chat: Open) -> None:
     assert re.search(r"speculative ran at ×[\d.]+ of plain, \d+% of its guesses accepted", screen)
 
 
-def test_commands_that_change_the_chat(open_chat: Open, tmp_path: Path) -> None:
+def test_commands_that_change_the_chat(open_chat: Open, tmp_path: Path, tiny: TinyFiles) -> None:
     path = tmp_path / "chat.json"
     terminal = open_chat()
     terminal.wait(READY)
@@ -183,6 +183,9 @@ def test_commands_that_change_the_chat(open_chat: Open, tmp_path: Path) -> None:
     terminal.wait(lambda s: answers(s) == 3)
     terminal.type("/draft ngram")
     terminal.wait("draft: ngram")
+    terminal.type(f"/draft {tiny.pair.draft} ngram")
+    screen = terminal.wait("draft: ngram + pair-draft")
+    assert "loading" not in screen
     terminal.type("/length auto")
     terminal.wait("draft length: auto")
     terminal.type("/set max_tokens 3")

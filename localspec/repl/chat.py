@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from localspec.errors import LocalspecError
+from localspec.failures import line_of
 from localspec.interrupts import on_interrupt
 from localspec.repl.conversation import Conversation, Turn
 from localspec.repl.ink import Ink
@@ -29,6 +30,7 @@ class Chat:
         last_question: also kept where no answer came about.
         races: how many races were run, so that plain and speculative take turns in going first.
         leaving: set by ``/quit``.
+        loaded: called when a load that the chat asked for is over, to clear its progress from the screen.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Chat:
         self.races = 0
         self.leaving = False
         self.status = ""
+        self.loaded: Callable[[], None] = lambda: None
 
     def ask(self, question: str) -> bool:
         """Ask, show the answer, and keep both; an error is reported and changes nothing.
@@ -75,8 +78,10 @@ class Chat:
                 turn.assistant, turn.stats = "".join(pieces), status.stats.as_dict()
             finally:
                 view.finish()
-        except LocalspecError as error:
-            self.screen.error(str(error))
+        except BrokenPipeError:
+            raise
+        except Exception as error:  # whatever it is, it must not cost the conversation
+            self.screen.error(line_of(error))
             return False
         self._keep(turn, status)
         return bool(turn.assistant) or turn.finish_reason != "cancelled"
@@ -105,7 +110,8 @@ class Chat:
     @property
     def plain_speed(self) -> float | None:
         """Estimated tokens per second of plain decoding, from the last answer."""
-        return self.last_stats.get("estimated_plain_tokens_per_second")
+        speed = self.last_stats.get("estimated_plain_tokens_per_second")
+        return speed if isinstance(speed, float) else None  # a loaded chat can say anything
 
     @property
     def toolbar(self) -> str:

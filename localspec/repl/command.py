@@ -27,12 +27,13 @@ def chat_command(options: RunOptions) -> int:
     """
     with Progress() as progress:
         llm = options.open(progress.report)
-    with llm:
+    with llm, progress:
         interactive = sys.stdin is not None and sys.stdin.isatty()
         screen = Screen(plain=not interactive)
         defaults = llm.chat_defaults
         system = options.system if options.system is not None else defaults.get("system")
         chat = Chat(llm, screen, params=options.params(defaults), system=system)
+        chat.loaded = progress.clear
         return _converse(chat) if interactive else _answer_lines(chat)
 
 
@@ -67,10 +68,14 @@ def _converse(chat: Chat) -> int:
             line = ask()
         except EOFError:
             break
-        if line.startswith("/"):
-            run_command(chat, line)
-        elif line.strip():
-            chat.ask(line.strip())
+        try:
+            if line.startswith("/"):
+                run_command(chat, line)
+            elif line.strip():
+                chat.ask(line.strip())
+        except KeyboardInterrupt:  # in a command, or twice during an answer
+            chat.loaded()
+            chat.screen.note("[stopped]")
     return 0
 
 

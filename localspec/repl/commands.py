@@ -9,7 +9,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localspec.errors import LocalspecError, UsageError
+from localspec.errors import UsageError
+from localspec.failures import line_of
 from localspec.options import draft_length, draft_spec
 from localspec.repl.conversation import SETTINGS, SavedChat, load, save, set_parameter
 from localspec.repl.ink import Ink
@@ -27,7 +28,7 @@ class Command:
     Attributes:
         usage: its arguments, as ``/help`` shows them.
         help: what it does, in a few words.
-        run: does it; an error is raised as a ``LocalspecError``.
+        run: does it; an error is raised.
         words: what can be typed as its argument.
     """
 
@@ -55,8 +56,10 @@ def run_command(chat: Chat, line: str) -> bool:
             hint = f"did you mean /{close[0]}?" if close else "/help lists the commands"
             raise UsageError(f"no command /{name}: {hint} (a space in front sends the line as text)")
         COMMANDS[name].run(chat, argument.strip())
-    except LocalspecError as error:
-        chat.screen.error(str(error))
+    except BrokenPipeError:
+        raise
+    except Exception as error:  # whatever it is, it must not cost the conversation
+        chat.screen.error(line_of(error))
         return False
     return True
 
@@ -118,8 +121,12 @@ def _race(chat: Chat, argument: str) -> None:
 
 def _draft(chat: Chat, argument: str) -> None:
     if argument:
-        chat.llm.set_draft(draft_spec(_split(argument)))
-        for warning in chat.llm.warnings:
+        known = len(chat.llm.warnings)
+        try:
+            chat.llm.set_draft(draft_spec(_split(argument)))
+        finally:
+            chat.loaded()
+        for warning in chat.llm.warnings[known:]:
             chat.screen.note(f"note: {warning}")
     chat.status = ""
     chat.screen.note(f"draft: {' + '.join(chat.llm.draft_names) or 'none'}")
@@ -139,7 +146,7 @@ def _set(chat: Chat, argument: str) -> None:
         raise UsageError(f"no parameter {name!r}: " + (f"did you mean {close[0]}?" if close else ", ".join(SETTINGS)))
     if value:
         if name == "stop":
-            value = value.strip("\"'").encode("utf-8").decode("unicode_escape") if value.isascii() else value
+            value = value.strip("\"'").replace("\\n", "\n").replace("\\t", "\t")
         chat.params = set_parameter(chat.params, name, value.strip() if name != "stop" else value)
     for each in [name] if name else SETTINGS:
         chat.screen.note(f"{each} {getattr(chat.params, each)!r}")

@@ -40,7 +40,7 @@ def total(answers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     result["acceptance_rate"] = result["num_accepted_tokens"] / drafted if drafted else 0.0
     result["mean_acceptance_length"] = tokens / rounds if rounds else 0.0
     result["tokens_per_second"] = tokens / seconds if seconds else 0.0
-    plain = [(stats["completion_tokens"], stats.get("estimated_plain_tokens_per_second")) for stats in every]
+    plain = [(stats.get("completion_tokens") or 0, stats.get("estimated_plain_tokens_per_second")) for stats in every]
     plain_seconds = sum(n / speed for n, speed in plain if speed)
     plain_tokens = sum(n for n, speed in plain if speed)
     result["estimated_plain_tokens_per_second"] = plain_tokens / plain_seconds if plain_seconds else None
