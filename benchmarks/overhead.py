@@ -88,7 +88,8 @@ def main() -> None:
         context.close()
         ratio = statistics.median(b / o for b, o in zip(bare, ours, strict=True))
         print(f"{cpu_name()}, Python {platform.python_version()}, {llm.engine}, {args.model}, draft {llm.draft_names}")
-        print(f"bare loop {1 / statistics.median(bare):.1f} tok/s, LLM {1 / statistics.median(ours):.1f} tok/s, ratio {ratio:.3f}")
+        speeds = [1 / statistics.median(seconds) for seconds in (bare, ours)]
+        print(f"bare loop {speeds[0]:.1f} tok/s, LLM {speeds[1]:.1f} tok/s, ratio {ratio:.3f}")
         greedy = per_round(llm, SamplingParams(max_tokens=200, ignore_eos=True))
         sampled = per_round(llm, SamplingParams(temperature=0.8, top_k=40, max_tokens=200, ignore_eos=True))
         print(f"outside the models, rounds of 8 drafted tokens: greedy {greedy:.2f} ms, top-k 40 {sampled:.2f} ms")

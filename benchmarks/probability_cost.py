@@ -70,8 +70,10 @@ def main() -> None:
             verdict = verify(drafts[name], logits, tokens, params, Noise(params.seed))
             times[name].append((time.perf_counter() - started) * 1e3)
             assert verdict.n_accepted == args.drafted
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
-          f"NumPy {np.__version__}; {args.drafted} drafted tokens, vocabulary {args.vocab}, {args.repeats} repeats")
+    print(
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
+        f"NumPy {np.__version__}; {args.drafted} drafted tokens, vocabulary {args.vocab}, {args.repeats} repeats"
+    )
     print(f"{'setting':40} {'median ms':>9} {'fastest':>8} {'target':>7}")
     for name, (_, target) in SETTINGS.items():
         goal = f"{target:.1f}" if target else ""

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
         UsageError,
         VocabularyMismatch,
     )
-    from localspec.llm import LLM, Reply, RoundStream
+    from localspec.llm import LLM
     from localspec.rounds import Draft, DraftToken, EmittedToken, Round, Span, SpecStats, Verdict
     from localspec.sampling import SamplingParams
+    from localspec.stream import Reply, RoundStream
 
 __version__ = "0.1.0"
 
@@ -59,8 +60,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    **dict.fromkeys(("LLM", "Reply", "RoundStream"), "localspec.llm"),
-    **dict.fromkeys(("Draft", "DraftToken", "EmittedToken", "Round", "Span", "SpecStats", "Verdict"), "localspec.rounds"),
+    "LLM": "localspec.llm",
+    **dict.fromkeys(("Reply", "RoundStream"), "localspec.stream"),
+    **dict.fromkeys(
+        ("Draft", "DraftToken", "EmittedToken", "Round", "Span", "SpecStats", "Verdict"), "localspec.rounds"
+    ),
     "SamplingParams": "localspec.sampling",
 }
 

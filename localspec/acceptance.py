@@ -27,7 +27,7 @@ class SourceAcceptance:
 
     Each confidence bin holds a Beta estimate of P(accepted | confidence, all guesses before it accepted), starting
     from a prior worth ``prior_weight`` observations; evidence fades, so that a change of topic shows within tens of
-    guesses. ``climate`` is the recent distribution of confidences: what the next guess will look like before it is made.
+    guesses. ``climate`` is the recent distribution of confidences: what the next guess will look like, not yet made.
 
     Attributes:
         prior: expected acceptance by bin before any evidence.

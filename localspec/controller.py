@@ -163,6 +163,7 @@ class AutoController(Controller):
         self._invested = False
         self._policies: dict[str, ThresholdPolicy] = {}
         self._age = 0
+        self._reason = ""
         self._plan: AutoPlan | None = None
 
     def register(self, source: str) -> None:
@@ -263,15 +264,22 @@ class AutoController(Controller):
         ms = round_.ms_draft + round_.ms_verify + self.ms_other
         self._saved += len(round_.emitted) * self.ms_plain - ms + self.EXPLORE_SHARE * ms
         self._saved = min(self._saved, self.SAVED_CAP_TOKENS * self.times(1))
-        round_.reason = self.explain()
+        if self._age % 8 == 1:  # a sentence costs a quarter of a millisecond
+            self._reason = self.explain()
+        round_.reason = self._reason
 
     def explain(self) -> str:
-        parts = []
-        for source in self.sources:
-            mean, need = self.sources[source].mean(), self.break_even(source)
-            verdict = "pays" if self.policy(source).rate * self.ms_plain > 1 else "does not pay"
-            parts.append(f"{source} {verdict}: needs {need:.0%} acceptance to break even here, this text gives {mean:.0%}")
-        return "; ".join(parts) or "drafting is off: there is no drafter"
+        if not self.sources:
+            return "drafting is off: there is no drafter"
+        return "; ".join(self._explain_source(source) for source in self.sources)
+
+    def _explain_source(self, source: str) -> str:
+        mean, need, policy = self.sources[source].mean(), self.break_even(source), self.policy(source)
+        if need > 0.995:
+            return f"not drafting with {source}: here even guesses that are always right cost more than they save"
+        if policy.rate * self.ms_plain > 1:
+            return f"drafting with {source}: {need:.0%} acceptance breaks even here, this text gives {mean:.0%}"
+        return f"not drafting with {source}: needs {need:.0%} acceptance to break even here, this text gives {mean:.0%}"
 
     def break_even(self, source: str) -> float:
         """The acceptance per token at which the best fixed draft length of this source only equals plain decoding."""
@@ -314,9 +322,7 @@ def best_threshold_policy(
     With s the probability that a guess is sent and a the acceptance of those that are, a round with at most k guesses
     emits 1 + sum_i (s·a)^i tokens and takes sum_m P(m)·t(m + 1) + d·(steps), m being geometric with ratio s.
     """
-    by_bin = sorted(
-        ((acceptance.expected_bin(i), share) for i, share in enumerate(acceptance.climate)), reverse=True
-    )
+    by_bin = sorted(((acceptance.expected_bin(i), share) for i, share in enumerate(acceptance.climate)), reverse=True)
     rows = [times(w) + ms_other for w in range(1, MAX_DRAFT + 2)]
     best = ThresholdPolicy(1.0 / rows[0], 0, 0.0, 0.0, step_ms)
     sent = mass = 0.0

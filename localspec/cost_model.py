@@ -70,7 +70,9 @@ class PassTimes:
             self.trim[width] = self.trim.get(width, 1.0) * math.exp(0.08 * surprise)
 
 
-def calibrate(context: Context, tokens: Sequence[int], *, repeats: int = 3, tick: Callable[[], None] = lambda: None) -> PassTimes:
+def calibrate(
+    context: Context, tokens: Sequence[int], *, repeats: int = 3, tick: Callable[[], None] = lambda: None
+) -> PassTimes:
     """Measure t(w) on a context.
 
     Args:
@@ -126,7 +128,9 @@ class CalibrationCache:
             self.folder.mkdir(parents=True, exist_ok=True)
             handle, temporary = tempfile.mkstemp(dir=self.folder, suffix=".tmp")
             with os.fdopen(handle, "w") as file:
-                json.dump({"format": _FORMAT, "key": key, "ms": {str(w): round(ms, 4) for w, ms in times.base.items()}}, file)
+                json.dump(
+                    {"format": _FORMAT, "key": key, "ms": {str(w): round(ms, 4) for w, ms in times.base.items()}}, file
+                )
             os.replace(temporary, self._path(key))
         except OSError:
             return
@@ -134,4 +138,3 @@ class CalibrationCache:
     def _path(self, key: dict[str, str]) -> Path:
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
         return self.folder / f"{digest}.json"
-

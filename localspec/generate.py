@@ -14,8 +14,9 @@ from localspec.repl.text import visible
 from localspec.stdin import read_all
 
 if TYPE_CHECKING:
-    from localspec.llm import LLM, RoundStream
+    from localspec.llm import LLM
     from localspec.rounds import Round
+    from localspec.stream import RoundStream
 
 FORMATS = ("text", "json", "events")
 

@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,117 +16,11 @@ from localspec.errors import Closed, UsageError
 from localspec.pair import DraftLength, Pair, PairOptions, Report
 from localspec.rounds import FinishReason, Round, SpecStats
 from localspec.sampling import SamplingParams
+from localspec.stream import Job, Reply, RoundStream
 from localspec.text import ChatTemplate
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Messages
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """A finished answer.
-
-    Attributes:
-        text: verified text only; without the stop string that ended it, if one did.
-        token_ids: the tokens behind it, an end token included.
-        finish_reason: ``stop`` (end token or stop string), ``length`` (budget or context), or ``cancelled``.
-        stats: see ``SpecStats``.
-        model, draft, backend: what produced it.
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    stats: SpecStats
-    model: str
-    draft: list[str]
-    backend: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """The JSON object of ``generate --format json``."""
-        return {
-            "text": self.text,
-            "token_ids": self.token_ids,
-            "finish_reason": self.finish_reason,
-            "model": self.model,
-            "draft": self.draft,
-            "backend": self.backend,
-            "stats": self.stats.as_dict(),
-        }
-
-
-class _Job:
-    """One request on its way through the worker; ``put`` delivers Rounds, then a Reply or an exception."""
-
-    def __init__(self, put: Callable[[Any], None]) -> None:
-        self.put = put
-        self.cancel = threading.Event()
-
-
-class RoundStream(Iterator[Round]):
-    """The rounds of one answer as they happen; after the last, ``reply`` holds the whole.
-
-    Closing it, or dropping it, stops the engine within a round. ``reply`` is then what was said until there, with
-    ``finish_reason`` ``cancelled``.
-    """
-
-    def __init__(self) -> None:
-        self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._job = _Job(self._items.put)
-        self._reply: Reply | None = None
-        self._done = False
-
-    def __iter__(self) -> RoundStream:
-        return self
-
-    def __next__(self) -> Round:
-        if self._done:
-            raise StopIteration
-        item = self._next_item()
-        if isinstance(item, Round):
-            return item
-        self._finish(item)
-        raise StopIteration
-
-    def _next_item(self) -> Any:
-        while True:
-            try:
-                # A wait without a timeout cannot be interrupted by Ctrl-C on Windows.
-                return self._items.get(timeout=1.0)
-            except queue.Empty:
-                continue
-
-    def _finish(self, item: Any) -> None:
-        self._done = True
-        if isinstance(item, BaseException):
-            raise item
-        self._reply = item
-
-    @property
-    def reply(self) -> Reply:
-        """The answer; waits for the end of the stream.
-
-        Raises:
-            LocalspecError: the request failed.
-        """
-        for _ in self:
-            pass
-        if self._reply is None:
-            raise Closed("the request ended without an answer")
-        return self._reply
-
-    def close(self) -> None:
-        """Stop decoding. Rounds not yet read are lost; ``reply`` has the text until here."""
-        self._job.cancel.set()
-
-    def __enter__(self) -> RoundStream:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self._job.cancel.set()
 
 
 class LLM:
@@ -227,9 +121,10 @@ class LLM:
 
     def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
         """Token ids of a text; ``parse_special`` reads special tokens in it as such."""
-        return self._call(
+        tokens: list[int] = self._call(
             lambda: self._pair.target.tokenize(text, add_special=add_special, parse_special=parse_special)
         )
+        return tokens
 
     def detokenize(self, tokens: Sequence[int]) -> str:
         """The text that tokens stand for; bytes that are not valid UTF-8 become U+FFFD."""
@@ -271,7 +166,7 @@ class LLM:
             draft_length: overrides ``draft_length`` for this request.
         """
         stream = RoundStream()
-        self._submit(stream._job, prompt, params, speculate=speculate, draft_length=draft_length)
+        self._submit(stream.job, prompt, params, speculate=speculate, draft_length=draft_length)
         return stream
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Iterator[str]:
@@ -295,7 +190,9 @@ class LLM:
         with self.rounds(prompt, params, **options) as rounds:
             return rounds.reply
 
-    async def arounds(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> AsyncIterator[Round]:
+    async def arounds(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+    ) -> AsyncIterator[Round]:
         """As ``rounds``, for asyncio; leaving the loop or cancelling the task stops the engine within a round."""
         async for item in self._aevents(prompt, params, options):
             if isinstance(item, Round):
@@ -313,7 +210,7 @@ class LLM:
             except RuntimeError:
                 job.cancel.set()  # the loop is gone, and with it whoever wanted this
 
-        job = _Job(put)
+        job = Job(put)
         self._submit(job, prompt, params, **options)
         try:
             while True:
@@ -347,7 +244,7 @@ class LLM:
 
     def _submit(
         self,
-        job: _Job,
+        job: Job,
         prompt: Prompt,
         params: SamplingParams | None,
         speculate: bool = True,
@@ -368,7 +265,7 @@ class LLM:
 
         self._work.put(run)
 
-    def _answer(self, job: _Job, prompt: Prompt, params: SamplingParams, length: DraftLength) -> Reply:
+    def _answer(self, job: Job, prompt: Prompt, params: SamplingParams, length: DraftLength) -> Reply:
         stats = SpecStats()
         started = time.perf_counter()
         tokens = self._encode(prompt)

@@ -19,7 +19,7 @@ from localspec.decoder import SpeculativeDecoder
 from localspec.drafters.base import Drafter
 from localspec.drafters.draft_model import DraftModelDrafter
 from localspec.drafters.ngram import NgramDrafter
-from localspec.errors import Closed, LocalspecError, UsageError, VocabularyMismatch
+from localspec.errors import LocalspecError, UsageError, VocabularyMismatch
 from localspec.home import home
 from localspec.rounds import Round
 from localspec.sampling import SamplingParams
@@ -152,10 +152,7 @@ class Pair:
                     if key in self._models:
                         fresh[key] = self._models[key]
                     else:
-                        model = self._load(path, report)
-                        fresh[key] = (model, None)  # type: ignore[assignment] - the context follows the checks
-                        self._check_draft(model)
-                        fresh[key] = (model, model.new_context(self.context.n_ctx))
+                        fresh[key] = self._load_draft(path, report)
                 except VocabularyMismatch as error:
                     if not automatic:
                         raise
@@ -180,12 +177,19 @@ class Pair:
         self._models, self._drafters, self._draft_times = fresh, drafters, times
         self._acceptance = {}
 
+    def _load_draft(self, path: Path, report: Report) -> tuple[Model, Context]:
+        model = self._load(path, report)
+        try:
+            self._check_draft(model)
+            return model, model.new_context(self.context.n_ctx)
+        except BaseException:
+            model.close()
+            raise
+
     def _check_draft(self, draft: Model) -> None:
         difference = self.target.vocab.difference(draft.vocab)
         if difference:
-            raise VocabularyMismatch(
-                f"{draft.path.name} cannot draft for {self.target.path.name}: {difference}"
-            )
+            raise VocabularyMismatch(f"{draft.path.name} cannot draft for {self.target.path.name}: {difference}")
         if draft.size_bytes > self.target.size_bytes:
             self.warnings.append(
                 f"the draft {draft.path.name} is larger than the target {self.target.path.name}: "
@@ -248,10 +252,6 @@ class Pair:
         self.target.close()
 
 
-def _close(model: Model, context: Context | None) -> None:
-    try:
-        if context is not None:
-            context.close()
-        model.close()
-    except Closed:
-        return
+def _close(model: Model, context: Context) -> None:
+    context.close()
+    model.close()

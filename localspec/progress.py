@@ -16,16 +16,14 @@ INTERVAL = 0.1
 
 
 class Progress:
-    """One line that shows what is going on and is gone afterwards; where nobody watches, one line per remark.
-
-    Remarks (no fraction) that are more than a name of the current step stay readable: see ``report``.
-    """
+    """One line that shows what is going on and is gone afterwards; where nobody watches, one line per remark."""
 
     def __init__(self, file: TextIO | None = None) -> None:
         self._file = file or sys.stderr
         terminal = self._file.isatty()
         self._live = terminal and os.environ.get("TERM", "") not in ("dumb", "unknown", "")
         self._shown = False
+        self._what = ""
         self._said: set[str] = set()
         self._next = 0.0
 
@@ -40,6 +38,9 @@ class Progress:
     def report(self, what: str, fraction: float | None) -> None:
         """Say what is being done and, if it is known, how much of it is done (0 to 1)."""
         now = time.monotonic()
+        if fraction is None and self._what.startswith(what):
+            return  # "measuring", while "measuring what a pass of … costs" stands there
+        self._what = what
         if not self._live:
             if what not in self._said and fraction is None:
                 self._said.add(what)
@@ -49,7 +50,7 @@ class Progress:
             return
         self._next = now + INTERVAL
         columns, _ = terminal_size()
-        share = f" {fraction:.0%}" if fraction is not None else " …"
+        share = f" {fraction:.0%}" if fraction is not None else ""
         line = clip(on_one_line(what), columns - 1 - len(share)) + share
         self._file.write(f"\r\x1b[K{line}")
         self._file.flush()

@@ -27,9 +27,7 @@ STREAM_RESIDUAL = 2
 STREAM_DRAFT = 3
 
 
-def verify(
-    draft: Draft, logits: FloatArray, tokens: Sequence[int], params: SamplingParams, noise: Noise
-) -> Verdict:
+def verify(draft: Draft, logits: FloatArray, tokens: Sequence[int], params: SamplingParams, noise: Noise) -> Verdict:
     """Compare a draft with the target's pass over it.
 
     Rows are looked at only as far as guesses are accepted.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 
 import numpy as np
@@ -38,7 +39,15 @@ def world(curve: str, draft_share: float, kind: str) -> World:
     return World(CURVES[curve], {"model": source})
 
 
-KINDS = ["stationary 0.05", "stationary 0.4", "stationary 0.8", "stationary 0.95", "dishonest 0.6", "switching", "adversarial"]
+KINDS = [
+    "stationary 0.05",
+    "stationary 0.4",
+    "stationary 0.8",
+    "stationary 0.95",
+    "dishonest 0.6",
+    "switching",
+    "adversarial",
+]
 
 
 @pytest.mark.parametrize("curve", CURVES)
@@ -134,8 +143,9 @@ def test_absurd_lengths_are_refused(length: int) -> None:
 
 
 def test_explains_itself() -> None:
-    here = world("llama.cpp", 0.6, "stationary 0.4")
+    here = world("ik", 0.6, "stationary 0.4")
     controller = auto(here)
     here.run(controller, 100)
-    assert "break even" in controller.explain()
-    assert "%" in controller.explain()
+    assert re.search(
+        r"not drafting with model: needs \d+% acceptance to break even here, this text gives \d+%", controller.explain()
+    )

@@ -181,9 +181,7 @@ class TestNgramDrafter:
         assert drafted(drafter, [1, 2, 3, 9, 1], 3) == [2, 3, 9]
 
     @given(TOKENS, st.lists(st.tuples(st.integers(0, 40), TOKENS), max_size=4))
-    def test_an_edited_conversation_is_as_a_new_one(
-        self, first: list[int], edits: list[tuple[int, list[int]]]
-    ) -> None:
+    def test_an_edited_conversation_is_as_a_new_one(self, first: list[int], edits: list[tuple[int, list[int]]]) -> None:
         drafter = NgramDrafter()
         drafter.begin(first)
         tokens = first

@@ -26,7 +26,7 @@ def unavailable_reason(backend: str) -> str | None:
         module = import_module(BACKENDS[backend])
         if hasattr(module, "binding"):
             module.binding()
-    except (EngineUnavailable, ImportError) as error:
+    except EngineUnavailable as error:
         return str(error)
     return None
 
@@ -54,7 +54,9 @@ def candidates(n_gpu_layers: int | None = None) -> list[str]:
                 "--gpu-layers needs llama-cpp-python built for your GPU; the README has the command for each kind"
             )
     elif n_gpu_layers:
-        raise EngineUnavailable("--gpu-layers needs llama-cpp-python built for your GPU: pip install 'localspec[llama-cpp]'")
+        raise EngineUnavailable(
+            "--gpu-layers needs llama-cpp-python built for your GPU: pip install 'localspec[llama-cpp]'"
+        )
     return usable
 
 

@@ -7,14 +7,13 @@ whose default parameters do not read back as that version's.
 from __future__ import annotations
 
 import ctypes
-import platform
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 from localspec.backends.base import Progress
 from localspec.backends.llama_family import N_BATCH, N_UBATCH, Binding, LlamaModel
-from localspec.backends.machine import cpu_has_avx2, default_threads, prepare_threads
+from localspec.backends.machine import default_threads, missing_cpu_features, prepare_threads
 from localspec.backends.noise import engine_log
 from localspec.errors import EngineUnavailable, UsageError
 
@@ -39,9 +38,12 @@ class IkLlamaBinding(Binding):
             ) from None
         if found != VERSION:
             raise EngineUnavailable(f"ik-llama-cpp-python {found} is installed, but exactly {VERSION} is needed")
-        if platform.machine().lower() in ("x86_64", "amd64") and not cpu_has_avx2():
-            # Its wheels are compiled for AVX2; without it the first call would kill the process.
-            raise EngineUnavailable("ik-llama-cpp-python needs a CPU with AVX2, which this one lacks")
+        missing = missing_cpu_features()
+        if missing:
+            # Its wheels are compiled for these; without one, the first call would kill the process.
+            raise EngineUnavailable(
+                f"ik-llama-cpp-python needs a CPU with {' and '.join(missing)}, which this one lacks"
+            )
         prepare_threads()
         try:
             import ik_llama_cpp._ctypes_api as api
@@ -71,9 +73,16 @@ class IkLlamaBinding(Binding):
     def _check_structs(self) -> None:
         model, context = self.api.llama_model_default_params(), self.api.llama_context_default_params()
         # Values spread over both structs: one field too many or too few anywhere shifts some of them.
-        seen = (model.n_gpu_layers, model.n_ubatch, model.use_mmap, model.repack_tensors, context.n_ctx, context.n_batch)
-        seen += (context.n_ubatch, context.yarn_ext_factor, context.type_k, context.type_v, context.flash_attn)
-        if seen != (0, 512, True, False, 512, 2048, 512, -1.0, 1, 1, True):
+        seen = [
+            model.n_gpu_layers,
+            model.n_ubatch,
+            model.use_mmap,
+            model.repack_tensors,
+            context.n_ctx,
+            context.n_batch,
+        ]
+        seen += [context.n_ubatch, context.yarn_ext_factor, context.type_k, context.type_v, context.flash_attn]
+        if seen != [0, 512, True, False, 512, 2048, 512, -1.0, 1, 1, True]:
             raise EngineUnavailable(
                 f"the library in ik-llama-cpp-python {VERSION} has another layout than its bindings; reinstall it"
             )
@@ -154,6 +163,9 @@ def load(
     """
     if n_gpu_layers:
         raise UsageError("ik-llama's wheels run on the CPU only; use --backend llama-cpp for --gpu-layers")
+    if kv_type == "f32":
+        # Its flash attention aborts the whole process on a KV cache of F32.
+        raise UsageError("ik-llama has no KV cache of type f32; use f16, q8_0 or q4_0")
     return LlamaModel(
         binding(), Path(path), n_threads=n_threads or default_threads(), kv_type=kv_type, progress=progress
     )

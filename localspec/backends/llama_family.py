@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from localspec.backends.base import Capabilities, Context, Forward, Model, Progress
+from localspec.backends.base import Capabilities, Context, FloatArray, Forward, Model, Progress
 from localspec.errors import Closed, EngineError, UsageError
 from localspec.gguf_file import GGUFFile
 from localspec.vocab import Vocab
@@ -150,7 +150,9 @@ class LlamaContext(Context):
         # Engines round the size up for their kernels; the extra room stays unused so that all count the same.
         handle = self._binding.new_context(model.handle, -(-n_ctx // 256) * 256, n_threads, KV_TYPES[model.kv_type])
         if not handle:
-            raise EngineError(f"{model.engine} has not enough memory for a context of {n_ctx} tokens; use a smaller --ctx")
+            raise EngineError(
+                f"{model.engine} has not enough memory for a context of {n_ctx} tokens; use a smaller --ctx"
+            )
         self._handle: int = handle
         self._batch = self._binding.lib.llama_batch_init(N_BATCH, 0, 1)
         as_array = np.ctypeslib.as_array
@@ -165,7 +167,7 @@ class LlamaContext(Context):
     def _decode(self, tokens: Sequence[int], logits: Literal["all", "last", "none"]) -> Forward:
         if self.model.capabilities.rollback == "replay" and len(tokens) > 1:
             self._checkpoint = (self.n_past, self._save())
-        rows: list[np.ndarray[Any, np.dtype[np.float32]]] = []
+        rows: list[FloatArray] = []
         n_vocab = self.model.n_vocab
         for start in range(0, len(tokens), N_BATCH):
             piece = tokens[start : start + N_BATCH]
@@ -187,8 +189,8 @@ class LlamaContext(Context):
                 address = ctypes.cast(self._binding.lib.llama_get_logits(self._handle), ctypes.c_void_p).value
                 if not address:
                     raise EngineError(f"{self.model.engine} returned no logits")
-                view = np.frombuffer((ctypes.c_float * (n_rows * n_vocab)).from_address(address), dtype=np.float32)
-                view = view.reshape(n_rows, n_vocab)
+                rows_type = ctypes.c_float * n_vocab * n_rows
+                view: FloatArray = np.ctypeslib.as_array(rows_type.from_address(address))
                 rows.append(view if len(tokens) <= N_BATCH else view.copy())
         if not rows:
             return Forward(np.empty((0, n_vocab), dtype=np.float32))

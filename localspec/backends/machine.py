@@ -24,10 +24,7 @@ def prepare_threads() -> None:
 @cache
 def default_threads() -> int:
     """Physical cores this process may use: hyper-threads share the units that decoding is bound by."""
-    if hasattr(os, "sched_getaffinity"):
-        available = len(os.sched_getaffinity(0))
-    else:
-        available = os.cpu_count() or 1
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if sys.platform == "darwin":
         # Efficiency cores make every barrier wait for them.
         found = _sysctl("hw.perflevel0.physicalcpu") or _sysctl("hw.physicalcpu")
@@ -40,21 +37,25 @@ def default_threads() -> int:
 
 
 @cache
-def cpu_has_avx2() -> bool:
-    """Whether this x86 CPU and system offer AVX2; when that cannot be found out, True."""
+def missing_cpu_features() -> list[str]:
+    """What this CPU lacks of the instructions that ready-made wheels use; empty too where that cannot be found out."""
+    machine = platform.machine().lower()
     if sys.platform == "linux":
+        wanted = {
+            "x86_64": {"avx2": "AVX2", "fma": "FMA", "f16c": "F16C"},
+            "aarch64": {"asimddp": "dot products (ARMv8.2)", "asimdhp": "half floats (ARMv8.2)"},
+        }.get(machine, {})
         try:
-            return " avx2 " in Path("/proc/cpuinfo").read_text().replace("\n", " ")
+            flags = set(Path("/proc/cpuinfo").read_text().split())
         except OSError:
-            return True
-    if sys.platform == "win32":
+            return []
+        return [label for flag, label in wanted.items() if flag not in flags]
+    if sys.platform == "win32" and machine == "amd64":
         import ctypes
 
         pf_avx2_instructions_available = 40
-        return bool(ctypes.windll.kernel32.IsProcessorFeaturePresent(pf_avx2_instructions_available))
-    if sys.platform == "darwin":
-        return _sysctl("hw.optional.avx2_0") != "0"
-    return True
+        return [] if ctypes.windll.kernel32.IsProcessorFeaturePresent(pf_avx2_instructions_available) else ["AVX2"]
+    return []
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Copies of a model file with some tensors in another type, for an engine whose kernels for the original type are wrong.
+"""Copies of a model file with some tensors in another type, for an engine whose kernels for theirs are wrong.
 
 ik-llama-cpp-python 0.1.5 computes batches over Q4_1 and Q5_1 wrongly when a row is not a whole number of 128-value
 groups (SmolLM2's 576, for one). Q8_0 and F16 of the same rows are right. Rounding the dequantised values to Q8_0 moves
@@ -100,7 +100,7 @@ def write_copy(gguf: GGUFFile, target: Path, types: dict[str, str], marks: dict[
                 data = gguf.tensor_bytes(name)
                 if name in kinds:
                     data = convert(data, tensor, kinds[name].name)
-                file.write(memoryview(np.ascontiguousarray(data)))
+                file.write(np.ascontiguousarray(data).data)
                 file.write(bytes(-data.nbytes % alignment))
             file.flush()
             os.fsync(file.fileno())

@@ -30,7 +30,8 @@ MAX_MEAN_KL = 0.15
 
 CHECK_TEXT = (
     "The harbour was quiet before dawn. Two boats lay at the pier, and a man with a lantern counted crates: "
-    "fourteen of oranges, three of glass, one marked only with a number, 2718. def area(r):\n    return 3.14159 * r ** 2\n"
+    "fourteen of oranges, three of glass, one marked only with a number, 2718. "
+    "def area(r):\n    return 3.14159 * r ** 2\n"
 )
 
 _FORMAT = 1
@@ -115,9 +116,7 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def load_checked(
-    backend: str, path: Path, options: dict[str, Any], say: Callable[[str], None]
-) -> Model:
+def load_checked(backend: str, path: Path, options: dict[str, Any], say: Callable[[str], None]) -> Model:
     """Load a file, or a repacked copy of it that the engine computes rightly; see the module's docstring.
 
     Args:

@@ -31,6 +31,8 @@ class DraftModelDrafter(Drafter):
         if len(tokens) > context.n_ctx:
             return []
         known = context.reuse(tokens[:-1])
+        if max(tokens[known:]) >= context.model.n_vocab:  # the target's padding can be wider than the draft's
+            return []
         if not plan.more(self.source, pending=len(tokens) - known):
             return []
         started = time.perf_counter()

@@ -97,9 +97,7 @@ class SuffixAutomaton:
             followed[p] += 1
             rival = best[p]
             # followed[next] lacks the occurrence at the very end, which nothing has followed yet: that of `token`.
-            if rival != token and (
-                rival == _NONE or 2 * (followed[next_[p][token]] + 1) >= followed[next_[p][rival]]
-            ):
+            if rival != token and (rival == _NONE or 2 * (followed[next_[p][token]] + 1) >= followed[next_[p][rival]]):
                 changes += (p, rival)
                 best[p] = token
             p = link[p]

@@ -18,7 +18,7 @@ from localspec.repl.typesetter import Typesetter
 from localspec.rounds import SpecStats
 
 if TYPE_CHECKING:
-    from localspec.llm import Reply
+    from localspec.stream import Reply
     from localspec.repl.chat import Chat
 
 SEED_BITS = 32
