@@ -112,9 +112,13 @@ class ScriptedLLM:
     warnings: list[str] = field(default_factory=list)
     chat_defaults: dict[str, Any] = field(default_factory=dict)
     asked: list[Any] = field(default_factory=list)
+    options: list[dict[str, Any]] = field(default_factory=list)
+    params: list[SamplingParams | None] = field(default_factory=list)
 
     def rounds(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> ScriptedStream:
         self.asked.append(prompt)
+        self.options.append(options)
+        self.params.append(params)
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         return ScriptedStream(answer, self.pace)
 

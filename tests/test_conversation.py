@@ -238,11 +238,25 @@ def test_race_names_who_ran_first_and_takes_turns() -> None:
     first = it.out
     it.run("/race")
     second = it.out
+    assert [options["speculate"] for options in it.llm.options[1:]] == [False, True, True, False]
     assert "plain (ran first)" in first
     assert "speculative (ran first)" in second
     assert "same text: all" in first
     assert first.count("same words here") == 2
     assert len(it.chat.conversation.turns) == 1
+
+
+def test_both_sides_of_a_race_get_the_same_dice() -> None:
+    it = Scripted()
+    it.run("/set temperature 1")
+    it.chat.ask("q")
+    it.run("/race")
+    assert it.llm.params[0] is not None
+    assert it.llm.params[0].seed is None
+    assert it.llm.params[1] == it.llm.params[2]
+    assert it.llm.params[1] is not None
+    assert it.llm.params[1].seed is not None
+    assert it.llm.asked[0] == it.llm.asked[1] == it.llm.asked[2]
 
 
 def test_race_shows_the_first_difference() -> None:
