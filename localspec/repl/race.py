@@ -18,8 +18,8 @@ from localspec.repl.typesetter import Typesetter
 from localspec.rounds import SpecStats
 
 if TYPE_CHECKING:
-    from localspec.stream import Reply
     from localspec.repl.chat import Chat
+    from localspec.stream import Reply
 
 SEED_BITS = 32
 
