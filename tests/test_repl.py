@@ -52,6 +52,11 @@ def open_chat(tmp_path: Path, tiny: TinyFiles) -> Iterator[Open]:
         terminal.close()
 
 
+def at_empty_prompt(screen: str) -> bool:
+    """Whether the chat waits for a line of which nothing was typed yet."""
+    return screen.rstrip().splitlines()[-2] == ">"
+
+
 def answers(screen: str) -> int:
     """How many answers were cut at the token budget: how the short ones here end."""
     return screen.count("[cut short: max_tokens is 30")
@@ -265,10 +270,12 @@ def test_several_lines_history_and_completion(open_chat: Open) -> None:
     terminal.keys("Up")
     terminal.wait(lambda s: s.count("> one") == 2)
     terminal.keys("C-c")
+    terminal.wait(at_empty_prompt)
     terminal.keys("-l", "/rac")
     terminal.keys("Tab")
     terminal.wait("> /race")
     terminal.keys("C-c")
+    terminal.wait(at_empty_prompt)
     terminal.keys("-l", "/view la")
     terminal.keys("Tab")
     terminal.keys("Enter")

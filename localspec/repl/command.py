@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from localspec.home import home
@@ -12,7 +13,7 @@ from localspec.progress import Progress
 from localspec.repl.chat import Chat, header
 from localspec.repl.commands import complete, is_command, run_command
 from localspec.repl.line_prompt import LinePrompt
-from localspec.repl.screen import Screen
+from localspec.repl.screen import Screen, no_echo
 from localspec.stdin import decode
 
 if TYPE_CHECKING:
@@ -34,7 +35,12 @@ def chat_command(options: RunOptions) -> int:
         system = options.system if options.system is not None else defaults.get("system")
         chat = Chat(llm, screen, params=options.params(defaults), system=system)
         chat.loaded = progress.clear
-        return _converse(chat) if interactive else _answer_lines(chat)
+        if not interactive:
+            return _answer_lines(chat)
+        # A terminal that is asked through prompt_toolkit never needs the system's echo: what is typed while the program
+        # is busy would be printed into its output, and again at the prompt.
+        with no_echo() if screen.ansi else nullcontext():
+            return _converse(chat)
 
 
 def _answer_lines(chat: Chat) -> int:
