@@ -76,6 +76,13 @@ def test_the_repacked_copy_says_what_the_file_says(tiny: TinyFiles) -> None:
 
 
 @pytest.mark.usefixtures("ik")
+def test_the_engine_that_is_right_is_not_blamed_for_the_other(tiny: TinyFiles) -> None:
+    open_backend("llama-cpp")
+    with backends.load(tiny.trap, "llama-cpp") as model:
+        assert model.path == tiny.trap
+
+
+@pytest.mark.usefixtures("ik")
 def test_auto_never_answers_with_wrong_kernels(tiny: TinyFiles) -> None:
     with LLM(tiny.trap, draft=None, n_ctx=256) as llm, backends.load(tiny.trap, "reference") as truth:
         text = "the quick brown fox jumps over the lazy dog " * 3
