@@ -59,6 +59,10 @@ class SourceAcceptance:
         self.hits[index] = self.hits[index] * fade + accepted
         self.seen[index] = self.seen[index] * fade + 1.0
 
+    def new_text(self) -> None:
+        """A new answer begins: its climate is expected to be like the last one's, and a little like the typical one."""
+        self.climate = [0.75 * old + 0.25 * typical for old, typical in zip(self.climate, TYPICAL_CLIMATE, strict=True)]
+
     def notice(self, confidence: float) -> None:
         """Record the confidence of a guess, sent to the target or not."""
         fade = 1.0 - 1.0 / self.climate_memory

@@ -161,10 +161,15 @@ class AutoController(Controller):
         self.ms_other = 0.3
         self._saved = self.GRANT_TOKENS * times(1)
         self._invested = False
+        self._budget = self.HORIZON_TOKENS
         self._policies: dict[str, ThresholdPolicy] = {}
         self._age = 0
         self._reason = ""
         self._plan: AutoPlan | None = None
+
+    def begin(self, params: SamplingParams, n_prompt: int) -> None:
+        for source in self.draft_times:
+            self.sources[source].new_text()
 
     def register(self, source: str) -> None:
         """Make a source of guesses known, with its prior."""
@@ -192,6 +197,7 @@ class AutoController(Controller):
         self._age += 1
         if self._age % 4 == 1:
             self._policies.clear()
+        self._budget = room
         self._plan = AutoPlan(self, min(room, MAX_DRAFT))
         return self._plan
 
@@ -215,7 +221,7 @@ class AutoController(Controller):
         if catch_up > 2 * self.times(1):  # an investment: a prompt, or a stretch that was decoded plainly
             gain = self.ms_plain - 1.0 / self.policy(source).rate
             affordable = catch_up < self._saved or not self._invested
-            if not affordable or gain * self.HORIZON_TOKENS < 2 * catch_up:
+            if not affordable or gain * min(self._budget, self.HORIZON_TOKENS) < 3 * catch_up:
                 return False
             if not self._invested:  # one a request is forgiven: it is the price of having a draft at all
                 self._invested = True

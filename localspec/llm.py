@@ -105,6 +105,11 @@ class LLM:
         return list(self._pair.warnings)
 
     @property
+    def plain_tokens_per_second(self) -> float:
+        """Expected speed of plain decoding here, from the measured time of a one-token pass."""
+        return 1e3 / self._pair.times(1)
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of the target's file."""
         return self._pair.target.size_bytes

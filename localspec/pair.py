@@ -95,6 +95,7 @@ class Pair:
                 kv_type=self.options.kv_type,
                 progress=progress,
                 say=lambda line: report(line, None),
+                warn=self.warnings.append,
             )
         except LocalspecError:
             if cancel:

@@ -111,6 +111,7 @@ class ScriptedLLM:
     n_ctx: int = 4096
     warnings: list[str] = field(default_factory=list)
     chat_defaults: dict[str, Any] = field(default_factory=dict)
+    plain_tokens_per_second: float = 12.0
     asked: list[Any] = field(default_factory=list)
     options: list[dict[str, Any]] = field(default_factory=list)
     params: list[SamplingParams | None] = field(default_factory=list)

@@ -145,7 +145,7 @@ def test_absurd_lengths_are_refused(length: int) -> None:
 def test_explains_itself() -> None:
     here = world("ik", 0.6, "stationary 0.4")
     controller = auto(here)
-    here.run(controller, 100)
+    controller.sources["model"].climate = [1.0] + [0.0] * (N_BINS - 1)
     assert re.search(
         r"not drafting with model: needs \d+% acceptance to break even here, this text gives \d+%", controller.explain()
     )

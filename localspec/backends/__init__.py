@@ -69,6 +69,7 @@ def load(
     kv_type: str = "f16",
     progress: Progress | None = None,
     say: Callable[[str], None] = lambda line: None,
+    warn: Callable[[str], None] = lambda line: None,
 ) -> Model:
     """Load a file with an engine that computes it rightly.
 
@@ -79,7 +80,8 @@ def load(
         n_gpu_layers: see ``candidates``.
         kv_type: type of the KV cache.
         progress: called with the loaded fraction; returning False cancels.
-        say: takes one-line remarks, such as why an engine was passed over.
+        say: takes what is being done, in a line.
+        warn: takes remarks that a user should keep, such as why an engine was passed over.
 
     Raises:
         UsageError: no such backend.
@@ -98,10 +100,10 @@ def load(
         if name != "reference":
             options["kv_type"] = kv_type
         try:
-            return trust.load_checked(name, path, options, say)
+            return trust.load_checked(name, path, options, say, warn)
         except EngineError as error:
             failure = failure or error
             if name != names[-1]:
-                say(f"{error}; trying {names[names.index(name) + 1]}")
+                warn(f"{error}; trying {names[names.index(name) + 1]}")
     assert failure is not None
     raise failure

@@ -116,14 +116,21 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def load_checked(backend: str, path: Path, options: dict[str, Any], say: Callable[[str], None]) -> Model:
+def load_checked(
+    backend: str,
+    path: Path,
+    options: dict[str, Any],
+    say: Callable[[str], None],
+    warn: Callable[[str], None],
+) -> Model:
     """Load a file, or a repacked copy of it that the engine computes rightly; see the module's docstring.
 
     Args:
         backend: the engine's name.
         path: the file.
         options: arguments of the engine's ``load``.
-        say: takes one-line remarks.
+        say: takes what is being done, in a line.
+        warn: takes remarks that a user should keep.
 
     Raises:
         EngineMismatch: the engine is wrong about the file and no repacked copy helps.
@@ -159,7 +166,7 @@ def load_checked(backend: str, path: Path, options: dict[str, Any], say: Callabl
             found = _examine(copy, path, options)
             ledger.put(key(digest), found)
         if found["holds"]:
-            say(f"{copy.engine} computes {path.name} wrongly in batches ({verdict['why']}): using {repacked.name}")
+            warn(f"{copy.engine} computes {path.name} wrongly in batches ({verdict['why']}): using {repacked.name}")
             return copy
         copy.close()
         repacked.unlink(missing_ok=True)

@@ -108,10 +108,9 @@ class Chat:
         return f"the context of {self.llm.n_ctx} tokens is full; /undo, or start with a larger --ctx"
 
     @property
-    def plain_speed(self) -> float | None:
-        """Estimated tokens per second of plain decoding, from the last answer."""
-        speed = self.last_stats.get("estimated_plain_tokens_per_second")
-        return speed if isinstance(speed, float) else None  # a loaded chat can say anything
+    def plain_speed(self) -> float:
+        """Expected tokens per second of plain decoding."""
+        return self.llm.plain_tokens_per_second
 
     @property
     def toolbar(self) -> str:

@@ -21,7 +21,7 @@ class Status:
     Args:
         drafters: names of the drafters in use.
         draft_length: ``auto`` or a number.
-        plain_speed: tokens per second of plain decoding, where an earlier answer estimated it.
+        plain_speed: expected tokens per second of plain decoding, where it is known.
     """
 
     def __init__(self, drafters: Sequence[str], draft_length: int | str, plain_speed: float | None = None) -> None:
