@@ -89,7 +89,7 @@ class SpeculativeDecoder:
         while not cancelled():
             started = time.perf_counter()
             plan = self.controller.plan(room=budget - 1, n_past=self.target.n_past)
-            draft = self.drafters.draft(tokens, plan, proposer)
+            draft = self.drafters.draft(tokens, plan, proposer, end_tokens)
             drafted = time.perf_counter()
             forward = self.target.decode([tokens[-1], *draft.ids])
             passed = time.perf_counter()

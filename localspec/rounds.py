@@ -34,11 +34,10 @@ class DraftToken:
 class Draft(Sequence[DraftToken]):
     """The guesses of one round, in order; empty means plain decoding."""
 
-    __slots__ = ("_tokens", "ms")
+    __slots__ = ("_tokens",)
 
-    def __init__(self, tokens: Sequence[DraftToken] = (), ms: float = 0.0) -> None:
+    def __init__(self, tokens: Sequence[DraftToken] = ()) -> None:
         self._tokens = list(tokens)
-        self.ms = ms
 
     @property
     def ids(self) -> list[int]:

@@ -254,3 +254,13 @@ def test_a_draft_model_is_not_fed_while_it_does_not_pay(tiny: TinyFiles) -> None
             times.base = {1: 1e6}
         llm.generate("x", GREEDY)
         assert draft_context(llm).n_past == 0
+
+
+def test_nothing_is_drafted_behind_an_end_token(tiny: TinyFiles) -> None:
+    with LLM(tiny.pair.target, draft=tiny.pair.target, backend="reference", n_ctx=256) as llm:
+        end = llm.generate("the cat", SamplingParams(max_tokens=12, ignore_eos=True)).token_ids[4]
+        llm._pair.target.vocab.eog = frozenset({end})
+        rounds = list(llm.rounds("the cat", SamplingParams(max_tokens=40), draft_length=12))
+        assert rounds[-1].finish_reason == "stop"
+        for round_ in rounds:
+            assert end not in round_.draft.ids[:-1]

@@ -102,7 +102,6 @@ class LlamaModel(Model):
         self.n_threads = n_threads
         self.kv_type = kv_type
         gguf.close()
-        self._cancelled: list[BaseException] = []
         handle = binding.load_model(path, n_gpu_layers, progress)
         if not handle:
             raise EngineError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from localspec.backends.base import Forward
@@ -28,9 +27,10 @@ class DrafterGroup:
         for drafter in self.drafters:
             drafter.process(tokens, forward)
 
-    def draft(self, tokens: list[int], plan: Plan, proposer: Proposer) -> Draft:
-        """Guess what follows ``tokens`` (left as it was on return)."""
-        started = time.perf_counter()
+    def draft(
+        self, tokens: list[int], plan: Plan, proposer: Proposer, end_tokens: frozenset[int] = frozenset()
+    ) -> Draft:
+        """Guess what follows ``tokens`` (left as it was on return), up to an end token: nothing counts behind one."""
         settled = len(tokens)
         draft = Draft()
         try:
@@ -44,9 +44,10 @@ class DrafterGroup:
                 for guess in guesses:
                     draft.append(guess)
                     tokens.append(guess.id)
+                    if guess.id in end_tokens:
+                        return draft
         finally:
             del tokens[settled:]
-        draft.ms = (time.perf_counter() - started) * 1e3
         return draft
 
     def accept(self, emitted: Sequence[int]) -> None:
