@@ -36,7 +36,7 @@ Draft = Annotated[
     ),
 ]
 DraftLength = Annotated[str, typer.Option(metavar="auto|N", help="Guesses per round.")]
-Backend = Annotated[str, typer.Option(metavar="auto|llama-cpp|ik-llama|mlx|reference", help="The engine.")]
+Backend = Annotated[str, typer.Option(metavar="auto|llama-cpp|ik-llama|reference", help="The engine.")]
 Temperature = Annotated[
     float | None, typer.Option(help="0 always takes the likeliest token.", show_default="the model's")
 ]
@@ -49,6 +49,7 @@ MaxTokens = Annotated[int | None, typer.Option(help="Longest answer.", show_defa
 Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End the answer before this text; repeatable.")]
 Ctx = Annotated[int | None, typer.Option(help="Context size in tokens, answer included.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.", show_default="the physical cores")]
+KVCache = Annotated[str, typer.Option(metavar="f16|f32|q8_0|q4_0", help="Type of the attention cache.")]
 GpuLayers = Annotated[int | None, typer.Option(help="Layers on the GPU.", show_default="all, if the engine can")]
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="The system prompt.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show what the engine logs.")]
@@ -108,7 +109,7 @@ def _options(given: dict[str, Any]) -> Callable[[], Any]:
     sampling = {name: given[name] for name in names if given[name] is not None}
     if given["stop"]:
         sampling["stop"] = tuple(given["stop"])
-    rest = ("model", "draft_length", "backend", "ctx", "threads", "gpu_layers", "system", "verbose")
+    rest = ("model", "draft_length", "backend", "ctx", "threads", "gpu_layers", "kv_cache", "system", "verbose")
 
     def build() -> Any:
         from localspec.options import RunOptions
@@ -135,6 +136,7 @@ def chat(
     ctx: Ctx = None,
     threads: Threads = None,
     gpu_layers: GpuLayers = None,
+    kv_cache: KVCache = "f16",
     system: System = None,
     verbose: Verbose = False,
 ) -> Run:
@@ -173,6 +175,7 @@ def generate(
     ctx: Ctx = None,
     threads: Threads = None,
     gpu_layers: GpuLayers = None,
+    kv_cache: KVCache = "f16",
     system: System = None,
     verbose: Verbose = False,
 ) -> Run:

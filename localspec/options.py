@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 Report = Callable[[str, "float | None"], None]
 
 MAX_COUNT = 1 << 31
+KV_CACHE_TYPES = ("f16", "f32", "q8_0", "q4_0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class RunOptions:
     ctx: int | None = None
     threads: int | None = None
     gpu_layers: int | None = None
+    kv_cache: str = "f16"
     system: str | None = None
     verbose: bool = False
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -56,6 +58,8 @@ class RunOptions:
         ):
             if value is not None and not least <= value <= most:
                 raise UsageError(f"{name} must be in {least}..{most}, not {value}")
+        if self.kv_cache not in KV_CACHE_TYPES:
+            raise UsageError(f"--kv-cache must be {', '.join(KV_CACHE_TYPES)}, not {self.kv_cache!r}")
         self.length()
         self.drafters()
         self.params({})
@@ -97,6 +101,7 @@ class RunOptions:
             n_ctx=self.ctx,
             n_threads=self.threads,
             n_gpu_layers=self.gpu_layers,
+            kv_cache_type=self.kv_cache,
             progress=report,
         )
 
