@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +15,10 @@ from localspec.backends.base import Model
 from localspec.errors import EngineUnavailable
 from localspec.home import models_dir
 from tests import ggufs
+
+# A shell that starts pytest in the background makes it, and all it starts, ignore Ctrl-C; the tests send it.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ENGINES = ("llama-cpp", "ik-llama", "reference")
 
