@@ -150,7 +150,7 @@ class AutoController(Controller):
     EXPLORE_SHARE = 0.01
     GRANT_TOKENS = 2.0
     SAVED_CAP_TOKENS = 40.0
-    HORIZON_TOKENS = 128
+    HORIZON_TOKENS = 256
 
     def __init__(
         self, times: PassTimes, draft_times: Mapping[str, PassTimes], sources: dict[str, SourceAcceptance] | None = None
@@ -161,6 +161,7 @@ class AutoController(Controller):
         self.ms_other = 0.3
         self._saved = self.GRANT_TOKENS * times(1)
         self._invested = False
+        self._declined: set[str] = set()
         self._budget = self.HORIZON_TOKENS
         self._policies: dict[str, ThresholdPolicy] = {}
         self._age = 0
@@ -222,7 +223,9 @@ class AutoController(Controller):
             gain = self.ms_plain - 1.0 / self.policy(source).rate
             affordable = catch_up < self._saved or not self._invested
             if not affordable or gain * min(self._budget, self.HORIZON_TOKENS) < 3 * catch_up:
+                self._declined.add(source)
                 return False
+            self._declined.discard(source)
             if not self._invested:  # one a request is forgiven: it is the price of having a draft at all
                 self._invested = True
                 self._saved += catch_up
@@ -283,6 +286,8 @@ class AutoController(Controller):
         mean, need, policy = self.sources[source].mean(), self.break_even(source), self.policy(source)
         if need > 0.995:
             return f"not drafting with {source}: here even guesses that are always right cost more than they save"
+        if source in self._declined:
+            return f"not drafting with {source}: reading the text so far would cost more than it is expected to save"
         if policy.rate * self.ms_plain > 1:
             return f"drafting with {source}: {need:.0%} acceptance breaks even here, this text gives {mean:.0%}"
         return f"not drafting with {source}: needs {need:.0%} acceptance to break even here, this text gives {mean:.0%}"

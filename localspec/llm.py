@@ -120,7 +120,7 @@ class LLM:
 
     def explain(self) -> str:
         """One sentence: why the runtime is, or is not, drafting now."""
-        return self._pair.controller(self.draft_length).explain()
+        return self._pair.explain(self.draft_length)
 
     # -- text and tokens -----------------------------------------------------------------------------------------
 

@@ -60,6 +60,7 @@ class Pair:
         self._drafters: list[Drafter] = []
         self._acceptance: dict[str, SourceAcceptance] = {}
         self._draft_times: dict[str, PassTimes] = {}
+        self._last: Controller | None = None
         self.target = self._load(path, report)
         try:
             n_ctx = options.n_ctx or min(DEFAULT_CTX, self.target.n_ctx_train or DEFAULT_CTX)
@@ -175,7 +176,7 @@ class Pair:
         for drafter in self._drafters:
             if not isinstance(drafter, DraftModelDrafter):
                 drafter.close()
-        self._models, self._drafters, self._draft_times = fresh, drafters, times
+        self._models, self._drafters, self._draft_times, self._last = fresh, drafters, times, None
         self._acceptance = {}
 
     def _load_draft(self, path: Path, report: Report) -> tuple[Model, Context]:
@@ -216,6 +217,12 @@ class Pair:
             auto.register(drafter.source)
         return auto
 
+    def explain(self, draft_length: DraftLength) -> str:
+        """Why the last answer was, or the next one will be, drafted as it is: one sentence."""
+        if draft_length == "auto" and isinstance(self._last, AutoController):
+            return self._last.explain()
+        return self.controller(draft_length).explain()
+
     def rounds(
         self,
         prompt: Sequence[int],
@@ -225,7 +232,7 @@ class Pair:
         cancelled: Callable[[], bool],
     ) -> Iterator[Round]:
         """Prefill and decode; see ``SpeculativeDecoder``. ``on_prefilled`` gets the number of cached prompt tokens."""
-        controller = self.controller(draft_length)
+        controller = self._last = self.controller(draft_length)
         plain = isinstance(controller, FixedController) and controller.length == 0
         decoder = SpeculativeDecoder(self.context, [] if plain else self._drafters, controller)
         on_prefilled(decoder.prefill(prompt, cancelled))
