@@ -122,14 +122,8 @@ class IkLlamaBinding(Binding):
     def is_recurrent(self, model: int) -> bool:
         return bool(self.lib.llama_model_has_recurrent(model))
 
-    def tokenize(self, model: int, text: bytes, add_special: bool, parse_special: bool) -> list[int]:
-        size = len(text) + 8
-        buffer = (self.api.llama_token * size)()
-        n = self.api.llama_tokenize(model, text, len(text), buffer, size, add_special, parse_special)
-        if n < 0:
-            buffer = (self.api.llama_token * -n)()
-            n = self.api.llama_tokenize(model, text, len(text), buffer, -n, add_special, parse_special)
-        return list(buffer[:n])
+    def tokenizer(self, model: int) -> int:
+        return model
 
     def n_vocab(self, model: int) -> int:
         return int(self.lib.llama_n_vocab(model))

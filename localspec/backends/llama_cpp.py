@@ -77,15 +77,8 @@ class LlamaCppBinding(Binding):
     def is_recurrent(self, model: int) -> bool:
         return bool(self.lib.llama_model_is_recurrent(model) or self.lib.llama_model_is_hybrid(model))
 
-    def tokenize(self, model: int, text: bytes, add_special: bool, parse_special: bool) -> list[int]:
-        vocab = self.lib.llama_model_get_vocab(model)
-        size = len(text) + 8
-        buffer = (self.lib.llama_token * size)()
-        n = self.lib.llama_tokenize(vocab, text, len(text), buffer, size, add_special, parse_special)
-        if n < 0:
-            buffer = (self.lib.llama_token * -n)()
-            n = self.lib.llama_tokenize(vocab, text, len(text), buffer, -n, add_special, parse_special)
-        return list(buffer[:n])
+    def tokenizer(self, model: int) -> int:
+        return int(self.lib.llama_model_get_vocab(model))
 
     def n_vocab(self, model: int) -> int:
         return int(self.lib.llama_vocab_n_tokens(self.lib.llama_model_get_vocab(model)))

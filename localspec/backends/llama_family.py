@@ -59,7 +59,17 @@ class Binding(ABC):
         """Whether the memory holds a state that cannot be rewound (recurrent and hybrid models)."""
 
     @abstractmethod
-    def tokenize(self, model: int, text: bytes, add_special: bool, parse_special: bool) -> list[int]: ...
+    def tokenizer(self, model: int) -> int:
+        """The handle that ``llama_tokenize`` takes."""
+
+    def tokenize(self, model: int, text: bytes, add_special: bool, parse_special: bool) -> list[int]:
+        handle, size = self.tokenizer(model), len(text) + 8
+        while True:
+            buffer = (ctypes.c_int32 * size)()
+            n = self.lib.llama_tokenize(handle, text, len(text), buffer, size, add_special, parse_special)
+            if n >= 0:
+                return list(buffer[:n])
+            size = -n
 
     @abstractmethod
     def n_vocab(self, model: int) -> int: ...
