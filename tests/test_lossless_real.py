@@ -83,19 +83,16 @@ def test_greedy_answers_hold_when_replayed_at_width_one(llm: LLM, draft_length: 
 
 
 def test_a_wrong_rollback_would_be_seen(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: leave one rejected row in the cache, and the replay finds it."""
+    """The negative control: a rejected token's row in place of the last settled one's, and the replay finds it."""
     kind = type(llm._pair.context)
     original = kind.truncate
 
     def sloppy(self: Any, n: int) -> None:
         if self is llm._pair.context and 0 < n < self.n_past:
-            stale = self.tokens[n]
-            original(self, n)
-            # The row of the rejected token stays in place of the one that should have been decoded there.
-            self.tokens[-1:] = [stale]
-            self._truncate(n - 1)
+            right, stale = self.tokens[n - 1], self.tokens[n]
+            original(self, n - 1)
             self._decode([stale], "none")
-            self.tokens[-1:] = [stale]
+            self.tokens.append(right)
         else:
             original(self, n)
 
