@@ -151,6 +151,8 @@ class AutoController(Controller):
     GRANT_TOKENS = 2.0
     SAVED_CAP_TOKENS = 40.0
     HORIZON_TOKENS = 256
+    PATIENCE_TOKENS = 8
+    """An answer must have come this far before a draft model reads the prompt: many are shorter."""
 
     def __init__(
         self, times: PassTimes, draft_times: Mapping[str, PassTimes], sources: dict[str, SourceAcceptance] | None = None
@@ -161,6 +163,7 @@ class AutoController(Controller):
         self.ms_other = 0.3
         self._saved = self.GRANT_TOKENS * times(1)
         self._invested = False
+        self._emitted = 0
         self._declined: set[str] = set()
         self._budget = self.HORIZON_TOKENS
         self._policies: dict[str, ThresholdPolicy] = {}
@@ -222,7 +225,8 @@ class AutoController(Controller):
         if catch_up > 2 * self.times(1):  # an investment: a prompt, or a stretch that was decoded plainly
             gain = self.ms_plain - 1.0 / self.policy(source).rate
             affordable = catch_up < self._saved or not self._invested
-            if not affordable or gain * min(self._budget, self.HORIZON_TOKENS) < 3 * catch_up:
+            soon = self._emitted < self.PATIENCE_TOKENS
+            if soon or not affordable or gain * min(self._budget, self.HORIZON_TOKENS) < 3 * catch_up:
                 self._declined.add(source)
                 return False
             self._declined.discard(source)
@@ -270,6 +274,7 @@ class AutoController(Controller):
             confidence = guess.prob if guess.dist is None else float(guess.dist.probs.max())
             self.sources[guess.source].observe(confidence, i < round_.verdict.n_accepted)
         self.times.observe(len(round_.draft) + 1, round_.ms_verify)
+        self._emitted += len(round_.emitted)
         ms = round_.ms_draft + round_.ms_verify + self.ms_other
         self._saved += len(round_.emitted) * self.ms_plain - ms + self.EXPLORE_SHARE * ms
         self._saved = min(self._saved, self.SAVED_CAP_TOKENS * self.times(1))

@@ -149,3 +149,11 @@ def test_explains_itself() -> None:
     assert re.search(
         r"not drafting with model: needs \d+% acceptance to break even here, this text gives \d+%", controller.explain()
     )
+
+
+def test_a_draft_model_does_not_read_a_prompt_for_a_short_answer() -> None:
+    here = world("ik", 0.2, "stationary 0.9")
+    controller = auto(here)
+    assert not controller.plan(room=500, n_past=200).more("model", pending=200)
+    here.run(controller, 20)
+    assert controller.plan(room=500, n_past=220).more("model", pending=220)
