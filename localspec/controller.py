@@ -226,7 +226,7 @@ class AutoController(Controller):
             gain = self.ms_plain - 1.0 / self.policy(source).rate
             affordable = catch_up < self._saved or not self._invested
             soon = self._emitted < self.PATIENCE_TOKENS
-            if soon or not affordable or gain * min(self._budget, self.HORIZON_TOKENS) < 3 * catch_up:
+            if soon or not affordable or gain * min(self._budget, self.HORIZON_TOKENS) < catch_up:
                 self._declined.add(source)
                 return False
             self._declined.discard(source)
