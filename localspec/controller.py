@@ -169,7 +169,6 @@ class AutoController(Controller):
         self._policies: dict[str, ThresholdPolicy] = {}
         self._age = 0
         self._reason = ""
-        self._plan: AutoPlan | None = None
 
     def begin(self, params: SamplingParams, n_prompt: int) -> None:
         for source in self.draft_times:
@@ -202,8 +201,7 @@ class AutoController(Controller):
         if self._age % 4 == 1:
             self._policies.clear()
         self._budget = room
-        self._plan = AutoPlan(self, min(room, MAX_DRAFT))
-        return self._plan
+        return AutoPlan(self, min(room, MAX_DRAFT))
 
     def row_pays(self, plan: AutoPlan, source: str, expected: float) -> bool:
         """Whether a guess, already made, is worth a row of the target's pass (or leads to rows that are).
