@@ -1,0 +1,300 @@
+"""llama.cpp's own C++ programs, plain and with a draft model: the figures that localspec's are to be held against.
+
+    python benchmarks/llama_cpp_speculative.py --prompts FILE [--model NAME] [--draft NAME] [--tokens N] [--repeats N]
+        [--drafts K ...] [--p-min P ...] [--programs simple tree] [--set NAME] [--json FILE] [--resume FILE]
+    nice -n 19 python benchmarks/llama_cpp_speculative.py --build-only --jobs 1
+
+FILE has a JSON object a line: ``id``, ``category``, ``prompt`` and perhaps ``set`` (without one, it is in every set).
+The programs are compiled once, for this CPU, from the llama.cpp inside the source distribution of llama-cpp-python
+(some minutes, under LOCALSPEC_HOME; ``--build DIR`` puts them elsewhere). Two of them draft with a second model:
+
+simple  llama-speculative-simple, which shares its drafting code with llama-server. After each check the draft model
+        reads the checked tokens once more, in one pass. ``--spec-draft-p-min`` (once ``--draft-p-min``) ends a draft
+        early; the default is 0, never.
+tree    llama-speculative, the older example, here with one branch. It reads nothing twice and knows no least
+        probability.
+
+Plain decoding is llama-speculative-simple too, so that one clock times all arms: it refuses to run without drafting,
+so it gets n-gram lookup with patterns of 1024 tokens and drafts of 1, which looks for nothing before 1026 tokens and,
+by a rule of that code (a draft shorter than the pattern is dropped), proposes nothing after. It was as fast as
+llama-completion where they took turns (18.8 and 18.9 tok/s, medians of 3).
+
+Speed is what the programs print as decoded tokens per second: from the end of reading the prompt to the end of the
+text, without loading. They decode one to K + 1 tokens more than asked, and count them. Decoding is greedy and ends with
+the model's turn, or goes on with ``--ignore-eos``; texts of the arms can part, as passes over several tokens round
+differently. The programs get localspec's number of threads and its OpenMP setting. Arms take turns prompt by prompt,
+in reversed order in every other repeat. Printed are medians over a category's prompts of the medians over repeats.
+Ctrl-C ends the run and keeps what is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import venv
+from pathlib import Path
+from typing import Any
+
+from localspec.backends.machine import cpu_name, default_threads, prepare_threads
+from localspec.catalog import Catalog
+from localspec.gguf_file import GGUFFile
+from localspec.home import home
+from localspec.text import ChatTemplate
+from localspec.vocab import Vocab
+
+SOURCE = "llama-cpp-python==0.3.36"
+PROGRAMS = {"simple": "llama-speculative-simple", "tree": "llama-speculative"}
+PLAIN = ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "1024", "--spec-ngram-simple-size-m", "1"]
+CMAKE_OPTIONS = [
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DBUILD_SHARED_LIBS=OFF",
+    "-DGGML_NATIVE=ON",
+    "-DLLAMA_CURL=OFF",  # this version has replaced it by the next and only warns
+    "-DLLAMA_OPENSSL=OFF",
+    "-DLLAMA_BUILD_TOOLS=OFF",
+    "-DLLAMA_BUILD_SERVER=OFF",
+    "-DLLAMA_BUILD_APP=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF",
+]
+TIMES = {
+    "prompt_tokens": r"encoded\s+(\d+) tokens",
+    "tokens": r"decoded\s+(\d+) tokens",
+    "seconds": r"decoded\s+\d+ tokens in\s+([\d.]+) seconds",
+    "tokens_per_second": r"decoded\s+\d+ tokens in\s+[\d.]+ seconds, speed:\s+([\d.]+) t/s",
+    "drafted": r"n_drafted = (\d+)",
+    "accepted": r"n_accept  = (\d+)",
+}
+
+
+def build(folder: Path, jobs: int) -> dict[str, Path]:
+    """The programs by short name, compiled if they are not there."""
+    suffix = ".exe" if sys.platform == "win32" else ""
+    programs = {name: folder / "out" / "bin" / f"{program}{suffix}" for name, program in PROGRAMS.items()}
+    if all(path.is_file() for path in programs.values()):
+        return programs
+    folder.mkdir(parents=True, exist_ok=True)
+    source = folder / "source"
+    if not (source / "CMakeLists.txt").is_file():
+        fetch_source(source)
+    tools = cmake_tools(folder)
+    generator = ["-G", "Ninja"] if shutil.which("ninja", path=tools["PATH"]) else []
+    cmake = shutil.which("cmake", path=tools["PATH"]) or "cmake"
+    configure = [cmake, "-S", str(source), "-B", str(folder / "out"), *generator, *CMAKE_OPTIONS]
+    subprocess.run(configure, check=True, env=tools)
+    targets = ["--target", *PROGRAMS.values(), "--config", "Release", "-j", str(jobs)]
+    subprocess.run([cmake, "--build", str(folder / "out"), *targets], check=True, env=tools)
+    return programs
+
+
+def fetch_source(target: Path) -> None:
+    """Unpack llama.cpp from the source distribution."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "llama-cpp-python"]
+        subprocess.run([*pip, "-d", scratch, SOURCE], check=True)
+        with tarfile.open(next(Path(scratch).glob("*.tar.gz"))) as tar:
+            wanted = [member for member in tar.getmembers() if "/vendor/llama.cpp/" in member.name]
+            tar.extractall(scratch, wanted, filter="data")
+        next(Path(scratch).glob("*/vendor/llama.cpp")).replace(target)
+
+
+def cmake_tools(folder: Path) -> dict[str, str]:
+    """An environment in which cmake is found; it and ninja are fetched from the package index where it is not."""
+    if shutil.which("cmake"):
+        return dict(os.environ)
+    tools = folder / "tools"
+    scripts = tools / ("Scripts" if sys.platform == "win32" else "bin")
+    if not tools.is_dir():
+        venv.create(tools, with_pip=True)
+    subprocess.run([str(scripts / "python"), "-m", "pip", "install", "-q", "cmake", "ninja"], check=True)
+    return os.environ | {"PATH": f"{scripts}{os.pathsep}{os.environ.get('PATH', '')}"}
+
+
+def read_prompts(path: Path, chosen: str, only: list[str] | None) -> list[dict[str, Any]]:
+    lines = path.read_text("utf-8").splitlines()
+    prompts: list[dict[str, Any]] = [json.loads(line) for line in lines if line.strip()]
+    prompts = [p for p in prompts if p.get("set", chosen) == chosen and (not only or p["category"] in only)]
+    if not prompts:
+        raise SystemExit(f"{path} has no such prompts")
+    return prompts
+
+
+class Renderer:
+    """Prompts as the model's chat template writes them."""
+
+    def __init__(self, model: Path) -> None:
+        with GGUFFile(model) as gguf:
+            vocab = Vocab.from_gguf(gguf)
+            source = gguf.metadata.get("tokenizer.chat_template")
+        self.template = ChatTemplate.for_vocab(None if source is None else str(source), vocab)
+        # The programs put the first token there themselves.
+        self.bos = vocab.token_text(vocab.bos) if vocab.add_bos and vocab.bos is not None else ""
+
+    def __call__(self, prompt: str) -> str:
+        return self.template.render([{"role": "user", "content": prompt}]).removeprefix(self.bos)
+
+
+def arms_of(args: argparse.Namespace, draft: Path) -> dict[str, tuple[str, list[str]]]:
+    """Name -> (program, its options)."""
+    arms: dict[str, tuple[str, list[str]]] = {"plain": ("simple", PLAIN)}
+    for k in args.drafts:
+        with_draft = ["-md", str(draft), "--spec-draft-n-max", str(k)]
+        if "simple" in args.programs:
+            simple = [*with_draft, "--spec-type", "draft-simple"]
+            arms[f"simple {k}"] = ("simple", simple)
+            for p_min in args.p_min:
+                arms[f"simple {k} p{p_min:g}"] = ("simple", [*simple, "--spec-draft-p-min", str(p_min)])
+        if "tree" in args.programs:
+            arms[f"tree {k}"] = ("tree", with_draft)
+    return arms
+
+
+def measure(command: list[str], prompt: str) -> dict[str, Any]:
+    """Run a program and read what it prints about itself."""
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "prompt.txt"
+        file.write_bytes(prompt.encode())
+        # The text goes to standard output, everything else to standard error.
+        done = subprocess.run([*command, "-bf", str(file)], capture_output=True, check=False, stdin=subprocess.DEVNULL)
+    said = done.stderr.decode(errors="replace")
+    found = {name: re.search(pattern, said) for name, pattern in TIMES.items()}
+    if done.returncode or not all(found.values()):
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{said[-2000:]}")
+    numbers = {name: float(match[1]) for name, match in found.items() if match}
+    return numbers | {"text": done.stdout.decode(errors="replace").partition(prompt)[2].strip()}
+
+
+def median_speed(runs: list[dict[str, Any]], ids: list[str], arm: str) -> float | None:
+    """Median over prompts of the median over repeats; None unless every prompt that has begun has this arm."""
+    medians = []
+    for prompt in ids:
+        speeds = [run["tokens_per_second"] for run in runs if run["id"] == prompt and run["arm"] == arm]
+        if not speeds:
+            return None
+        medians.append(statistics.median(speeds))
+    return statistics.median(medians) if medians else None
+
+
+def summarise(runs: list[dict[str, Any]], arms: list[str]) -> list[dict[str, Any]]:
+    """A row per category and one for all prompts: speeds of all arms, and the best with a draft."""
+    rows = []
+    # A prompt that has not been through all arms would favour those it has been through.
+    complete = [i for i in {r["id"]: 0 for r in runs} if {r["arm"] for r in runs if r["id"] == i} >= set(arms)]
+    categories = list(dict.fromkeys(run["category"] for run in runs if run["id"] in complete))
+    for category in [*categories, None]:
+        ids = list({r["id"]: 0 for r in runs if r["id"] in complete and category in (None, r["category"])})
+        speeds = {arm: speed for arm in arms if (speed := median_speed(runs, ids, arm)) is not None}
+        if len(speeds) > 1:
+            best = max((arm for arm in speeds if arm != "plain"), key=lambda arm: speeds[arm])
+            rows.append({"category": category or "all", "prompts": len(ids), "speeds": speeds, "best": best})
+    return rows
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    print(f"{'':14} {'prompts':>7} {'plain tok/s':>11} {'best tok/s':>10} {'x':>5}  with")
+    for row in rows:
+        plain, best = row["speeds"]["plain"], row["speeds"][row["best"]]
+        name, ratio = row["category"], best / plain
+        print(f"{name:14} {row['prompts']:>7} {plain:>11.1f} {best:>10.1f} {ratio:>5.2f}  {row['best']}")
+    if rows:
+        print("all prompts: " + ", ".join(f"{arm} {speed:.1f}" for arm, speed in rows[-1]["speeds"].items()))
+
+
+def write(path: Path | None, report: dict[str, Any]) -> None:
+    if path is not None:
+        part = path.with_name(f"{path.name}.part")
+        part.write_text(json.dumps(report, indent=1, ensure_ascii=False), "utf-8")
+        part.replace(path)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--set", default="report", choices=("tuning", "report"))
+    parser.add_argument("--category", action="append", help="these categories only")
+    parser.add_argument("--model", default="qwen2.5-coder-1.5b")
+    parser.add_argument("--draft", default="qwen2.5-coder-0.5b")
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--drafts", type=int, nargs="+", default=[1, 2, 3, 4, 8, 16])
+    parser.add_argument("--p-min", type=float, nargs="*", default=[0.75], help="besides the default, 0")
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=["simple"])
+    parser.add_argument("--ignore-eos", action="store_true")
+    parser.add_argument("--ctx", type=int, default=4096)
+    parser.add_argument("--threads", type=int, default=default_threads())
+    parser.add_argument("--build", type=Path, default=home() / "build" / "llama.cpp", metavar="DIR")
+    parser.add_argument("--build-only", action="store_true")
+    parser.add_argument("--jobs", type=int, default=default_threads(), help="compile with so many processes")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="a report to go on with; also where it is written")
+    args = parser.parse_args()
+    if args.prompts is None and not args.build_only:
+        parser.error("--prompts is needed")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    prepare_threads()
+    programs = build(args.build.absolute(), args.jobs)
+    if args.build_only:
+        return
+    catalog = Catalog.load()
+    model, draft = catalog.resolve(args.model), catalog.resolve(args.draft)
+    arms = arms_of(args, draft)
+    common = ["-m", str(model), "-t", str(args.threads), "-c", str(args.ctx), "-b", str(args.ctx), "-n"]
+    common += [str(args.tokens), "--no-escape", "--temp", "0", "--top-k", "1", "--samplers", "top_k", "--fit", "off"]
+    common += ["--ignore-eos"] if args.ignore_eos else []
+    commands = {arm: [str(programs[program]), *common, *options] for arm, (program, options) in arms.items()}
+    # What must not change within one report; the arms and prompts may grow.
+    settings = {"model": model.name, "draft": draft.name, "options": common[2:], "set": args.set, "cpu": cpu_name()}
+    report: dict[str, Any] = {
+        "settings": settings,
+        "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "system": platform.platform()},
+        "environment": {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "GOMP_"))},
+        "versions": {"python": platform.python_version(), "source": SOURCE, "cmake_options": CMAKE_OPTIONS},
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "argv": sys.argv,
+        "commands": commands,
+        "runs": [],
+        "summary": [],
+    }
+    if args.resume is not None and args.resume.is_file():
+        earlier = json.loads(args.resume.read_text("utf-8"))
+        if earlier["settings"] != settings:
+            raise SystemExit(f"{args.resume} was made with {earlier['settings']}, not {settings}")
+        report["runs"], report["started"] = earlier["runs"], earlier["started"]
+    target, runs = args.json or args.resume, report["runs"]
+    done = {(run["id"], run["arm"], run["repeat"]) for run in runs}
+    prompts, render = read_prompts(args.prompts, args.set, args.category), Renderer(model)
+    print(f"{cpu_name()}, {args.threads} threads, llama.cpp of {SOURCE}; {model.name}, draft {draft.name}", flush=True)
+    try:
+        for prompt in prompts:
+            text = render(prompt["prompt"])
+            for repeat in range(args.repeats):
+                for arm in list(arms) if repeat % 2 == 0 else list(arms)[::-1]:
+                    if (prompt["id"], arm, repeat) in done:
+                        continue
+                    print(f"\r\x1b[K{prompt['id']} {repeat} {arm}", end="", file=sys.stderr, flush=True)
+                    run = {"id": prompt["id"], "category": prompt["category"], "arm": arm, "repeat": repeat}
+                    runs.append(run | measure(commands[arm], text))
+                    write(target, report)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+    print("\r\x1b[K", end="", file=sys.stderr)
+    report["summary"] = summarise(runs, list(arms))
+    write(target, report)
+    show(report["summary"])
+
+
+if __name__ == "__main__":
+    main()
