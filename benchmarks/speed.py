@@ -60,7 +60,7 @@ class Bench:
         self.stop = threading.Event()
         self.openings: dict[str, list[Json]] = {}
         ngrams = [(drafter, "_hits") for drafter in llm._pair._drafters if isinstance(drafter, NgramDrafter)]
-        pair = [(llm._pair, name) for name in ("times", "_draft_times", "_acceptance")]
+        pair = [(llm._pair, name) for name in ("times", "_draft_times", "_experience")]
         self.learners: list[tuple[object, str]] = [*pair, *ngrams]
         self.fresh = copy.deepcopy([getattr(*learner) for learner in self.learners])
 
@@ -162,7 +162,7 @@ def measure_all(args: argparse.Namespace, arms: list[str]) -> Json:
     if args.categories:
         prompts = [prompt for prompt in prompts if prompt["category"] in args.categories.split(",")]
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    with LLM(args.model, args.draft or "auto", backend=args.backend) as llm:
+    with LLM(args.model, args.draft or "auto", backend=args.backend, remember=False) as llm:
         print(*llm.warnings, sep="\n")
         stored: Json = {
             "machine": {"cpu": cpu_name(), "threads": llm._pair.target.n_threads, "os": platform.system()},

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from localspec.backends.base import Context
+from localspec.ledger import Key, Ledger
 
+CALIBRATED_PAST = 64
 CALIBRATED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24)
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass(slots=True)
@@ -24,24 +22,34 @@ class PassTimes:
     """t(w) of one model in one engine, in milliseconds.
 
     The calibrated curve is kept as measured, steps and dips included, and read by linear interpolation between
-    measured widths. Two corrections follow what is observed: ``scale`` moves all widths together (a longer context,
-    a slower clock, another program on the CPU), ``trim`` one width alone.
+    measured widths. A longer context makes every pass longer, by the share that reading its keys and values has in
+    reading the weights. Two corrections follow what is observed: ``scale`` moves all widths together (a slower clock,
+    another program on the CPU), ``trim`` one width alone.
 
     Attributes:
-        base: calibrated milliseconds by width; at least width 1.
+        base: calibrated milliseconds by width, with ``CALIBRATED_PAST`` tokens in the memory; at least width 1.
+        growth: relative increase per token in the memory: its bytes in the KV cache over the bytes of the weights.
+        n_past: tokens in the memory now.
         scale: the common correction.
         trim: corrections by width.
     """
 
     base: dict[int, float]
+    growth: float = 0.0
+    n_past: int = CALIBRATED_PAST
     scale: float = 1.0
     trim: dict[int, float] = field(default_factory=dict)
+    _n_observed: int = 0
+    _drift: float = 0.0
 
     def __call__(self, width: int) -> float:
         """Expected milliseconds of a pass over ``width`` tokens; 0 for no tokens."""
         if width <= 0:
             return 0.0
-        return self._curve(width) * self.scale * self.trim.get(width, 1.0)
+        return self._calibrated(width) * self.scale * self.trim.get(width, 1.0)
+
+    def _calibrated(self, width: int) -> float:
+        return self._curve(width) * (1.0 + self.growth * (self.n_past - CALIBRATED_PAST))
 
     def _curve(self, width: int) -> float:
         known = self.base
@@ -65,9 +73,16 @@ class PassTimes:
         if expected <= 0 or ms <= 0:
             return
         surprise = math.log(min(2.0, max(0.5, ms / expected)))
+        self._n_observed += 1
+        self._drift += (math.log(ms / self._calibrated(width)) - self._drift) / min(self._n_observed, 500)
         self.scale *= math.exp(0.08 * surprise)
         if width <= 64:
             self.trim[width] = self.trim.get(width, 1.0) * math.exp(0.08 * surprise)
+
+    @property
+    def fits(self) -> bool:
+        """False when hundreds of passes took, on average, over 1.5 times or under two thirds of what was calibrated."""
+        return self._n_observed < 300 or abs(self._drift) < math.log(1.5)
 
 
 def calibrate(
@@ -82,8 +97,8 @@ def calibrate(
         tick: called between passes (for progress); whatever it raises ends the calibration.
     """
     widths = [w for w in CALIBRATED_WIDTHS if w + 8 <= context.n_ctx]
-    tokens = [tokens[i % len(tokens)] for i in range(64 + max(widths))]
-    fill = min(64, context.n_ctx - max(widths))
+    tokens = [tokens[i % len(tokens)] for i in range(CALIBRATED_PAST + max(widths))]
+    fill = min(CALIBRATED_PAST, context.n_ctx - max(widths))
     context.truncate(0)
     context.decode(tokens[:fill], "none")
     samples: dict[int, list[float]] = {width: [] for width in widths}
@@ -101,40 +116,28 @@ def calibrate(
 
 
 class CalibrationCache:
-    """Calibrated curves on disk, one small JSON file per key.
+    """Calibrated curves on disk.
 
     The key names everything the times depend on: machine, engine and version, file, threads, cache type.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self._ledger = Ledger(folder, _FORMAT)
 
-    def get(self, key: dict[str, str]) -> PassTimes | None:
-        """The stored curve, or None when there is none or it cannot be read."""
+    def get(self, key: Key) -> PassTimes | None:
+        """The stored curve, or None when there is none, it cannot be read, or it was found not to fit any more."""
         try:
-            stored = json.loads(self._path(key).read_text())
-            if stored["format"] != _FORMAT or stored["key"] != key:
-                return None
-            base = {int(width): float(ms) for width, ms in stored["ms"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            base = {int(width): float(ms) for width, ms in (self._ledger.get(key) or {})["ms"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError):
             return None
         if 1 not in base or any(not (math.isfinite(ms) and ms > 0) for ms in base.values()):
             return None
         return PassTimes(base)
 
-    def put(self, key: dict[str, str], times: PassTimes) -> None:
+    def put(self, key: Key, times: PassTimes) -> None:
         """Store a curve; a full or read-only disk only means that it is measured again next time."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=self.folder, suffix=".tmp")
-            with os.fdopen(handle, "w") as file:
-                json.dump(
-                    {"format": _FORMAT, "key": key, "ms": {str(w): round(ms, 4) for w, ms in times.base.items()}}, file
-                )
-            os.replace(temporary, self._path(key))
-        except OSError:
-            return
+        self._ledger.put(key, {"ms": {str(width): round(ms, 4) for width, ms in times.base.items()}})
 
-    def _path(self, key: dict[str, str]) -> Path:
-        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
-        return self.folder / f"{digest}.json"
+    def drop(self, key: Key) -> None:
+        """Forget a curve, so that it is measured again at the next load."""
+        self._ledger.put(key, {})

@@ -38,6 +38,9 @@ class LLM:
         n_threads: CPU threads; None takes the physical cores.
         n_gpu_layers: layers on the GPU; None takes all if the engine was built for one.
         kv_cache_type: f16, f32, q8_0 or q4_0.
+        light_draft: let a draft model on the CPU be replaced by a lighter copy of it where that drafts faster; made and
+            compared at the first load, kept on disk. It cannot change what is said.
+        remember: keep on disk how often guesses were right, for the next run.
         progress: called while loading, from the worker thread, with what is being done and the fraction done (or
             None); an exception from it cancels the load and is raised here.
 
@@ -56,6 +59,8 @@ class LLM:
         n_threads: int | None = None,
         n_gpu_layers: int | None = None,
         kv_cache_type: str = "f16",
+        light_draft: bool = True,
+        remember: bool = True,
         progress: Report | None = None,
     ) -> None:
         self._closed = False
@@ -66,7 +71,7 @@ class LLM:
                 raise UsageError(f"{name} must be over 0, not {value}")
         path = Catalog.load().resolve(str(model))
         self.model_name = str(model) if not str(model).endswith(".gguf") else path.name.removesuffix(".gguf")
-        options = PairOptions(backend, n_ctx, n_threads, n_gpu_layers, kv_cache_type)
+        options = PairOptions(backend, n_ctx, n_threads, n_gpu_layers, kv_cache_type, light_draft, remember)
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="localspec", daemon=True)
         self._thread.start()

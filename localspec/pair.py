@@ -7,20 +7,25 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from localspec import backends
-from localspec.acceptance import SourceAcceptance
+from localspec import backends, draft_choice
 from localspec.backends.base import Context, Model
 from localspec.backends.machine import cpu_name
+from localspec.backends.repack import lighter_copy
 from localspec.backends.trust import CHECK_TEXT, fingerprint
 from localspec.catalog import Catalog
-from localspec.controller import AutoController, Controller, FixedController
+from localspec.auto_controller import AutoController
+from localspec.controller import Controller, FixedController
 from localspec.cost_model import CalibrationCache, PassTimes, calibrate
 from localspec.decoder import SpeculativeDecoder
 from localspec.drafters.base import Drafter
 from localspec.drafters.draft_model import DraftModelDrafter
 from localspec.drafters.ngram import NgramDrafter
-from localspec.errors import LocalspecError, UsageError, VocabularyMismatch
+from localspec.errors import LocalspecError, ModelFileError, UsageError, VocabularyMismatch
+from localspec.experience import Experience
+from localspec.gguf_file import GGUFFile
 from localspec.home import home
+from localspec.kv_memory import kv_shape
+from localspec.ledger import Ledger
 from localspec.rounds import Round
 from localspec.sampling import SamplingParams
 from localspec.text import TextAssembler
@@ -44,6 +49,8 @@ class PairOptions:
     n_threads: int | None = None
     n_gpu_layers: int | None = None
     kv_type: str = "f16"
+    light_draft: bool = True
+    remember: bool = True
 
 
 class Pair:
@@ -58,7 +65,9 @@ class Pair:
         self.warnings: list[str] = []
         self._models: dict[str, tuple[Model, Context]] = {}
         self._drafters: list[Drafter] = []
-        self._acceptance: dict[str, SourceAcceptance] = {}
+        self._experience = Experience(None, {})
+        self._calibrations: list[tuple[dict[str, str], PassTimes]] = []
+        self._draft_choices = Ledger(home() / "drafts", 1)
         self._draft_times: dict[str, PassTimes] = {}
         self._last: Controller | None = None
         self.target = self._load(path, report)
@@ -76,7 +85,7 @@ class Pair:
             self.close()
             raise
 
-    def _load(self, path: Path, report: Report) -> Model:
+    def _load(self, path: Path, report: Report, *, check: bool = True) -> Model:
         cancel: list[BaseException] = []
 
         def progress(fraction: float) -> bool:
@@ -97,6 +106,7 @@ class Pair:
                 progress=progress,
                 say=lambda line: report(line, None),
                 warn=self.warnings.append,
+                check=check,
             )
         except LocalspecError:
             if cancel:
@@ -119,6 +129,8 @@ class Pair:
             text = model.tokenize(CHECK_TEXT, add_special=True) or [0]
             times = calibrate(context, text, tick=lambda: report("measuring", None))
             cache.put(key, times)
+        times.growth = _growth(model, self.options.kv_type)
+        self._calibrations.append((key, times))
         return times
 
     # -- drafters -----------------------------------------------------------------------------------------------
@@ -177,10 +189,61 @@ class Pair:
             if not isinstance(drafter, DraftModelDrafter):
                 drafter.close()
         self._models, self._drafters, self._draft_times, self._last = fresh, drafters, times, None
-        self._acceptance = {}
+        self._experience.save()
+        self._experience = self._new_experience()
+
+    def _new_experience(self) -> Experience:
+        drafts = [fingerprint(Path(path)) for path in self._models]
+        key = {"target": fingerprint(self.target.path), "drafters": " ".join([*drafts, *self.draft_names])}
+        return Experience(home() / "acceptance" if self.options.remember else None, key)
 
     def _load_draft(self, path: Path, report: Report) -> tuple[Model, Context]:
-        model = self._load(path, report)
+        """Load a draft model: the copy of it that drafts faster here; see ``draft_choice``."""
+        key = {
+            "engine": self.target.engine,
+            "machine": cpu_name(),
+            "threads": str(self.target.n_threads),
+            "target": fingerprint(self.target.path),
+            "draft": fingerprint(path),
+        }
+        known = self._draft_choices.get(key) if self.options.light_draft else None
+        if known is not None and known.get("light"):
+            light = lighter_copy(path, key["draft"], lambda line: report(line, None))
+            if light is not None:
+                return self._open_draft(light, report, check=False)
+        published = self._open_draft(path, report)
+        model, context = published
+        on_cpu = model.capabilities.device == "cpu" and not model.capabilities.batch_invariant
+        if known is not None or not on_cpu or not self.options.light_draft:
+            return published
+        lighter: tuple[Model, Context] | None = None
+        try:
+            light = lighter_copy(path, key["draft"], lambda line: report(line, None))
+            if light is None:
+                return published
+            lighter = self._open_draft(light, report, check=False)
+            report(f"comparing {path.name} with its lighter copy (once)", None)
+            tokens = draft_choice.tokens_of(self.target)
+            tops = draft_choice.top_tokens(self.target, tokens)
+            found = [draft_choice.candidate(each, tokens, tops, self.times) for each, _ in (published, lighter)]
+            prefers_light = found[1].rate > found[0].rate
+            figures = {"published": found[0].as_dict(), "lighter": found[1].as_dict()}
+            self._draft_choices.put(key, {"light": prefers_light, **figures})
+        except LocalspecError:
+            # Not worth failing over: an engine that cannot run the copy drafts with the published file.
+            if lighter is not None:
+                _close(*lighter)
+            return published
+        except BaseException:
+            for each in (published, lighter):
+                if each is not None:
+                    _close(*each)
+            raise
+        _close(*(published if prefers_light else lighter))
+        return lighter if prefers_light else published
+
+    def _open_draft(self, path: Path, report: Report, *, check: bool = True) -> tuple[Model, Context]:
+        model = self._load(path, report, check=check)
         try:
             self._check_draft(model)
             return model, model.new_context(self.context.n_ctx)
@@ -201,21 +264,25 @@ class Pair:
     @property
     def draft_names(self) -> list[str]:
         """Names of the drafters in use, in the order they are asked."""
-        files = iter([model.path.name.removesuffix(".gguf") for model, _ in self._models.values()])
+        files = iter([Path(key).name.removesuffix(".gguf") for key in self._models])
         return [next(files) if isinstance(drafter, DraftModelDrafter) else drafter.source for drafter in self._drafters]
 
     # -- decoding -----------------------------------------------------------------------------------------------
 
-    def controller(self, draft_length: DraftLength) -> Controller:
+    def controller(self, draft_length: DraftLength, params: SamplingParams | None = None) -> Controller:
         """A controller for one request: ``auto``, or a fixed number of tokens (0: plain)."""
         if draft_length != "auto":
             return FixedController(int(draft_length), self.times, has_model=bool(self._models))
         if not self._drafters:
             return FixedController(0, self.times)
-        auto = AutoController(self.times, self._draft_times, self._acceptance)
-        for drafter in self._drafters:
-            auto.register(drafter.source)
-        return auto
+        params = params or SamplingParams()
+        sources, sampled = {}, {}
+        for source in (drafter.source for drafter in self._drafters):
+            is_model = source in self._draft_times
+            sources[source] = self._experience.source(params, source, copies=not is_model)
+            if is_model:
+                sampled[source] = self._experience.source(params, source, copies=False, sampled=True)
+        return AutoController(self.times, self._draft_times, sources, sampled)
 
     def explain(self, draft_length: DraftLength) -> str:
         """Why the last answer was, or the next one will be, drafted as it is: one sentence."""
@@ -232,7 +299,7 @@ class Pair:
         cancelled: Callable[[], bool],
     ) -> Iterator[Round]:
         """Prefill and decode; see ``SpeculativeDecoder``. ``on_prefilled`` gets the number of cached prompt tokens."""
-        controller = self._last = self.controller(draft_length)
+        controller = self._last = self.controller(draft_length, params)
         plain = isinstance(controller, FixedController) and controller.length == 0
         decoder = SpeculativeDecoder(self.context, [] if plain else self._drafters, controller)
         on_prefilled(decoder.prefill(prompt, cancelled))
@@ -250,6 +317,12 @@ class Pair:
 
     def close(self) -> None:
         """Free everything; safe to call twice."""
+        self._experience.save()
+        cache = CalibrationCache(home() / "calibration")
+        for key, times in self._calibrations:
+            if not times.fits:
+                cache.drop(key)
+        self._calibrations = []
         for drafter in self._drafters:
             drafter.close()
         for model, context in self._models.values():
@@ -258,6 +331,16 @@ class Pair:
         if hasattr(self, "context"):
             self.context.close()
         self.target.close()
+
+
+def _growth(model: Model, kv_type: str) -> float:
+    """By what share a pass grows with every token in the memory: keys and values read, over weights read."""
+    try:
+        with GGUFFile(model.path) as gguf:
+            per_token = kv_shape(gguf).bytes(1, {"f32": 4.0, "q8_0": 34 / 32, "q4_0": 18 / 32}.get(kv_type, 2.0))
+    except ModelFileError:  # a model that is no file, as the reference backend's can be
+        return 0.0
+    return per_token / model.size_bytes if model.size_bytes else 0.0
 
 
 def _close(model: Model, context: Context) -> None:

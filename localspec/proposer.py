@@ -17,8 +17,9 @@ class SamplingProposer:
     * With a fixed seed: the draft's own distribution q, drawn with the *target's* noise. Where q and p are alike, the
       same noise picks the same token (a Gumbel coupling); and since the target's draw does not depend on the guess,
       the text is a function of the seed alone.
-    * Without a seed: a sample from q with noise of its own, for rejection sampling, which accepts with the highest
-      probability that any rule can reach: sum(min(p, q)).
+    * Without a seed: a sample from q with noise of its own, for rejection sampling, which accepts it with probability
+      sum(min(p, q)); or the most probable token, accepted with p(x). Which is more depends on how alike p and q are and
+      how peaked; the plan says which to take.
     """
 
     def __init__(self, params: SamplingParams, noise: Noise) -> None:
@@ -38,13 +39,23 @@ class SamplingProposer:
         self._guess = q
         return float(q.probs.max())
 
-    def choose(self, position: int) -> tuple[int, Distribution | None]:
+    def best(self) -> int:
+        """The most probable token of the row last given to ``confidence``."""
+        return self._guess if isinstance(self._guess, int) else self._guess.argmax()
+
+    @property
+    def has_fresh_noise(self) -> bool:
+        return not self.params.greedy and self.params.seed is None
+
+    def choose(self, position: int, *, sampled: bool = True) -> tuple[int, Distribution | None]:
         """The guess for the row last given to ``confidence``, and the law it was sampled from, if it was."""
         guess = self._guess
         if isinstance(guess, int):
             return guess, None
         if self.params.seed is not None:
             return guess.sample(self.noise, position, STREAM_TARGET), None
+        if not sampled:
+            return guess.argmax(), None
         # Addressed by count: after a rejection a position is drafted again, perhaps only because of what the controller
         # learned from the guess before. Drawn with the same noise, the new guess would not follow q given that.
         self._n_sampled += 1

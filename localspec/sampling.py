@@ -76,8 +76,6 @@ class SamplingParams:
         check(math.isfinite(self.presence_penalty), "presence_penalty", "a finite number")
         check(math.isfinite(self.frequency_penalty), "frequency_penalty", "a finite number")
         check(all(b < math.inf for b in self.logit_bias.values()), "logit_bias", "numbers, or -inf to ban a token")
-        check(all(b < math.inf for b in self.logit_bias.values()), "logit_bias", "numbers, or -inf to ban a token")
-        check(all(b < math.inf for b in self.logit_bias.values()), "logit_bias", "numbers, or -inf to ban a token")
         check(self.max_tokens is None or self.max_tokens > 0, "max_tokens", "over 0")
         check(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "a 64-bit integer")
         if isinstance(self.stop, str):

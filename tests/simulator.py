@@ -30,12 +30,14 @@ class Source:
     Attributes:
         step_ms: time of one draft step; 0 guesses for nothing.
         prefill_ms: time per token of catching up.
+        times: all pass times by width instead of these two [ms].
     """
 
     confidence: np.ndarray
     right: np.ndarray
     step_ms: float = 0.0
     prefill_ms: float = 0.0
+    times: dict[int, float] | None = None
 
 
 def stationary(rng: np.random.Generator, n: int, mean: float, sharpness: float = 1.2, honesty: float = 1.0) -> Source:
@@ -67,6 +69,7 @@ class World:
         curve: the target's t(w) [ms].
         sources: the drafters by name, in the order they are asked.
         noise: relative spread of every measured time.
+        n_prompt: tokens before the text, which a draft model has to read.
     """
 
     curve: dict[int, float]
@@ -75,13 +78,14 @@ class World:
     seed: int = 0
     other_ms: float = 0.3
     slowdown: Callable[[int], float] = field(default=lambda position: 1.0)
+    n_prompt: int = 0
 
     def true_times(self) -> PassTimes:
         return PassTimes(dict(self.curve))
 
     def draft_times(self) -> dict[str, PassTimes]:
         return {
-            name: PassTimes({1: s.step_ms, 2: s.step_ms + s.prefill_ms, 65: s.step_ms + 64 * s.prefill_ms})
+            name: PassTimes(s.times or {1: s.step_ms, 2: s.step_ms + s.prefill_ms, 65: s.step_ms + 64 * s.prefill_ms})
             for name, s in self.sources.items()
             if s.step_ms > 0
         }
@@ -90,7 +94,7 @@ class World:
         """Tokens per millisecond of a policy over the text, drafting included."""
         rng = np.random.default_rng(self.seed)
         times, draft_times = self.true_times(), self.draft_times()
-        caught_up = dict.fromkeys(self.sources, 0)
+        caught_up = dict.fromkeys(self.sources, -self.n_prompt)
         position, total = 0, 0.0
         while position < n_tokens:
             factor = self.slowdown(position)
@@ -101,7 +105,10 @@ class World:
                 at = position + len(draft)
                 for name, source in self.sources.items():
                     pending = at + 1 - caught_up[name] if source.step_ms else 0
-                    if at >= len(source.confidence) or np.isnan(source.confidence[at]):
+                    if at >= len(source.confidence):
+                        continue
+                    if np.isnan(source.confidence[at]):
+                        plan.nothing(name)
                         continue
                     if not plan.more(name, pending):
                         continue

@@ -8,20 +8,25 @@ import zlib
 import numpy as np
 import pytest
 
-from localspec.acceptance import N_BINS, SourceAcceptance, bin_of, model_prior
-from localspec.controller import AutoController, FixedController, best_threshold_policy
+from localspec.acceptance import COPY_CLIMATES, N_BINS, START, SourceAcceptance, bin_of, estimate_prior, model_prior
+from localspec.auto_controller import AutoController
+from localspec.controller import FixedController
 from localspec.cost_model import PassTimes
 from localspec.errors import UsageError
+from localspec.sampling import SamplingParams
+from localspec.stopping import Continuation, Prospects
 from tests.simulator import CURVES, World, adversarial, stationary, switching
 
 N_TOKENS = 500
 
 
 def auto(world: World) -> AutoController:
-    controller = AutoController(world.true_times(), world.draft_times())
-    for source in world.sources:
-        controller.register(source)
-    return controller
+    models = world.draft_times()
+    sources = {
+        name: SourceAcceptance(model_prior()) if name in models else SourceAcceptance(estimate_prior(), COPY_CLIMATES)
+        for name in world.sources
+    }
+    return AutoController(world.true_times(), models, sources)
 
 
 def world(curve: str, draft_share: float, kind: str) -> World:
@@ -118,22 +123,74 @@ def test_expected_acceptance_is_calibrated() -> None:
     assert error <= 0.05
 
 
-def test_threshold_policy_is_the_theory_where_all_guesses_are_alike() -> None:
-    """With one confidence and free steps the best rate is max_k (1 - a^(k+1)) / (1 - a) / t(k + 1)."""
-    times = PassTimes({1: 10.0, 2: 11.0, 4: 14.0, 8: 21.0, 16: 40.0})
-    acceptance = SourceAcceptance(tuple([0.7] * N_BINS))
-    policy = best_threshold_policy(times, 0.0, acceptance, 0.0)
-    best = max((1 - 0.7 ** (k + 1)) / 0.3 / times(k + 1) for k in range(17))
-    assert policy.rate == pytest.approx(best, rel=1e-6)
+def one_kind(acceptance: float, step_ms: float) -> Prospects:
+    """A source whose guesses are all alike."""
+    return Prospects(np.array([[1.0]]), np.array([0]), np.array([acceptance]), step_ms)
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("acceptance", [0.3, 0.7, 0.95])
+@pytest.mark.parametrize("step_share", [0.0, 0.1, 0.5])
+def test_the_stopping_problem_has_the_solution_of_the_theory(curve: str, acceptance: float, step_share: float) -> None:
+    """With guesses all alike the best rate is max_k (1 - a^(k+1)) / (1 - a) / (t(k + 1) + k·d)."""
+    times, step = PassTimes(CURVES[curve]), step_share * CURVES[curve][1]
+    rows = [times(w) for w in range(1, 18)]
+    best = max((1 - acceptance ** (k + 1)) / (1 - acceptance) / (times(k + 1) + k * step) for k in range(17))
+    found = Continuation(rows, [one_kind(acceptance, step)], None)
+    assert found.rate == pytest.approx(best, rel=0.02)
+    assert (found.step(0, 1.0) > 0) == (best > 1.001 / times(1))
+    if step == 0:
+        free = Continuation(rows, [], one_kind(acceptance, 0.0))
+        assert free.rate == pytest.approx(best, rel=0.02)
+
+
+def test_a_step_is_an_option_on_its_guess() -> None:
+    """Half of the guesses are surely right, half surely wrong, and the confidence tells: the wrong ones are not sent."""
+    rows = [10.0 + 3.0 * w for w in range(17)]
+    both = Prospects(np.array([[0.5, 0.5]]), np.array([0, 0]), np.array([1e-6, 1.0]), 2.0)
+    blind = one_kind(0.5, 2.0)
+    assert Continuation(rows, [both], None).rate > 1.1 * Continuation(rows, [blind], None).rate
+    assert Continuation(rows, [both], None).send(0, 1.0, 1e-6) < 0
 
 
 def test_break_even_is_where_the_theory_says() -> None:
     times = PassTimes({1: 10.0, 2: 15.0, 3: 40.0, 16: 400.0})
-    controller = AutoController(times, {"model": PassTimes({1: 2.0})})
-    controller.register("model")
+    controller = AutoController(times, {"model": PassTimes({1: 2.0})}, {"model": SourceAcceptance(model_prior())})
     controller.ms_other = 0.0
     # One guess: 1 + a tokens in 15 + 2 ms against one in 10: a = 0.7.
     assert controller.break_even("model") == pytest.approx(0.7, abs=0.01)
+
+
+def test_a_sample_or_the_most_probable_token_by_what_the_rates_say() -> None:
+    times = PassTimes(CURVES["ik"])
+    sources, sampled = ({"model": SourceAcceptance(model_prior())} for _ in range(2))
+    controller = AutoController(times, {"model": PassTimes({1: 5.0})}, sources, sampled)
+    controller.begin(SamplingParams(temperature=1.0), 10)
+    plan = controller.plan(room=20, n_past=10)
+    for _ in range(30):
+        sources["model"].observe(0.55, 1.0)
+        sampled["model"].observe(0.55, 0.3)
+        sources["model"].observe(0.15, 0.1)
+        sampled["model"].observe(0.15, 0.8)
+    assert not plan.samples("model", 0.55)
+    assert plan.samples("model", 0.15)
+    assert plan.keep("model", 0.15, sampled=True) == sampled["model"].expected(0.15)
+
+
+def test_a_longer_context_makes_passes_longer() -> None:
+    times = PassTimes({1: 50.0, 2: 55.0}, growth=1e-4)
+    times.n_past = 64 + 1000
+    assert times(1) == pytest.approx(55.0)
+    assert times(2) == pytest.approx(60.5)
+
+
+def test_a_calibration_that_no_longer_fits_is_noticed() -> None:
+    steady, slower = PassTimes({1: 50.0}), PassTimes({1: 50.0})
+    for i in range(600):
+        steady.observe(1, 50.0 if i % 50 else 500.0)
+        slower.observe(1, 90.0)
+    assert steady.fits
+    assert not slower.fits
 
 
 @pytest.mark.parametrize("length", [-1, 65])
@@ -145,7 +202,7 @@ def test_absurd_lengths_are_refused(length: int) -> None:
 def test_explains_itself() -> None:
     here = world("ik", 0.6, "stationary 0.4")
     controller = auto(here)
-    controller.sources["model"].climate = [1.0] + [0.0] * (N_BINS - 1)
+    controller.sources["model"].climates[START][:] = [1.0] + [0.0] * (N_BINS - 1)
     assert re.search(
         r"not drafting with model: needs \d+% acceptance to break even here, this text gives \d+%", controller.explain()
     )

@@ -218,7 +218,11 @@ class NosyController(Controller):
         controller = self
 
         class Nosy(FixedPlan):
-            def keep(self, source: str, confidence: float) -> float | None:
+            def samples(self, source: str, confidence: float) -> bool:
+                # Any rule that looks at the law only, not at what comes out of it, must leave the answer's law alone.
+                return (confidence < 0.6) == (controller.mood != 1)
+
+            def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
                 if confidence < 0.3:
                     controller.mood = 1
                 return super().keep(source, confidence)

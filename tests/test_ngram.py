@@ -32,7 +32,16 @@ class FixedPlan:
     def spent(self, source: str, n_tokens: int, ms: float) -> None:
         raise AssertionError("an n-gram runs no model")
 
-    def keep(self, source: str, confidence: float) -> float | None:
+    def nothing(self, source: str) -> None:
+        pass
+
+    def witness(self, source: str, confidence: float, right: bool) -> None:
+        raise AssertionError("an n-gram learns by itself")
+
+    def samples(self, source: str, confidence: float) -> bool:
+        raise AssertionError("a copy is not sampled")
+
+    def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
         self.asked.append(confidence)
         if confidence < self.least:
             return None

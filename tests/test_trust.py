@@ -110,8 +110,8 @@ def test_the_verdict_is_remembered_by_engine_and_file(
         backends.load(tiny.bpe, fast_backend.name).close()
     assert len(checks) == 1
     (stored,) = (json.loads(path.read_text()) for path in (isolated_home / "trust").iterdir())
-    assert stored["holds"] is True
-    assert fast_backend.name in stored["key"]
+    assert stored["value"]["holds"] is True
+    assert fast_backend.name in stored["key"]["engine"]
     # A damaged entry is a missing one.
     next((isolated_home / "trust").iterdir()).write_text("{")
     backends.load(tiny.bpe, fast_backend.name).close()

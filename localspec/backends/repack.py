@@ -1,4 +1,5 @@
-"""Copies of a model file with some tensors in another type, for an engine whose kernels for theirs are wrong.
+"""Copies of a model file with some tensors in another type: where an engine's kernels for theirs are wrong, and to make
+a draft model lighter.
 
 ik-llama-cpp-python 0.1.5 computes batches over Q4_1 and Q5_1 wrongly when a row is not a whole number of 128-value
 groups (SmolLM2's 576, for one). Q8_0 and F16 of the same rows are right. Rounding the dequantised values to Q8_0 moves
@@ -11,12 +12,15 @@ from __future__ import annotations
 import os
 import struct
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from localspec.backends.machine import default_threads
 from localspec.errors import EngineError
 from localspec.gguf_file import GGUFFile, TensorInfo
 from localspec.home import home
@@ -25,6 +29,7 @@ Bytes = npt.NDArray[np.uint8]
 
 _SUSPECT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")
 _GROUP = 128
+_DEQUANTISABLE = ("F32", "F16", "BF16", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q5_K", "Q6_K")
 MARK = "localspec.repacked_from"
 """Metadata key of a copy: the fingerprint of the file it was made from."""
 
@@ -56,6 +61,46 @@ def copies(path: Path, source: str, say: Callable[[str], None]) -> Iterator[Path
             except OSError as error:
                 raise EngineError(f"cannot write a repacked copy of {path.name}: {error.strerror or error}") from None
         yield target
+
+
+def lighter_copy(path: Path, source: str, say: Callable[[str], None]) -> Path | None:
+    """A copy of a draft model with its heavier matrices in Q4_0; made once and kept.
+
+    One token of a model costs the reading of its weights. Published small models are heavier than their names say: rows
+    of 896 do not fit the 256-value blocks of Q4_K, so a "Q4_K_M" of Qwen2.5-0.5B has most matrices in Q5_0 and its
+    output head in Q8_0. What a draft loses in agreement can never change what the target says.
+
+    Args:
+        path: the original.
+        source: its fingerprint.
+        say: takes a line before long work.
+
+    Returns:
+        None where that would save less than a tenth, or the copy cannot be written.
+    """
+    target = home() / "repacked" / f"{path.stem}.{source[:12]}.q4_0-draft.gguf"
+    if target.exists():
+        return target
+    with GGUFFile(path) as gguf:
+        heavy = [tensor for tensor in gguf.tensors.values() if _is_heavy(tensor, gguf)]
+        saved = sum(tensor.n_bytes - tensor.n_elements * 18 // 32 for tensor in heavy)
+        if saved < 0.1 * gguf.n_bytes:
+            return None
+        say(f"making a lighter copy of {path.name} to draft with (once)")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_copy(gguf, target, {tensor.name: "Q4_0" for tensor in heavy}, {MARK: source})
+        except OSError:
+            return None  # a full disk: the published file drafts as well, only slower
+    return target
+
+
+def _is_heavy(tensor: TensorInfo, gguf: GGUFFile) -> bool:
+    if len(tensor.shape) != 2 or tensor.shape[0] % 32 or tensor.type_name not in _DEQUANTISABLE:
+        return False
+    # Of an input embedding one row a token is read, unless it is the output head too.
+    is_lookup = tensor.name == "token_embd.weight" and "output.weight" in gguf.tensors
+    return not is_lookup and tensor.n_bytes * 32 > tensor.n_elements * 18
 
 
 def _is_affected(tensor: TensorInfo) -> bool:
@@ -96,10 +141,7 @@ def write_copy(gguf: GGUFFile, target: Path, types: dict[str, str], marks: dict[
         with os.fdopen(handle, "wb") as file:
             file.write(header)
             file.write(bytes(-len(header) % alignment))
-            for name, tensor in gguf.tensors.items():
-                data = gguf.tensor_bytes(name)
-                if name in kinds:
-                    data = convert(data, tensor, kinds[name].name)
+            for data in _converted(gguf, {name: kind.name for name, kind in kinds.items()}):
                 file.write(np.ascontiguousarray(data).data)
                 file.write(bytes(-data.nbytes % alignment))
             file.flush()
@@ -108,6 +150,28 @@ def write_copy(gguf: GGUFFile, target: Path, types: dict[str, str], marks: dict[
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def _converted(gguf: GGUFFile, types: dict[str, str]) -> Iterator[Bytes]:
+    """The data of all tensors in order, a few being converted at a time: NumPy lets threads run side by side."""
+    n_threads = default_threads()
+    with ThreadPoolExecutor(n_threads) as pool:
+        coming: deque[Future[Bytes]] = deque()
+
+        def work(tensor: TensorInfo) -> Bytes:
+            data = gguf.tensor_bytes(tensor.name)
+            return convert(data, tensor, types[tensor.name]) if tensor.name in types else data
+
+        try:
+            for tensor in gguf.tensors.values():
+                coming.append(pool.submit(work, tensor))
+                if len(coming) > 2 * n_threads:
+                    yield coming.popleft().result()
+            while coming:
+                yield coming.popleft().result()
+        finally:
+            for future in coming:
+                future.cancel()
 
 
 def convert(data: Bytes, tensor: TensorInfo, type_name: str) -> Bytes:

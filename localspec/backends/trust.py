@@ -10,8 +10,6 @@ once, into tensor types that come out right.
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -24,6 +22,7 @@ from localspec.backends import repack
 from localspec.backends.base import FloatArray, Model
 from localspec.errors import EngineMismatch, LocalspecError
 from localspec.home import home
+from localspec.ledger import Ledger
 
 MAX_MEAN_KL = 0.15
 """Largest mean KL divergence [nats] between two computations of the same logits that counts as kernel noise."""
@@ -34,7 +33,7 @@ CHECK_TEXT = (
     "def area(r):\n    return 3.14159 * r ** 2\n"
 )
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +135,12 @@ def load_checked(
         EngineMismatch: the engine is wrong about the file and no repacked copy helps.
     """
     module = import_module(f"localspec.backends.{backend.replace('-', '_')}")
-    ledger, source = _Ledger(home() / "trust"), fingerprint(path)
+    ledger, source = Ledger(home() / "trust", _FORMAT), fingerprint(path)
     model: Model | None = None
 
-    def key(digest: str) -> str:
+    def key(digest: str) -> dict[str, str]:
         engine = module.binding().version if hasattr(module, "binding") else ""
-        return f"{backend} {engine}|gpu layers {options.get('n_gpu_layers')}|{digest}"
+        return {"engine": f"{backend} {engine}", "gpu layers": str(options.get("n_gpu_layers")), "file": digest}
 
     verdict = ledger.get(key(source))
     if verdict is None or verdict["holds"]:
@@ -206,30 +205,3 @@ def _another_engine(model: Model, path: Path, options: dict[str, Any]) -> Model 
                 return loaded
             loaded.close()
     return None
-
-
-class _Ledger:
-    """Verdicts on disk, one small file each."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def _path(self, key: str) -> Path:
-        return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.json"
-
-    def get(self, key: str) -> dict[str, Any] | None:
-        try:
-            stored = json.loads(self._path(key).read_text())
-        except (OSError, ValueError):
-            return None
-        good = isinstance(stored, dict) and stored.get("format") == _FORMAT and stored.get("key") == key
-        return stored if good else None
-
-    def put(self, key: str, verdict: dict[str, Any]) -> None:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            temporary = self._path(key).with_suffix(f".{os.getpid()}.tmp")
-            temporary.write_text(json.dumps({"format": _FORMAT, "key": key, **verdict}))
-            temporary.replace(self._path(key))
-        except OSError:
-            return  # a read-only home only means that the check runs again

@@ -35,12 +35,25 @@ class Plan(Protocol):
     def spent(self, source: str, n_tokens: int, ms: float) -> None:
         """A step took a pass over ``n_tokens`` tokens of the drafter's own model, in milliseconds."""
 
-    def keep(self, source: str, confidence: float) -> float | None:
+    def samples(self, source: str, confidence: float) -> bool:
+        """Whether a guess should be sampled from the draft's distribution, or be its most probable token.
+
+        Asked before ``keep``, and only where a request samples with fresh noise. Both are verified exactly.
+        """
+
+    def nothing(self, source: str) -> None:
+        """The drafter, asked for a guess, has none."""
+
+    def witness(self, source: str, confidence: float, right: bool) -> None:
+        """A guess that the drafter would have made for a token settled since, and whether it would have been right."""
+
+    def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
         """Whether the token at hand is worth a row of the target's pass.
 
         Args:
             source: the drafter's name.
-            confidence: its own estimate, in [0, 1], that the guess is right.
+            confidence: its own estimate, in [0, 1], that its most probable token is right.
+            sampled: whether the guess will be a sample instead.
 
         Returns:
             The calibrated probability of acceptance if the token should be sent, else None.
@@ -56,7 +69,14 @@ class Proposer(Protocol):
     def confidence(self, row: Row, history: Sequence[int]) -> float:
         """The draft's confidence [0, 1] in the guess that ``choose`` would make; independent of fresh randomness."""
 
-    def choose(self, position: int) -> tuple[int, Distribution | None]:
+    def best(self) -> int:
+        """The most probable token of the row last given to ``confidence``."""
+
+    @property
+    def has_fresh_noise(self) -> bool:
+        """Whether guesses may be sampled with noise of their own: at a temperature, without a seed."""
+
+    def choose(self, position: int, *, sampled: bool = True) -> tuple[int, Distribution | None]:
         """The guess for the row last given to ``confidence``, and the law it was sampled from (None: deterministic)."""
 
 

@@ -77,6 +77,7 @@ class NgramDrafter(Drafter):
         while plan.room > 0 and plan.more(self.source):
             found = automaton.continuation(state, length)
             if found is None or found[3] < self.min_match:
+                plan.nothing(self.source)
                 break
             token = found[0]
             confidence = self._hits.rate(_kind(*found[1:]))

@@ -1,0 +1,149 @@
+"""Record what a policy needs to know about texts: what each drafter would have guessed at every position, and was it right.
+
+    python benchmarks/record_traces.py OUT.json [MODEL] [--draft NAME] [--backend NAME] [--set tuning] [--tokens N]
+        [--temperature T]
+
+The target answers every prompt plainly. Then the draft model reads the answers (one pass each, so this is quick), and
+the n-gram drafter follows them token by token. ``tests/simulator.py`` replays policies on such traces in milliseconds,
+with any cost curve: the text, the confidences and the fates are real, only the clock is simulated.
+
+At temperature 0 a fate is 0 or 1. Above, it is the exact probability of acceptance at that position: p(x) of a guess
+x that was not sampled, sum(min(p, q)) of one sampled from q.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from localspec import LLM, SamplingParams
+from localspec.backends.base import FloatArray
+from localspec.drafters.ngram import NgramDrafter
+from localspec.sampling import distribution
+
+PIECE = 128
+
+
+class Spy:
+    """A plan that lets a drafter make one guess and notes its confidence."""
+
+    room = 1
+
+    def __init__(self) -> None:
+        self.confidence = float("nan")
+
+    def more(self, source: str, pending: int = 0) -> bool:
+        return True
+
+    def spent(self, source: str, n_tokens: int, ms: float) -> None:
+        pass
+
+    def nothing(self, source: str) -> None:
+        pass
+
+    def witness(self, source: str, confidence: float, right: bool) -> None:
+        pass
+
+    def samples(self, source: str, confidence: float) -> bool:
+        return False
+
+    def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
+        self.confidence, self.room = confidence, 0
+        return confidence
+
+
+def rows(context: Any, tokens: list[int], first: int) -> FloatArray:
+    """Logits that predict tokens[first:], from one reading of the text [n - first, n_vocab]."""
+    context.truncate(0)
+    found = []
+    for start in range(0, len(tokens) - 1, PIECE):
+        piece = tokens[start : min(start + PIECE, len(tokens) - 1)]
+        logits = context.decode(piece).logits
+        keep = max(0, first - 1 - start)
+        found.append(logits[keep:].copy())
+    context.truncate(0)
+    return np.concatenate(found)
+
+
+def model_trace(llm: LLM, prompt: list[int], answer: list[int], params: SamplingParams) -> dict[str, list[float]]:
+    tokens, pair = prompt + answer, llm._pair
+    _, context = next(iter(pair._models.values()))
+    drafts = rows(context, tokens, len(prompt))
+    trace: dict[str, list[float]] = {"confidence": [], "right": [], "sampled": []}
+    targets = rows(pair.context, tokens, len(prompt)) if not params.greedy else None
+    for i, row in enumerate(drafts):
+        history = tokens[: len(prompt) + i]
+        if targets is None:
+            guess = int(row.argmax())
+            confidence = float(1 / np.exp(row - row[guess]).sum())
+            right = sampled = float(guess == answer[i])
+        else:
+            q, p = distribution(row, history, params), distribution(targets[i], history, params)
+            confidence, right = float(q.probs.max()), p.prob(q.argmax())
+            sampled = sum(min(p.prob(int(token)), float(prob)) for token, prob in zip(q.ids, q.probs, strict=True))
+        for name, value in (("confidence", confidence), ("right", right), ("sampled", sampled)):
+            trace[name].append(round(value, 4))
+    return trace
+
+
+def ngram_trace(llm: LLM, prompt: list[int], answer: list[int], params: SamplingParams) -> dict[str, list[float]]:
+    drafter = NgramDrafter()
+    drafter.begin(prompt)
+    trace: dict[str, list[float]] = {"confidence": [], "right": []}
+    tokens = list(prompt)
+    targets = rows(llm._pair.context, tokens + answer, len(prompt)) if not params.greedy else None
+    for i, token in enumerate(answer):
+        spy = Spy()
+        guesses = drafter.draft(tokens, spy, None)  # type: ignore[arg-type]
+        right = float(guesses[0].id == token) if guesses else 0.0
+        if guesses and targets is not None:
+            right = distribution(targets[i], tokens, params).prob(guesses[0].id)
+        trace["confidence"].append(round(spy.confidence, 4) if guesses else -1.0)
+        trace["right"].append(round(right, 4))
+        drafter.accept([token])
+        tokens.append(token)
+    return trace
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("model", nargs="?", default="qwen2.5-coder-1.5b")
+    parser.add_argument("--draft", default="qwen2.5-coder-0.5b")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--set", default="tuning", choices=["tuning", "report"])
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    args = parser.parse_args()
+    lines = (resources.files("localspec") / "bench" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    prompts = [prompt for prompt in map(json.loads, lines) if prompt["set"] == args.set]
+    with LLM(args.model, args.draft, backend=args.backend, remember=False) as llm:
+        pair = llm._pair
+        traces = []
+        for prompt in prompts:
+            messages = [{"role": "user", "content": prompt["turns"][0]}]
+            top_k = 40 if args.temperature else 0
+            params = SamplingParams(temperature=args.temperature, top_k=top_k, seed=1, max_tokens=args.tokens)
+            reply = llm.chat(messages, params, speculate=False)
+            tokens = llm._call(lambda m=messages: llm._encode(m))
+            read = [
+                llm._call(lambda f=function, t=tokens, r=reply, p=params: f(llm, t, r.token_ids, p))
+                for function in (model_trace, ngram_trace)
+            ]
+            trace = {"id": prompt["id"], "category": prompt["category"], "prompt_tokens": len(tokens)}
+            traces.append(trace | {"sources": {"ngram": read[1], "model": read[0]}})
+            print(prompt["id"], len(reply.token_ids), np.mean(read[0]["right"]).round(3), flush=True)
+        times = {"target": pair.times.base, "model": next(iter(pair._draft_times.values())).base}
+        engine = pair.target.engine
+    args.out.write_text(
+        json.dumps({"engine": engine, "temperature": args.temperature, "ms": times, "traces": traces}) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

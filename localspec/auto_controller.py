@@ -1,0 +1,289 @@
+"""Draft where it pays: lengths and sources chosen token by token from measured costs and calibrated acceptance.
+
+Speculation is a renewal-reward problem. What drafting on is worth comes from ``stopping``; how likely guesses are right
+from ``acceptance``; what passes cost from ``cost_model``. Here the three meet: a guess is sent if that is worth its row
+of the target's pass, a step of a draft model is taken if that is worth its time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from localspec.acceptance import AFTER_SURE, AFTER_UNSURE, EDGES, START, SURE, SourceAcceptance
+from localspec.controller import Controller
+from localspec.cost_model import PassTimes
+from localspec.drafters.base import Plan
+from localspec.rounds import Round
+from localspec.sampling import SamplingParams
+from localspec.stopping import Continuation, Prospects
+
+MAX_DRAFT = 16
+"""Longest draft that ``auto`` considers."""
+
+
+_LEADS_TO = np.array([AFTER_SURE if low >= SURE else AFTER_UNSURE for low in (0.0, *EDGES)])
+
+
+@dataclass(slots=True)
+class AutoPlan:
+    """Draft while it pays; see ``AutoController``.
+
+    Attributes:
+        room: guesses that may still be made.
+        n: guesses made.
+        reach: probability that all of them are right.
+        ms_spent: time that draft models took for them.
+    """
+
+    controller: AutoController
+    room: int
+    n: int = 0
+    reach: float = 1.0
+    ms_spent: float = 0.0
+    after: int = START
+    last: str = ""
+
+    def more(self, source: str, pending: int = 0) -> bool:
+        # Where looking costs nothing, keep() decides with the confidence known.
+        return self.room > 0 and (pending == 0 or self.controller.step_pays(self, source, pending))
+
+    def spent(self, source: str, n_tokens: int, ms: float) -> None:
+        self.ms_spent += ms
+        self.controller.draft_times[source].observe(n_tokens, ms)
+
+    def witness(self, source: str, confidence: float, right: bool) -> None:
+        acceptance = self.controller.sources[source]
+        acceptance.notice(confidence)
+        acceptance.observe(confidence, right)
+        self.controller.stale = True
+
+    def nothing(self, source: str) -> None:
+        if self.last != source:
+            self.controller.sources[source].notice(0.0)
+
+    def samples(self, source: str, confidence: float) -> bool:
+        controller = self.controller
+        return controller.sampled[source].expected(confidence) > controller.sources[source].expected(confidence)
+
+    def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
+        acceptance = self.controller.sources[source]
+        if source in self.controller.draft_times:
+            acceptance.notice(confidence, self.after)
+        elif self.last != source:  # of a copy only the first guess counts
+            acceptance.notice(confidence)
+        expected = (self.controller.sampled[source] if sampled else acceptance).expected(confidence)
+        after = AFTER_SURE if confidence >= SURE else AFTER_UNSURE
+        if self.room <= 0 or not self.controller.row_pays(self, source, expected, after):
+            return None
+        self.room -= 1
+        self.n += 1
+        self.reach *= expected
+        self.after, self.last = after, source
+        return expected
+
+
+class AutoController(Controller):
+    """Chooses the length of every draft.
+
+    Two things keep it from ever being slower than plain decoding. It drafts only where that is expected to pay; and it
+    keeps an account of the time saved so far against plain decoding, and never risks more than what is in it, a small
+    grant and one percent of the time gone by. So even text that is made to deceive it cannot cost more.
+
+    A draft model that was given up is tried again: without new evidence its estimates drift back to what is typical,
+    and when the text it has missed is worth reading on those terms, and the account covers it, it catches up. What it
+    would have guessed for that text is then compared with what was said.
+
+    Args:
+        times: the target's t(w) [ms].
+        draft_times: by source, d(w) of drafters that run a model of their own [ms]; the others guess for nothing.
+        sources: by source, the acceptance model; kept by the caller, so that it outlives a request.
+        sampled: the same for guesses that a draft model samples; ``sources`` is for its most probable tokens.
+    """
+
+    EXPLORE_SHARE = 0.01
+    GRANT_TOKENS = 2.0
+    SAVED_CAP_TOKENS = 40.0
+    HORIZON_TOKENS = 256
+    PATIENCE_TOKENS = 8
+    """An answer must have come this far before a draft model reads the prompt: many are shorter."""
+
+    OUTLOOK_TOKENS = 24
+    SOLVE_EVERY = 10
+    """Rounds between two solutions of the stopping problem; one takes about a millisecond."""
+
+    def __init__(
+        self,
+        times: PassTimes,
+        draft_times: Mapping[str, PassTimes],
+        sources: Mapping[str, SourceAcceptance],
+        sampled: Mapping[str, SourceAcceptance] | None = None,
+    ) -> None:
+        self.times = times
+        self.draft_times = draft_times
+        self.sources = sources
+        self.sampled = sampled or {}
+        self._has_fresh_noise = False
+        self.ms_other = 0.3
+        self.stale = True
+        self._saved = self.GRANT_TOKENS * times(1)
+        self._invested = False
+        self._emitted = 0
+        self._declined: set[str] = set()
+        self._budget = self.HORIZON_TOKENS
+        self._continuation: Continuation | None = None
+        self._without: Continuation | None = None
+        self._without_stale = True
+        self._age = 0
+        self._reason = ""
+
+    def begin(self, params: SamplingParams, n_prompt: int) -> None:
+        self._has_fresh_noise = not params.greedy and params.seed is None
+        for source in self.sources.values():
+            source.new_text()
+
+    # -- what time is worth --------------------------------------------------------------------------------------
+
+    @property
+    def ms_plain(self) -> float:
+        """Expected time of a round of plain decoding."""
+        return self.times(1) + self.ms_other
+
+    def solve(self, *sources: str, rate: float | None = None) -> Continuation:
+        """The stopping problem with some sources only; ``rate`` as in ``Continuation``."""
+        rows = [self.times(w) + self.ms_other for w in range(1, MAX_DRAFT + 2)]
+        models = [self._prospects(s, self.draft_times[s](1)) for s in self.draft_times if s in sources]
+        free = [self._prospects(s, 0.0) for s in sources if s not in self.draft_times]
+        return Continuation(rows, models, free[0] if free else None, rate)
+
+    def _prospects(self, source: str, step_ms: float) -> Prospects:
+        table = np.array(self.sources[source].table())
+        if self._has_fresh_noise and source in self.sampled:
+            table = np.maximum(table, self.sampled[source].table())
+        return Prospects(np.array(self.sources[source].climates), _LEADS_TO, table, step_ms)
+
+    @property
+    def continuation(self) -> Continuation:
+        """The stopping problem as last solved."""
+        if self._continuation is None or self.stale:
+            last = self._continuation
+            self._continuation = self.solve(*self.sources, rate=last.best_rate if last else None)
+            self._without_stale = True
+            self.stale = False
+        return self._continuation
+
+    # -- deciding ------------------------------------------------------------------------------------------------
+
+    def plan(self, room: int, n_past: int) -> Plan:
+        self._age += 1
+        self.times.n_past = n_past
+        for times in self.draft_times.values():
+            times.n_past = n_past
+        if self._age % self.SOLVE_EVERY == 1:
+            self.stale = True
+        self._budget = room
+        return AutoPlan(self, min(room, MAX_DRAFT))
+
+    def row_pays(self, plan: AutoPlan, source: str, expected: float, after: int) -> bool:
+        """Whether a guess, already made, is worth a row of the target's pass (or leads to rows that are).
+
+        A guess that cost nothing also stands in the way of a better one: it is passed over where a step of a draft
+        model is worth more.
+        """
+        if plan.ms_spent + self.times(plan.n + 2) - self.times(1) > self._saved:
+            return False
+        if source in self.draft_times:
+            return self.continuation.send(plan.n, plan.reach, expected, after) > 0
+        worth = self.continuation.copy(plan.n, plan.reach, expected, plan.room, after)
+        models = range(len(self.draft_times))
+        return worth > 0 and all(
+            worth >= self.continuation.step(plan.n, plan.reach, plan.after, model) for model in models
+        )
+
+    def step_pays(self, plan: AutoPlan, source: str, pending: int) -> bool:
+        """Whether a draft step is worth its time, its confidence not yet known."""
+        times = self.draft_times[source]
+        catch_up = times(pending) - times(1)
+        if catch_up > 0:
+            big = catch_up > 2 * self.times(1)  # a prompt, or a long stretch that was decoded plainly
+            if not self._worth_reading(catch_up, big=big):
+                self._declined.add(source)
+                return False
+            self._declined.discard(source)
+            if big and not self._invested:  # one a request is forgiven: it is the price of having a draft at all
+                self._invested = True
+                self._saved += catch_up
+        if plan.ms_spent + times(pending) + self.times(plan.n + 2) - self.times(1) > self._saved:
+            return False
+        model = list(self.draft_times).index(source)
+        return self.continuation.step(plan.n, plan.reach, plan.after, model) > 0
+
+    def _worth_reading(self, catch_up: float, *, big: bool) -> bool:
+        """Whether a draft model should read what it has missed [ms], given what it is expected to save afterwards.
+
+        What is read now need not be read again, so the cost is not this round's alone. A short stretch is compared
+        with what the next few rounds should save.
+        """
+        if big and (self._emitted < self.PATIENCE_TOKENS or (self._invested and catch_up > self._saved)):
+            return False
+        continuation = self.continuation
+        if self._without is None or self._without_stale:
+            free = [each for each in self.sources if each not in self.draft_times]
+            self._without = self.solve(*free, rate=self._without.best_rate if self._without else None)
+            self._without_stale = False
+        gain = 1.0 / self._without.rate - 1.0 / continuation.rate
+        return gain * min(self._budget, self.HORIZON_TOKENS if big else self.OUTLOOK_TOKENS) > catch_up
+
+    # -- learning ------------------------------------------------------------------------------------------------
+
+    def update(self, round_: Round) -> None:
+        drafted = set()
+        for i, guess in enumerate(round_.draft):
+            drafted.add(guess.source)
+            if i > round_.verdict.n_accepted:
+                break
+            table, confidence = self.sources, guess.prob
+            if guess.dist is not None:
+                table, confidence = self.sampled, float(guess.dist.probs.max())
+            table[guess.source].observe(confidence, i < round_.verdict.n_accepted)
+        for source in self.draft_times:
+            if source not in drafted and round_.ms_draft < 1.0:
+                self.sources[source].idle(len(round_.emitted))
+        self.times.observe(len(round_.draft) + 1, round_.ms_verify)
+        self._emitted += len(round_.emitted)
+        ms = round_.ms_draft + round_.ms_verify + self.ms_other
+        self._saved += len(round_.emitted) * self.ms_plain - ms + self.EXPLORE_SHARE * ms
+        self._saved = min(self._saved, self.SAVED_CAP_TOKENS * self.times(1))
+        if self._age % 8 == 1:  # a sentence costs a quarter of a millisecond
+            self._reason = self.explain()
+        round_.reason = self._reason
+
+    # -- explaining ----------------------------------------------------------------------------------------------
+
+    def explain(self) -> str:
+        return "; ".join(self._explain_source(source) for source in self.sources)
+
+    def _explain_source(self, source: str) -> str:
+        mean, need = self.sources[source].mean(), self.break_even(source)
+        if need > 0.995:
+            return f"not drafting with {source}: here even guesses that are always right cost more than they save"
+        if source in self._declined:
+            return f"not drafting with {source}: reading the text so far would cost more than it is expected to save"
+        if self.solve(source).rate * self.ms_plain > 1.001:
+            return f"drafting with {source}: {need:.0%} acceptance breaks even here, this text gives {mean:.0%}"
+        return f"not drafting with {source}: needs {need:.0%} acceptance to break even here, this text gives {mean:.0%}"
+
+    def break_even(self, source: str) -> float:
+        """The acceptance per token at which the best fixed draft length of this source only equals plain decoding."""
+        step = self.draft_times[source](1) if source in self.draft_times else 0.0
+        low, high = 0.0, 1.0
+        for _ in range(12):
+            middle = (low + high) / 2
+            gains = any(
+                (1 - middle ** (k + 1)) / (1 - middle) * self.ms_plain > self.times(k + 1) + self.ms_other + k * step
+                for k in range(1, 9)
+            )
+            low, high = (low, middle) if gains else (middle, high)
+        return high

@@ -1,0 +1,59 @@
+"""Small facts kept on disk between runs: verdicts, measured times, what was learned. Losing one only costs time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+Key = Mapping[str, str]
+
+
+class Ledger:
+    """One JSON file per key, in a folder.
+
+    The whole key is stored with the value, so that a chance agreement of file names shows nothing foreign.
+
+    Args:
+        folder: where the files lie; made when first needed.
+        format: version of the values; those of another one are not seen.
+    """
+
+    def __init__(self, folder: Path, format: int) -> None:
+        self.folder = folder
+        self.format = format
+
+    def get(self, key: Key) -> dict[str, Any] | None:
+        """The stored value, or None where there is none or it cannot be read."""
+        try:
+            stored = json.loads(self._path(key).read_text())
+        except (OSError, ValueError):
+            return None
+        if not isinstance(stored, dict) or stored.get("format") != self.format or stored.get("key") != dict(key):
+            return None
+        value = stored.get("value")
+        return value if isinstance(value, dict) else None
+
+    def put(self, key: Key, value: Mapping[str, Any]) -> None:
+        """Store a value. A full or read-only disk only means that it will be found out again."""
+        text = json.dumps({"format": self.format, "key": dict(key), "value": value})
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=self.folder, suffix=".tmp")
+            try:
+                with os.fdopen(handle, "w") as file:
+                    file.write(text)
+                os.replace(temporary, self._path(key))
+            except BaseException:
+                Path(temporary).unlink(missing_ok=True)
+                raise
+        except OSError:
+            return
+
+    def _path(self, key: Key) -> Path:
+        digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()[:20]
+        return self.folder / f"{digest}.json"
