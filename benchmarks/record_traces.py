@@ -1,4 +1,4 @@
-"""Record what a policy needs to know about texts: what each drafter would have guessed at every position, and was it right.
+"""Record what a policy needs to know about texts: what each drafter would have guessed, and was it right.
 
     python benchmarks/record_traces.py OUT.json [MODEL] [--draft NAME] [--backend NAME] [--set tuning] [--tokens N]
         [--temperature T]

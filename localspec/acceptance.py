@@ -20,8 +20,8 @@ START, AFTER_SURE, AFTER_UNSURE = range(3)
 
 Climate = tuple[float, ...]
 
-# Shares of confidence bins before anything is known of a text. Draft models: a mean near 0.75, from several pairs; after
-# a sure guess three of four are sure again (27 answers of Qwen2.5-Coder 1.5B, drafted by its 0.5B).
+# Shares of confidence bins before anything is known of a text. Draft models: a mean near 0.75, from several pairs;
+# after a sure guess three of four are sure again (27 answers of Qwen2.5-Coder 1.5B, drafted by its 0.5B).
 _MODEL_START = (0.01, 0.02, 0.03, 0.05, 0.06, 0.07, 0.07, 0.08, 0.12, 0.09, 0.14, 0.26)
 _MODEL_AFTER_SURE = (0.01, 0.01, 0.02, 0.02, 0.03, 0.04, 0.04, 0.05, 0.07, 0.08, 0.18, 0.45)
 _MODEL_AFTER_UNSURE = (0.01, 0.03, 0.06, 0.07, 0.08, 0.08, 0.08, 0.08, 0.13, 0.09, 0.12, 0.17)
@@ -43,8 +43,8 @@ class SourceAcceptance:
 
     Each confidence bin holds a Beta estimate of P(accepted | confidence, all guesses before it accepted), starting
     from a prior worth ``prior_weight`` observations; evidence fades, so that a change of topic shows within tens of
-    guesses. A climate is the recent distribution of confidences: what the next guess will look like, not yet made; there
-    is one for each thing that a guess can come after.
+    guesses. A climate is the recent distribution of confidences: what the next guess will look like, not yet made;
+    there is one for each thing that a guess can come after.
 
     Args:
         prior: expected acceptance by bin before any evidence.

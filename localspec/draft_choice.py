@@ -46,15 +46,18 @@ def load_settings(path: Path) -> dict:
     return settings
 ```
 
-The function first checks whether the file exists. If it does not, a copy of the defaults is returned, so that the caller
-can change it without changing the defaults themselves. Otherwise the file is read, and every missing key is added.
+The function first checks whether the file exists. If it does not, a copy of the defaults is returned, so that
+the caller can change it without changing the defaults themselves. Otherwise the file is read, and every
+missing key is added.
 
-To find the total cost, add the price of the tickets to the price of the meals. There are 4 tickets at 12 euros each, which
-makes 4 * 12 = 48 euros, and 3 meals at 9 euros each, which makes 3 * 9 = 27 euros. Together that is 48 + 27 = 75 euros.
+To find the total cost, add the price of the tickets to the price of the meals. There are 4 tickets at 12
+euros each, which makes 4 * 12 = 48 euros, and 3 meals at 9 euros each, which makes 3 * 9 = 27 euros. Together
+that is 48 + 27 = 75 euros.
 
-Thank you for your message. I am sorry to hear that the delivery was late. There are a few things you can do: first, check
-the tracking page to see where the parcel is; second, call the carrier; and third, if it does not arrive within a week, ask
-for a refund. Le musée est ouvert tous les jours sauf le lundi, et l'entrée est gratuite pour les enfants.
+Thank you for your message. I am sorry to hear that the delivery was late. There are a few things you can do:
+first, check the tracking page to see where the parcel is; second, call the carrier; and third, if it does not
+arrive within a week, ask for a refund. Le musée est ouvert tous les jours sauf le lundi, et l'entrée est
+gratuite pour les enfants.
 """
 
 

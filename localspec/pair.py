@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localspec import backends, draft_choice
+from localspec.auto_controller import AutoController
 from localspec.backends.base import Context, Model
 from localspec.backends.machine import cpu_name
 from localspec.backends.repack import lighter_copy
 from localspec.backends.trust import CHECK_TEXT, fingerprint
 from localspec.catalog import Catalog
-from localspec.auto_controller import AutoController
 from localspec.controller import Controller, FixedController
 from localspec.cost_model import CalibrationCache, PassTimes, calibrate
 from localspec.decoder import SpeculativeDecoder
@@ -212,7 +212,7 @@ class Pair:
             if light is not None:
                 return self._open_draft(light, report, check=False)
         published = self._open_draft(path, report)
-        model, context = published
+        model = published[0]
         on_cpu = model.capabilities.device == "cpu" and not model.capabilities.batch_invariant
         if known is not None or not on_cpu or not self.options.light_draft:
             return published

@@ -1,17 +1,18 @@
 """When to stop drafting: the value of going on, by dynamic programming.
 
-A draft is built guess by guess, each costing a row of the target's pass and, from a draft model, a step. With n guesses
-made that are all right with probability P, let V(n, P) be the tokens still to be gained by going on in the best way, net
-of the time it takes, a millisecond being worth r tokens:
+A draft is built guess by guess, each costing a row of the target's pass and, from a draft model, a step. With n
+guesses made that are all right with probability P, let V(n, P) be the tokens still to be gained by going on in the best
+way, net of the time it takes, a millisecond being worth r tokens:
 
     go on with a guess of acceptance a:   P·a - r·(t(n + 2) - t(n + 1)) + V(n + 1, P·a)
     a step of a draft model:              S(n, P) = -r·d + mean over its confidences of max(0, that)
     V(n, P) = max(0, S(n, P)), or what a free guess offers where there is one
 
-t(w) is the time of a target pass over w tokens, d that of a draft step. The mean over confidences is what makes a step an
-option: its guess is looked at, and sent only if it is worth its row. V looks past steps and dips of t, up to the longest
-draft. The r that makes a whole round worth nothing, 1 + V(0, 1) = r·t(1), is the best rate there is (Dinkelbach 1967), and
-it is found by Newton's method from plain decoding's 1 / t(1).
+t(w) is the time of a target pass over w tokens, d that of a draft step. The mean over confidences is what makes a step
+an option: its guess is looked at, and sent only if it is worth its row. V looks past steps and dips of t, up to the
+longest draft. What sure guesses lead to differs from what unsure ones do, so V is kept for each (see ``acceptance``).
+The r that makes a whole round worth nothing, 1 + V(0, 1) = r·t(1), is the best rate there is (Dinkelbach 1967), and it
+is found by Newton's method from plain decoding's 1 / t(1).
 """
 
 from __future__ import annotations

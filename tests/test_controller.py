@@ -145,7 +145,7 @@ def test_the_stopping_problem_has_the_solution_of_the_theory(curve: str, accepta
 
 
 def test_a_step_is_an_option_on_its_guess() -> None:
-    """Half of the guesses are surely right, half surely wrong, and the confidence tells: the wrong ones are not sent."""
+    """Half of the guesses are surely right, half surely wrong, the confidence tells: the wrong ones are not sent."""
     rows = [10.0 + 3.0 * w for w in range(17)]
     both = Prospects(np.array([[0.5, 0.5]]), np.array([0, 0]), np.array([1e-6, 1.0]), 2.0)
     blind = one_kind(0.5, 2.0)
