@@ -194,6 +194,43 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command()
+def doctor(
+    model: Model = None,
+    as_json: Json = False,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure anew what passes cost, and keep it.")] = False,
+    rank: Annotated[
+        bool, typer.Option("--rank", help="Try the drafts on this disk for a minute, and rank them.")
+    ] = False,
+    draft: Draft = None,
+    draft_length: DraftLength = "auto",
+    backend: Backend = "auto",
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repeat_penalty: RepeatPenalty = None,
+    seed: Seed = None,
+    max_tokens: MaxTokens = None,
+    stop: Stop = None,
+    ctx: Ctx = None,
+    threads: Threads = None,
+    gpu_layers: GpuLayers = None,
+    kv_cache: KVCache = "f16",
+    system: System = None,
+    verbose: Verbose = False,
+) -> Run:
+    """Examine this machine and a pair: does it fit, does it match, does it pay?"""
+    options = _options(locals())
+
+    def run() -> int:
+        from localspec.doctor.command import doctor_command
+
+        return doctor_command(options(), as_json=as_json, calibrate=calibrate, rank=rank)
+
+    return run
+
+
+@app.command()
 def pull(
     names: Annotated[
         list[str] | None,

@@ -55,7 +55,7 @@ def pull_command(names: Sequence[str] = ()) -> int:
 
 def list_command(as_json: bool = False) -> int:
     """Print the catalogue and what was pulled from the hub besides."""
-    entries = [*Catalog.load().values(), *_pulled_by_address()]
+    entries = known_entries()
     if as_json:
         print(json.dumps({"models": [_described(entry) for entry in entries]}, ensure_ascii=False, indent=2))
         return 0
@@ -119,6 +119,11 @@ def _described(entry: Entry) -> dict[str, Any]:
         "sources": [place["kind"] for place in entry.sources],
         "note": entry.note,
     }
+
+
+def known_entries() -> list[Entry]:
+    """The catalogue, and what was pulled from the hub besides."""
+    return [*Catalog.load().values(), *_pulled_by_address()]
 
 
 def _pulled_by_address() -> list[Entry]:

@@ -1,0 +1,230 @@
+"""``doctor --rank``: the drafts that are on this disk, tried on a few prompts, plain decoding in between."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from typing import TYPE_CHECKING
+
+from localspec.doctor.costs import Watch
+from localspec.doctor.report import RankedFacts, RankFacts
+from localspec.doctor.subject import Subject, on_disk
+from localspec.errors import LocalspecError
+from localspec.interrupts import on_interrupt
+from localspec.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from localspec.llm import LLM
+    from localspec.stream import Reply
+
+SECONDS = 60.0
+"""How long all candidates together may take, loading included."""
+
+MOST_TOKENS, LEAST_TOKENS = 64, 16
+_PROMPTS_WANTED = 3
+_CATEGORIES = ("code", "chat", "edit", "extract", "summarise", "translate", "maths", "creative")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One of the prompts that speed is tuned on."""
+
+    id: str
+    text: str
+
+
+@dataclass(slots=True)
+class Candidate:
+    """Drafters, and what was measured with them: by prompt, tokens per second with them and plain."""
+
+    drafters: list[str]
+    specs: list[str]
+    speed: dict[str, float] = field(default_factory=dict)
+    plain: dict[str, float] = field(default_factory=dict)
+    n_draft: int = 0
+    n_accepted: int = 0
+
+    def ratios(self, prompts: Sequence[str]) -> list[float]:
+        """Speed over plain, prompt by prompt."""
+        return [self.speed[prompt] / self.plain[prompt] for prompt in prompts if self.speed.get(prompt)]
+
+
+def tuning_prompts() -> list[Prompt]:
+    """Single questions, a different kind each time, the shorter ones of a kind first."""
+    text = resources.files("localspec.bench").joinpath("prompts.jsonl").read_text(encoding="utf-8")
+    rows = [row for row in map(json.loads, text.splitlines()) if row["set"] == "tuning" and len(row["turns"]) == 1]
+    by_kind = {
+        kind: sorted((row for row in rows if row["category"] == kind), key=lambda row: len(row["turns"][0]))
+        for kind in _CATEGORIES
+    }
+    deepest = max(map(len, by_kind.values()))
+    chosen = [by_kind[kind][depth] for depth in range(deepest) for kind in _CATEGORIES if depth < len(by_kind[kind])]
+    return [Prompt(row["id"], row["turns"][0]) for row in chosen]
+
+
+def matching_drafts(target: Subject) -> list[Subject]:
+    """Models on this disk that have the target's vocabulary and are smaller; the catalogue's picks first."""
+    assert target.header is not None
+    picks = target.entry.draft if target.entry is not None else ()
+    found = [
+        model
+        for model in on_disk()
+        if model.header is not None
+        and model.path.resolve() != target.path.resolve()
+        and model.bytes < target.bytes
+        and target.header.vocab.difference(model.header.vocab) is None
+    ]
+    return sorted(found, key=lambda model: picks.index(model.name) if model.name in picks else len(picks))
+
+
+def candidates(drafts: Sequence[Subject]) -> list[Candidate]:
+    """N-grams, each draft model, and the first of these together with n-grams, as ``--draft auto`` has them."""
+    found = [Candidate(["ngram"], ["ngram"])]
+    found += [Candidate([draft.name], [str(draft.path)]) for draft in drafts]
+    found += [Candidate(["ngram", draft.name], ["ngram", str(draft.path)]) for draft in drafts[:1]]
+    return found
+
+
+def rank(llm: LLM, tried: Sequence[Candidate], params: SamplingParams, watch: Watch, seconds: float) -> RankFacts:
+    """Try every candidate on the same prompts, each answer next to a plain one.
+
+    Args:
+        llm: the target, with any drafter.
+        tried: the candidates; a block of time each.
+        params: how to sample; ``max_tokens`` is chosen here.
+        watch: progress and interruption.
+        seconds: for everything.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C.
+    """
+    started = time.monotonic()
+    deadline = started + seconds
+    block = seconds / max(1, len(tried))
+    # An answer takes as long plain as drafted, or less, and reading the prompt about half as long as either.
+    per_token = 2.5 * _PROMPTS_WANTED / llm.plain_tokens_per_second
+    n_tokens = int(min(MOST_TOKENS, max(LEAST_TOKENS, 0.75 * block / per_token)))
+    params = replace(params, max_tokens=n_tokens)
+    prompts = tuning_prompts()
+    for i, candidate in enumerate(tried):
+        block_end = time.monotonic() + (deadline - time.monotonic()) / (len(tried) - i)
+        done = _try(llm, candidate, prompts, params, watch, (block_end, deadline), f"{i + 1} of {len(tried)}")
+        if done:
+            prompts = prompts[:done]  # the others are tried on the same ones
+    return _facts(tried, time.monotonic() - started, n_tokens)
+
+
+def _try(
+    llm: LLM,
+    candidate: Candidate,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    watch: Watch,
+    until: tuple[float, float],
+    position: str,
+) -> int:
+    """Measure one candidate; returns on how many prompts."""
+    name, (block_end, deadline) = " + ".join(candidate.drafters), until
+    if time.monotonic() >= deadline:
+        return 0
+    try:
+        watch.call(llm, lambda: llm._pair.set_draft(candidate.specs, watch.report))
+    except LocalspecError:
+        return 0  # this engine cannot run it: it stays unmeasured
+    longest = 0.0
+    for i, prompt in enumerate(prompts):
+        began = time.monotonic()
+        if i and began + longest > block_end:
+            return i
+        watch.report(f"trying {name} ({position}), prompt {i + 1}", None)
+        replies: dict[bool, Reply] = {}
+        for speculate in (False, True) if i % 2 == 0 else (True, False):  # what drifts must not favour either
+            reply = _answer(llm, prompt, params, speculate, watch, deadline)
+            if reply is None:
+                return i
+            replies[speculate] = reply
+        candidate.plain[prompt.id] = replies[False].stats["tokens_per_second"]
+        candidate.speed[prompt.id] = replies[True].stats["tokens_per_second"]
+        candidate.n_draft += replies[True].stats["num_draft_tokens"]
+        candidate.n_accepted += replies[True].stats["num_accepted_tokens"]
+        longest = max(longest, time.monotonic() - began)
+    return len(prompts)
+
+
+def _answer(
+    llm: LLM, prompt: Prompt, params: SamplingParams, speculate: bool, watch: Watch, deadline: float
+) -> Reply | None:
+    """One answer, or None if time ran out within it."""
+    messages = [{"role": "user", "content": prompt.text}]
+    with llm.rounds(messages, params, speculate=speculate) as stream:
+        # Reading the prompt yields nothing that the clock could be looked at in between.
+        timer = threading.Timer(max(0.0, deadline - time.monotonic()), stream.close)
+
+        def stop() -> None:
+            watch.stop()
+            stream.close()
+
+        timer.start()
+        try:
+            with on_interrupt(stop):
+                reply = stream.reply
+        finally:
+            timer.cancel()
+    watch.check()
+    whole = reply.finish_reason != "cancelled" and reply.stats["tokens_per_second"]
+    return reply if whole else None
+
+
+def _facts(tried: Sequence[Candidate], seconds: float, n_tokens: int) -> RankFacts:
+    measured = [candidate for candidate in tried if candidate.speed]
+    shared = [prompt for prompt in (measured[0].speed if measured else ()) if all(prompt in c.speed for c in measured)]
+    rows = [_row(candidate, shared) for candidate in tried]
+    plain = [statistics.median(candidate.plain[prompt] for candidate in measured) for prompt in shared]
+    speed = round(statistics.median(plain), 2) if plain else None
+    rows.append(RankedFacts([], len(shared), 1.0 if plain else None, None, None, speed, None))
+    rows.sort(key=lambda row: -(row.speedup or 0.0))
+    return RankFacts(round(seconds, 1), n_tokens, shared, _noise(measured, shared), rows)
+
+
+def _row(candidate: Candidate, prompts: Sequence[str]) -> RankedFacts:
+    ratios = candidate.ratios(prompts)
+    if not ratios:
+        return RankedFacts(candidate.drafters, 0, None, None, None, None, None)
+    return RankedFacts(
+        drafters=candidate.drafters,
+        n_prompts=len(ratios),
+        speedup=round(math.exp(statistics.fmean(map(math.log, ratios))), 4),
+        lowest=round(min(ratios), 4),
+        highest=round(max(ratios), 4),
+        tokens_per_second=round(statistics.median(candidate.speed[prompt] for prompt in prompts), 2),
+        acceptance_rate=round(candidate.n_accepted / candidate.n_draft, 4) if candidate.n_draft else None,
+    )
+
+
+def _noise(measured: Sequence[Candidate], prompts: Sequence[str]) -> float | None:
+    """Relative standard deviation of plain decoding of the same prompt, pooled over prompts."""
+    squares: list[float] = []
+    for prompt in prompts:
+        speeds = [candidate.plain[prompt] for candidate in measured]
+        if len(speeds) > 1:
+            squares.append((statistics.stdev(speeds) / statistics.fmean(speeds)) ** 2)
+    return round(math.sqrt(statistics.fmean(squares)), 4) if squares else None
+
+
+def remarks(rank: RankFacts) -> Iterator[str]:
+    """The remarks under the table."""
+    n = len(rank.prompts)
+    yield (
+        f"{n} prompt{'s' * (n != 1)}, up to {rank.max_tokens} tokens each, {rank.seconds:.0f} s in all; × is speed "
+        "over plain on the same prompt, the geometric mean and the extremes"
+    )
+    if rank.noise is None:
+        yield "the noise is not known: plain was measured only once for each prompt"
+    else:
+        yield f"plain itself varied by {rank.noise:.1%} from run to run of the same prompt"
