@@ -290,3 +290,31 @@ def inspect(
         return inspect_command(model, as_json)
 
     return run
+
+
+@app.command()
+def replay(
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE",
+            help="What generate --format events printed, or a chat that /save wrote; - is standard input.",
+            show_default=False,
+        ),
+    ],
+    html: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OUT", help="Where the page goes; - is standard output.", show_default="FILE with .html instead"
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
+) -> Run:
+    """Make a web page of a recording: the answer, and every guess as it was made and checked."""
+
+    def run() -> int:
+        from localspec.replay.command import replay_command
+
+        return replay_command(file, html, force=force)
+
+    return run

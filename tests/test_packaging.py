@@ -79,7 +79,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]
 def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "localspec").rglob("*.py")}
-    assert modules <= names
+    page = {path.relative_to(ROOT).as_posix() for path in (ROOT / "localspec/replay/page").iterdir()}
+    assert page
+    assert modules | page <= names
     assert "localspec/py.typed" in names
     assert {name.split("/")[0] for name in names} == {"localspec", f"localspec-{localspec.__version__}.dist-info"}
 
