@@ -134,8 +134,8 @@ class AutoController(Controller):
         self._declined: set[str] = set()
         self._budget = self.HORIZON_TOKENS
         self._continuation: Continuation | None = None
-        self._without: Continuation | None = None
-        self._without_stale = True
+        self._without_gain = 1.0
+        self._without_until = 0
         self._age = 0
         self._reason = ""
 
@@ -170,7 +170,6 @@ class AutoController(Controller):
         if self._continuation is None or self.stale:
             last = self._continuation
             self._continuation = self.solve(*self.sources, rate=last.best_rate if last else None)
-            self._without_stale = True
             self.stale = False
         return self._continuation
 
@@ -229,11 +228,12 @@ class AutoController(Controller):
         if big and (self._emitted < self.PATIENCE_TOKENS or (self._invested and catch_up > self._saved)):
             return False
         continuation = self.continuation
-        if self._without is None or self._without_stale:
+        if self._age >= self._without_until:
             free = [each for each in self.sources if each not in self.draft_times]
-            self._without = self.solve(*free, rate=self._without.best_rate if self._without else None)
-            self._without_stale = False
-        gain = 1.0 / self._without.rate - 1.0 / continuation.rate
+            # Kept as a ratio, so that a machine that slows down does not make it stale.
+            self._without_gain = self.solve(*free).rate * self.ms_plain
+            self._without_until = self._age + 3 * self.SOLVE_EVERY
+        gain = self.ms_plain / self._without_gain - 1.0 / continuation.rate
         return gain * min(self._budget, self.HORIZON_TOKENS if big else self.OUTLOOK_TOKENS) > catch_up
 
     # -- learning ------------------------------------------------------------------------------------------------
@@ -248,17 +248,27 @@ class AutoController(Controller):
             if guess.dist is not None:
                 table, confidence = self.sampled, float(guess.dist.probs.max())
             table[guess.source].observe(confidence, i < round_.verdict.n_accepted)
-        for source in self.draft_times:
-            if source not in drafted and round_.ms_draft < 1.0:
-                self.sources[source].idle(len(round_.emitted))
+        self._account(round_)
+        before = self.times.scale
         self.times.observe(len(round_.draft) + 1, round_.ms_verify)
+        for source, times in self.draft_times.items():
+            if source not in drafted:
+                # What slows the target's passes slows those of a draft model that is not running too.
+                times.scale *= self.times.scale / before
+                if round_.ms_draft < 0.5 * times(1):
+                    self.sources[source].idle(len(round_.emitted))
         self._emitted += len(round_.emitted)
-        ms = round_.ms_draft + round_.ms_verify + self.ms_other
-        self._saved += len(round_.emitted) * self.ms_plain - ms + self.EXPLORE_SHARE * ms
-        self._saved = min(self._saved, self.SAVED_CAP_TOKENS * self.times(1))
         if self._age % 8 == 1:  # a sentence costs a quarter of a millisecond
             self._reason = self.explain()
         round_.reason = self._reason
+
+    def _account(self, round_: Round) -> None:
+        """Book what a round saved or lost against plain decoding; a machine that is slow now is slow for both."""
+        width, ms = len(round_.draft) + 1, round_.ms_draft + round_.ms_verify + self.ms_other
+        slowness = min(3.0, max(0.33, round_.ms_verify / self.times(width))) if round_.ms_verify > 0 else 1.0
+        plain = len(round_.emitted) * self.ms_plain * slowness if width > 1 else ms - round_.ms_draft
+        self._saved += plain - ms + self.EXPLORE_SHARE * ms
+        self._saved = min(self._saved, self.SAVED_CAP_TOKENS * self.times(1))
 
     # -- explaining ----------------------------------------------------------------------------------------------
 

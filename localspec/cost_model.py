@@ -23,21 +23,23 @@ class PassTimes:
 
     The calibrated curve is kept as measured, steps and dips included, and read by linear interpolation between
     measured widths. A longer context makes every pass longer, by the share that reading its keys and values has in
-    reading the weights. Two corrections follow what is observed: ``scale`` moves all widths together (a slower clock,
-    another program on the CPU), ``trim`` one width alone.
+    reading the weights. Corrections follow what is observed. Reading the weights is bound by memory, further rows by
+    arithmetic, and other programs take of each what they will: ``scale`` moves all widths together, ``slope`` what
+    further rows cost, ``trim`` one width alone, and ``beyond`` widths that were not calibrated.
 
     Attributes:
         base: calibrated milliseconds by width, with ``CALIBRATED_PAST`` tokens in the memory; at least width 1.
         growth: relative increase per token in the memory: its bytes in the KV cache over the bytes of the weights.
         n_past: tokens in the memory now.
-        scale: the common correction.
-        trim: corrections by width.
+        scale, slope, trim, beyond: the corrections; 1 is none.
     """
 
     base: dict[int, float]
     growth: float = 0.0
     n_past: int = CALIBRATED_PAST
     scale: float = 1.0
+    slope: float = 1.0
+    beyond: float = 1.0
     trim: dict[int, float] = field(default_factory=dict)
     _n_observed: int = 0
     _drift: float = 0.0
@@ -46,10 +48,9 @@ class PassTimes:
         """Expected milliseconds of a pass over ``width`` tokens; 0 for no tokens."""
         if width <= 0:
             return 0.0
-        return self._calibrated(width) * self.scale * self.trim.get(width, 1.0)
-
-    def _calibrated(self, width: int) -> float:
-        return self._curve(width) * (1.0 + self.growth * (self.n_past - CALIBRATED_PAST))
+        one, longer = self._curve(1), 1.0 + self.growth * (self.n_past - CALIBRATED_PAST)
+        ms = (one + self.slope * (self._curve(width) - one)) * longer * self.scale
+        return ms * (self.beyond if width > max(self.base) else self.trim.get(width, 1.0))
 
     def _curve(self, width: int) -> float:
         known = self.base
@@ -73,11 +74,18 @@ class PassTimes:
         if expected <= 0 or ms <= 0:
             return
         surprise = math.log(min(2.0, max(0.5, ms / expected)))
+        if width > max(self.base):
+            self.beyond = min(3.0, max(0.33, self.beyond * math.exp(0.3 * surprise)))
+            return
         self._n_observed += 1
-        self._drift += (math.log(ms / self._calibrated(width)) - self._drift) / min(self._n_observed, 500)
-        self.scale *= math.exp(0.08 * surprise)
-        if width <= 64:
-            self.trim[width] = self.trim.get(width, 1.0) * math.exp(0.08 * surprise)
+        self._drift += (math.log(ms / self._curve(width)) - self._drift) / min(self._n_observed, 500)
+        if width == 1:
+            self.scale *= math.exp(0.1 * surprise)
+            self.slope **= 0.98  # nothing is learned of it now, so it drifts back to what was calibrated
+        else:
+            self.scale *= math.exp(0.08 * surprise)
+            self.slope = min(2.5, max(0.4, self.slope * math.exp(0.06 * surprise)))
+            self.trim[width] = min(1.5, max(0.67, self.trim.get(width, 1.0) * math.exp(0.04 * surprise)))
 
     @property
     def fits(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from localspec.acceptance import COPY_CLIMATES, SourceAcceptance, estimate_prior, model_prior, sample_prior
+from localspec.acceptance import COPY_CLIMATES, SourceAcceptance, estimate_prior, model_prior
 from localspec.ledger import Key, Ledger
 from localspec.sampling import SamplingParams
 
@@ -47,7 +47,7 @@ class Experience:
             if copies:
                 table = SourceAcceptance(estimate_prior(), COPY_CLIMATES)
             else:
-                table = SourceAcceptance(sample_prior() if sampled else model_prior())
+                table = SourceAcceptance(model_prior(greedy=params.greedy, sampled=sampled))
             table.restore(self._stored.get(name))
             self._tables[name] = table
         return self._tables[name]

@@ -26,9 +26,12 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
+MAX_COST = 3.5
+"""V looks ahead as far as a pass costs this many times a one-token pass; copies are followed further."""
+
 _GRID_STEP = 0.1
-_N_GRID = 32
-"""Probabilities that a draft is right so far are tabulated at exp(-0.1·i), down to 0.045."""
+_N_GRID = 28
+"""Probabilities that a draft is right so far are tabulated at exp(-0.1·i), down to 0.067."""
 
 _REACH = np.exp(-_GRID_STEP * np.arange(_N_GRID))
 _LINEAR = 1.0 / -math.expm1(-_GRID_STEP)
@@ -72,6 +75,8 @@ class Continuation:
     ) -> None:
         self.rows_ms = rows_ms
         self._row = np.diff(np.asarray(rows_ms, dtype=np.float64))
+        affordable = sum(1 for ms in rows_ms[1:] if ms <= MAX_COST * rows_ms[0])
+        self._n_ahead = max(affordable, min(4, len(self._row)))
         self._models = [(m, _Shift(m.acceptance)) for m in models]
         self._free = (free, _Shift(free.acceptance)) if free is not None else None
         plain = 1.0 / rows_ms[0]
@@ -88,7 +93,7 @@ class Continuation:
 
         ``_ms`` is the expected time of the best continuation, which is minus the derivative of V with respect to r.
         """
-        n_rows, rate = len(self._row), self.rate
+        n_rows, rate = self._n_ahead, self.rate
         n_groups = len(self._models[0][0].shares) if self._models else 1
         self._value = np.zeros((n_rows + 1, n_groups, _N_GRID))
         self._steps = np.full((len(self._models), n_rows + 1, n_groups, _N_GRID), -np.inf)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import takewhile
 
 from localspec.backends.base import Context, FloatArray
 from localspec.drafters.base import Drafter, Plan, Proposer
@@ -12,6 +13,17 @@ from localspec.sampling import Row
 
 MAX_WITNESS = 24
 """Guesses judged after the fact when a draft model catches up; each takes a row of its output head."""
+
+
+N_HEAD = 4
+N_TAIL = 64
+MAX_ABRIDGED = 256
+"""Of a new prompt of up to ``MAX_ABRIDGED`` tokens only the first ``N_HEAD`` and the last ``N_TAIL`` are read.
+
+Reading is most of what a draft costs in a short answer, and after a few words it is mostly the answer that guesses are
+made from: on prompts of 53 to 103 tokens (code and chat, Qwen2.5-Coder) the share of right guesses fell from 0.76 to
+0.75, while on prompts of 312 to 375 tokens, whose text the answers rework, it fell from 0.90 to 0.55.
+"""
 
 
 class DraftModelDrafter(Drafter):
@@ -26,15 +38,14 @@ class DraftModelDrafter(Drafter):
         self.context = context
         self.source = source
         self._n_prompt = self._n_settled = 0
-
-    def pending(self, tokens: Sequence[int]) -> int:
-        """How many of ``tokens`` the context has not decoded."""
-        return len(tokens) - self.context.n_past
+        self._n_hidden = 0
 
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
-        context = self.context
-        if len(tokens) > context.n_ctx:
+        context, position = self.context, len(tokens)
+        if position > context.n_ctx:
             return []
+        if self._n_hidden:
+            tokens = [*tokens[:N_HEAD], *tokens[N_HEAD + self._n_hidden :]]
         known = context.reuse(tokens[:-1])
         if max(tokens[known:]) >= context.model.n_vocab:  # the target's padding can be wider than the draft's
             return []
@@ -42,7 +53,8 @@ class DraftModelDrafter(Drafter):
             return []
         started = time.perf_counter()
         # What it would have guessed for the last settled tokens that it is reading only now shows how it is doing here.
-        n_witness = min(self._n_settled - max(known, self._n_prompt - 1) - 1, MAX_WITNESS)
+        n_settled, n_prompt = self._n_settled - self._n_hidden, self._n_prompt - self._n_hidden
+        n_witness = min(n_settled - max(known, n_prompt - 1) - 1, MAX_WITNESS)
         row = self._read(tokens, known, n_witness if len(tokens) - known > 2 else 0, plan, proposer)
         plan.spent(self.source, len(tokens) - known, (time.perf_counter() - started) * 1e3)
         confidence = proposer.confidence(row, tokens)
@@ -50,7 +62,7 @@ class DraftModelDrafter(Drafter):
         expected = plan.keep(self.source, confidence, sampled=sampled)
         if expected is None:
             return []
-        token, dist = proposer.choose(len(tokens), sampled=sampled)
+        token, dist = proposer.choose(position, sampled=sampled)
         prob = confidence if dist is None else dist.prob(token)
         return [DraftToken(token, self.source, prob, dist, expected)]
 
@@ -63,7 +75,7 @@ class DraftModelDrafter(Drafter):
         if n_witness <= 0:
             last: Row = self.context.decode(tokens[known:], "last").logits[0]
             return last
-        first = self._n_settled - n_witness - 1  # its logits predict the first token to be judged
+        first = self._n_settled - self._n_hidden - n_witness - 1  # its logits predict the first token to be judged
         if first > known:
             self.context.decode(tokens[known:first], "none")
         logits: FloatArray = self.context.decode(tokens[first:], "all").logits
@@ -76,6 +88,11 @@ class DraftModelDrafter(Drafter):
 
     def begin(self, tokens: Sequence[int]) -> None:
         self._n_prompt = self._n_settled = len(tokens)
+        known = sum(
+            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.context.tokens, tokens, strict=False))
+        )
+        is_short = len(tokens) <= MAX_ABRIDGED and len(tokens) - known > N_HEAD + N_TAIL + N_TAIL // 4
+        self._n_hidden = len(tokens) - N_HEAD - N_TAIL if is_short else 0
 
     def accept(self, emitted: Sequence[int]) -> None:
         self._n_settled += len(emitted)
