@@ -92,6 +92,7 @@ class FixedController(Controller):
 
     def update(self, round_: Round) -> None:
         if self.times is not None:
+            round_.ms_verify_expected = self.times(len(round_.draft) + 1)
             self.times.observe(len(round_.draft) + 1, round_.ms_verify)
         round_.reason = self.explain()
 

@@ -14,7 +14,10 @@ from localspec.ledger import Key, Ledger
 
 CALIBRATED_PAST = 64
 CALIBRATED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24)
-_FORMAT = 3
+WIDE = 64
+"""A width at which the engines' kernels for many tokens are at work: what reading a text costs, per token."""
+
+_FORMAT = 4
 
 
 @dataclass(slots=True)
@@ -105,15 +108,16 @@ def calibrate(
         tick: called between passes (for progress); whatever it raises ends the calibration.
     """
     widths = [w for w in CALIBRATED_WIDTHS if w + 8 <= context.n_ctx]
-    tokens = [tokens[i % len(tokens)] for i in range(CALIBRATED_PAST + max(widths))]
+    wide = [w for w in (WIDE,) if w + CALIBRATED_PAST <= context.n_ctx]
+    tokens = [tokens[i % len(tokens)] for i in range(CALIBRATED_PAST + max([*widths, *wide]))]
     fill = min(CALIBRATED_PAST, context.n_ctx - max(widths))
     context.truncate(0)
     context.decode(tokens[:fill], "none")
-    samples: dict[int, list[float]] = {width: [] for width in widths}
+    samples: dict[int, list[float]] = {width: [] for width in [*widths, *wide]}
     context.decode(tokens[fill : fill + 2])  # the first pass of a kind allocates
     context.truncate(fill)
-    for _ in range(repeats):
-        for width in widths:
+    for repeat in range(repeats):
+        for width in widths if repeat else [*widths, *wide]:  # a wide pass takes long, and is less noisy
             tick()
             started = time.perf_counter()
             context.decode(tokens[fill : fill + width])

@@ -98,7 +98,8 @@ class Round:
     so it can be shorter than ``verdict.n_accepted + 1``. ``spans`` is the text that became safe to show in this round:
     text that may still turn out to be a stop string, or half of a character, waits for a later one.
 
-    Times are in milliseconds. ``ms_verify`` is the target's pass.
+    Times are in milliseconds. ``ms_verify`` is the target's pass; ``ms_verify_expected`` is what the cost model said it
+    would take, None where there is none.
     """
 
     index: int
@@ -108,6 +109,7 @@ class Round:
     ms_draft: float
     ms_verify: float
     ms_other: float = 0.0
+    ms_verify_expected: float | None = None
     n_past: int = 0
     draft_texts: list[str] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
@@ -118,6 +120,15 @@ class Round:
     def text(self) -> str:
         """The verified text that this round released."""
         return "".join(span.text for span in self.spans)
+
+    @property
+    def tokens_expected(self) -> float:
+        """Tokens that the round was expected to emit, the target's own included: 1 + a_1 + a_1·a_2 + …"""
+        total = reach = 1.0
+        for guess in self.draft:
+            reach *= guess.expected
+            total += reach
+        return total
 
     @property
     def accepted(self) -> list[bool]:
@@ -149,6 +160,8 @@ class Round:
             "ms_draft": round(self.ms_draft, 3),
             "ms_verify": round(self.ms_verify, 3),
             "ms_other": round(self.ms_other, 3),
+            "tokens_expected": round(self.tokens_expected, 3),
+            "ms_verify_expected": None if self.ms_verify_expected is None else round(self.ms_verify_expected, 3),
             "reason": self.reason,
         }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from localspec import LLM, SamplingParams
 from localspec.auto_controller import AutoPlan
-from localspec.drafters.draft_model import MAX_WITNESS
+from localspec.drafters.draft_model import MAX_ABRIDGED, MAX_WITNESS, N_HEAD, N_TAIL
 from localspec.proposer import SamplingProposer
 from localspec.sampling import Noise
 from tests.conftest import TinyFiles
@@ -78,3 +78,47 @@ def test_what_was_witnessed_is_learned(tiny: TinyFiles) -> None:
         for _ in range(20):
             plan.witness("model", 0.97, right=False)
         assert plan.controller.sources["model"].expected(0.97) < before - 0.3
+
+
+def test_of_a_short_new_prompt_only_the_ends_are_read(tiny: TinyFiles) -> None:
+    with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=1024) as llm:
+        (drafter,) = llm._pair._drafters
+        ((_, context),) = llm._pair._models.values()
+        params = SamplingParams()
+
+        def read(prompt: list[int], answer: list[int]) -> list[int]:
+            drafter.begin(prompt)
+            drafter.accept(answer)
+            drafter.draft(prompt + answer, Recorder(), SamplingProposer(params, Noise(0)))
+            return list(context.tokens)
+
+        def words(n: int) -> list[int]:
+            return [20 + i % 60 for i in range(n)]
+
+        for n, abridged in ((40, False), (N_HEAD + N_TAIL, False), (150, True), (MAX_ABRIDGED, True), (400, False)):
+            prompt, answer = words(n), [7, 8, 9]
+            llm._call(lambda: context.truncate(0))
+            read_in = llm._call(lambda p=prompt, a=answer: read(p, a))
+            assert read_in == (prompt[:N_HEAD] + prompt[-N_TAIL:] if abridged else prompt) + answer
+        # What was read in an earlier turn stays: nothing is left out of a prompt that goes on from there.
+        prompt = words(400)
+        longer = [*prompt, 7, 8, 9, *words(30)]
+        llm._call(lambda: context.truncate(0))
+        llm._call(lambda: read(prompt, [7, 8, 9]))
+        assert llm._call(lambda: read(longer, [5])) == [*longer, 5]
+
+
+def test_an_abridged_prompt_changes_guesses_and_nothing_else(tiny: TinyFiles) -> None:
+    with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=1024) as llm:
+        prompt = "the cat sat on the mat and the dog ran to the door " * 6
+        assert N_HEAD + N_TAIL < llm.count_tokens(prompt) <= MAX_ABRIDGED
+        params = SamplingParams(max_tokens=60, ignore_eos=True)
+        plain = llm.generate(prompt, params, speculate=False).token_ids
+        drafted = llm.generate(prompt, params, draft_length=4)
+        assert drafted.token_ids == plain
+        assert drafted.stats["num_accepted_tokens"] > 0
+        seeded = SamplingParams(temperature=1.0, seed=5, max_tokens=60, ignore_eos=True)
+        assert (
+            llm.generate(prompt, seeded, draft_length=4).token_ids
+            == llm.generate(prompt, seeded, speculate=False).token_ids
+        )

@@ -13,6 +13,7 @@ from localspec.auto_controller import AutoController
 from localspec.controller import FixedController
 from localspec.cost_model import PassTimes
 from localspec.errors import UsageError
+from localspec.rounds import Draft, DraftToken, EmittedToken, Round, Verdict
 from localspec.sampling import SamplingParams
 from localspec.stopping import Continuation, Prospects
 from tests.simulator import CURVES, World, adversarial, stationary, switching
@@ -214,3 +215,48 @@ def test_a_draft_model_does_not_read_a_prompt_for_a_short_answer() -> None:
     assert not controller.plan(room=500, n_past=200).more("model", pending=200)
     here.run(controller, 20)
     assert controller.plan(room=500, n_past=220).more("model", pending=220)
+
+
+def rounds_of(ms_verify: float, n_drafted: int, n_accepted: int, ms_draft: float = 0.0) -> Round:
+    draft = Draft([DraftToken(0, "model", 0.9, None, 0.9)] * n_drafted)
+    emitted = [EmittedToken(0, "plain")] * (n_accepted + 1)
+    return Round(0, draft, Verdict(n_accepted, 0, "plain"), emitted, ms_draft=ms_draft, ms_verify=ms_verify)
+
+
+def test_the_account_is_charged_for_drafting_and_not_for_a_slow_machine() -> None:
+    controller = auto(world("ik", 0.2, "stationary 0.8"))
+    start = controller._saved
+    for _ in range(20):
+        controller.update(rounds_of(3 * 52.0, 0, 0))  # plain, on a machine that has become three times slower
+    assert controller._saved >= start
+    before = controller._saved
+    controller.update(rounds_of(controller.times(4), 3, 0, ms_draft=40.0))
+    lost = controller.times(4) + 40.0 - controller.times(1)
+    assert before - controller._saved == pytest.approx(lost, rel=0.1)
+
+
+def test_a_slow_machine_is_expected_to_slow_a_draft_model_that_is_not_running_too() -> None:
+    controller = auto(world("ik", 0.2, "stationary 0.8"))
+    before = controller.draft_times["model"](1) / controller.times(1)
+    for _ in range(50):
+        controller.update(rounds_of(2 * 52.0, 0, 0))
+    assert controller.times(1) == pytest.approx(2 * 52.0, rel=0.05)
+    assert controller.draft_times["model"](1) / controller.times(1) == pytest.approx(before, rel=0.01)
+
+
+def test_rows_that_cost_more_are_told_from_a_machine_that_is_slower() -> None:
+    calibrated = {1: 50.0, 2: 60.0, 4: 80.0, 8: 120.0}
+    slower, dearer = PassTimes(dict(calibrated)), PassTimes(dict(calibrated))
+    for i in range(200):
+        width = (1, 2, 4)[i % 3]
+        slower.observe(width, 1.4 * calibrated[width])
+        dearer.observe(width, 50.0 + 2 * (calibrated[width] - 50.0))
+    assert slower(8) == pytest.approx(1.4 * 120.0, rel=0.08)
+    assert dearer(1) == pytest.approx(50.0, rel=0.08)
+    assert dearer(4) == pytest.approx(110.0, rel=0.1)
+    assert dearer(8) > 130.0  # never seen, but what was seen of 2 and 4 rows tells something of it
+    # A prompt's length is no calibrated width: what it took says nothing about the others.
+    before = slower(4)
+    slower.observe(300, 10 * slower(300))
+    assert slower(4) == before
+    assert slower(300) > 1.15 * before

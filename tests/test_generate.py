@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import time
@@ -76,6 +77,9 @@ def test_a_round_has_the_documented_fields(tiny: TinyFiles) -> None:
         for guess in event["draft"]:
             assert set(guess) >= {"id", "text", "source", "prob", "accepted"}
             assert 0 <= guess["prob"] <= 1
+        reach = [math.prod(guess["expected"] for guess in event["draft"][:i]) for i in range(len(fates) + 1)]
+        assert event["tokens_expected"] == pytest.approx(sum(reach), abs=0.01)
+        assert event["ms_verify_expected"] > 0
         for token in event["emitted"]:
             assert set(token) >= {"id", "text", "kind"}
             assert token["kind"] in ("accepted", "recovered", "bonus", "plain")
