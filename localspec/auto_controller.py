@@ -209,28 +209,33 @@ class AutoController(Controller):
         """Whether a draft step is worth its time, its confidence not yet known."""
         times = self.draft_times[source]
         catch_up = times(pending) - times(1)
+        saved = self._saved
         if catch_up > 0:
             big = catch_up > 2 * self.times(1)  # a prompt, or a long stretch that was decoded plainly
-            if not self._worth_reading(catch_up, big=big):
+            if big and not self._invested:
+                # The price of having a draft at all; and then it gets the chance that every request begins with.
+                forgiven = min(catch_up, self.FORGIVEN_TOKENS * self.times(1))
+                saved = max(saved, self.GRANT_TOKENS * self.times(1)) + forgiven
+            if not self._worth_reading(catch_up, saved, big=big):
                 self._declined.add(source)
                 return False
-            self._declined.discard(source)
-            if big and not self._invested:  # the price of having a draft at all
-                self._invested = True
-                self._saved += min(catch_up, self.FORGIVEN_TOKENS * self.times(1))
-        if plan.ms_spent + times(pending) + self.times(plan.n + 2) - self.times(1) > self._saved:
+        if plan.ms_spent + times(pending) + self.times(plan.n + 2) - self.times(1) > saved:
             return False
         model = list(self.draft_times).index(source)
-        return self.continuation.step(plan.n, plan.reach, plan.after, model) > 0
+        if self.continuation.step(plan.n, plan.reach, plan.after, model) <= 0:
+            return False
+        if saved != self._saved:
+            self._saved, self._invested = saved, True
+        self._declined.discard(source)
+        return True
 
-    def _worth_reading(self, catch_up: float, *, big: bool) -> bool:
+    def _worth_reading(self, catch_up: float, saved: float, *, big: bool) -> bool:
         """Whether a draft model should read what it has missed [ms], given what it is expected to save afterwards.
 
         What is read now need not be read again, so the cost is not this round's alone. A short stretch is compared
         with what the next few rounds should save.
         """
-        forgiven = 0.0 if self._invested else self.FORGIVEN_TOKENS * self.times(1)
-        if big and (self._emitted < self.PATIENCE_TOKENS or catch_up > self._saved + forgiven):
+        if big and (self._emitted < self.PATIENCE_TOKENS or catch_up > saved):
             return False
         continuation = self.continuation
         if self._age >= self._without_until:
