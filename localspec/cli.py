@@ -231,6 +231,41 @@ def doctor(
 
 
 @app.command()
+def verify(
+    model: Model = None,
+    as_json: Json = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer and shorter answers.")] = False,
+    prompts: Annotated[int | None, typer.Option(help="Questions to answer.", show_default="8, or 3 if --quick")] = None,
+    draft: Draft = None,
+    draft_length: DraftLength = "auto",
+    backend: Backend = "auto",
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repeat_penalty: RepeatPenalty = None,
+    seed: Seed = None,
+    max_tokens: MaxTokens = None,
+    stop: Stop = None,
+    ctx: Ctx = None,
+    threads: Threads = None,
+    gpu_layers: GpuLayers = None,
+    kv_cache: KVCache = "f16",
+    system: System = None,
+    verbose: Verbose = False,
+) -> Run:
+    """Audit a pair: is it lossless, here, with these kernels? Exit status 1 if not."""
+    options = _options(locals())
+
+    def run() -> int:
+        from localspec.audit.command import verify_command
+
+        return verify_command(options(), prompts=prompts, quick=quick, as_json=as_json)
+
+    return run
+
+
+@app.command()
 def pull(
     names: Annotated[
         list[str] | None,

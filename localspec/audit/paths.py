@@ -1,0 +1,100 @@
+"""The oracle: what the target says alone, in memories that are never rolled back, token by token and in wide passes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from itertools import chain
+
+import numpy as np
+
+from localspec.audit.findings import Path
+from localspec.audit.rows import KeptRow
+from localspec.audit.width_noise import WidthNoise
+from localspec.backends.base import Context, Model
+from localspec.decoder import PREFILL_CHUNK
+from localspec.sampling import SamplingParams, edit_logits
+
+Check = Callable[[], None]
+"""Called between passes; raises to stop."""
+
+SLACK = 8
+"""Tokens of room behind a path, for probes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A question of the audit."""
+
+    name: str
+    text: str
+
+
+def prompts() -> list[Prompt]:
+    """The prompts that speed is reported on: the shortest of each category first, then the next of each."""
+    lines = resources.files("localspec.bench").joinpath("prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    by_category: dict[str, list[Prompt]] = {}
+    for line in map(json.loads, lines):
+        if line["set"] == "report":
+            by_category.setdefault(line["category"], []).append(Prompt(line["id"], line["turns"][0]))
+    ranked = [sorted(group, key=lambda prompt: len(prompt.text)) for group in by_category.values()]
+    tiers = [[group[i] for group in ranked if i < len(group)] for i in range(max(map(len, ranked)))]
+    return list(chain.from_iterable(sorted(tier, key=lambda prompt: len(prompt.text)) for tier in tiers))
+
+
+def feed(context: Context, tokens: Sequence[int], check: Check, chunk: int = PREFILL_CHUNK) -> None:
+    """Decode tokens without looking at any logits."""
+    for start in range(0, len(tokens), chunk):
+        check()
+        context.decode(tokens[start : start + chunk], "none")
+
+
+def plain_path(model: Model, name: str, prompt: list[int], params: SamplingParams, n_tokens: int, check: Check) -> Path:
+    """The greedy answer by the book: a fresh memory, one token a pass, the argmax.
+
+    Args:
+        model: the target.
+        name: of the prompt.
+        prompt: its tokens.
+        params: penalties and biases, and whether end tokens end it.
+        n_tokens: longest answer.
+        check: see ``Check``.
+    """
+    ends = frozenset() if params.ignore_eos else model.vocab.eog
+    tokens, rows = list(prompt), []
+    with model.new_context(len(prompt) + n_tokens) as context:
+        feed(context, prompt[:-1], check)
+        for _ in range(n_tokens):
+            check()
+            row = KeptRow.of(edit_logits(context.decode(tokens[-1:], "last").logits[0], tokens, params))
+            rows.append(row)
+            tokens.append(row.best)
+            if row.best in ends:
+                break
+    return Path(name, prompt, tokens[len(prompt) :], rows, params.ignore_eos)
+
+
+def wide_rows(
+    model: Model, path: Path, params: SamplingParams, widths: Iterator[int], noise: WidthNoise, check: Check
+) -> None:
+    """Decode a path again in a fresh memory, in passes of the given widths, and note how far the rows move.
+
+    The prompt is cut differently as well: a cached prompt's passes fall elsewhere than those of a new one.
+    """
+    tokens = path.before(len(path.answer) - 1)
+    with model.new_context(len(tokens) + SLACK) as context:
+        first = len(path.prompt) - 1
+        feed(context, tokens[:first], check, PREFILL_CHUNK // 2 - 3)
+        at = first
+        while at < len(tokens):
+            check()
+            width = min(next(widths), len(tokens) - at)
+            noise.widths.add(width)
+            for i, row in enumerate(context.decode(tokens[at : at + width]).logits):
+                row = edit_logits(row, tokens[: at + i + 1], params)
+                known = path.rows[at + i - first]
+                noise.deviations.append(known.compared(row))
+                noise.n_flips += int(np.argmax(row)) != known.best
+            at += width
