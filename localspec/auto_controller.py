@@ -111,8 +111,8 @@ class AutoController(Controller):
     """An answer must have come this far before a draft model reads the prompt: many are shorter."""
 
     FORGIVEN_TOKENS = 6.0
-    """What reading a prompt may cost that nothing was saved for yet, once a request, in the time of plain tokens: 5 % of an
-    answer of 120."""
+    """What reading a prompt may cost that nothing was saved for yet, once a request, in the time of plain tokens: 5 %
+    of an answer of 120."""
 
     OUTLOOK_TOKENS = 24
     SOLVE_EVERY = 10
