@@ -239,6 +239,8 @@ def test_damaged_files(doctor: Doctor, tiny: TinyFiles, tmp_path: Path) -> None:
     assert (status, check["status"]) == (1, "fail")
     assert f"instead of {entry.bytes:,}" in check["text"]
     assert "localspec rm smollm2-135m; localspec pull smollm2-135m" in check["advice"]
+    status, found = doctor.json(tiny.bpe, "--draft", "none", "--backend", "reference")
+    assert (status, found["pair"]["cost"] is None) == (1, False)  # one bad file does not hinder another
 
 
 def test_an_embedding_model(doctor: Doctor, tiny: TinyFiles) -> None:
@@ -260,8 +262,8 @@ def test_an_embedding_model(doctor: Doctor, tiny: TinyFiles) -> None:
     ],
 )
 def test_bad_usage(doctor: Doctor, arguments: list[str], part: str) -> None:
-    status, _, err = doctor.text(*arguments)
-    assert status == 2
+    status, out, err = doctor.text(*arguments)
+    assert (status, out) == (2, "")
     (line,) = [line for line in err.splitlines() if line.startswith("localspec: ")]
     assert part in line
 
@@ -423,6 +425,22 @@ def test_every_field_of_the_json_is_documented() -> None:
         if dataclasses.is_dataclass(kind):
             for field in dataclasses.fields(kind):
                 assert re.search(rf"\b{field.name}\b", kind.__doc__ or ""), f"{name}.{field.name}"
+
+
+def test_every_failure_says_what_to_do(doctor: Doctor, tiny: TinyFiles, tmp_path: Path) -> None:
+    if any(engine.devices for engine in engines.look_at_engines()):
+        pytest.skip("layers can go to a GPU here")
+    status, found = doctor.json(tiny.bpe, "--draft", tiny.spm, "--gpu-layers", "3")
+    failed = [check for check in found["checks"] if check["status"] == "fail"]
+    assert (status, [check["name"] for check in failed]) == (1, ["GPU", "vocabulary"])
+    assert all(check["advice"] for check in failed)
+    assert found["recommendation"]["text"] == "It would not work like this: see GPU and vocabulary."
+
+
+def test_more_threads_than_cpus_are_not_measured(doctor: Doctor, tiny: TinyFiles) -> None:
+    status, found = doctor.json(tiny.bpe, "--draft", "none", "--threads", "4000")
+    assert (status, found["pair"]["cost"]) == (0, None)
+    assert row(found, "machine", "CPU")["advice"] == f"use --threads {found['machine']['cores']}"
 
 
 # -- the screen --------------------------------------------------------------------------------------------------------

@@ -14,9 +14,12 @@ TYPICAL, HIGH = 0.7, 0.9
 """Acceptances for which a speed-up is named: where guesses pay nearly everywhere, and where only easy ones do."""
 
 _LEAST_MARGIN = 0.02
+"""Gain over plain decoding that is worth a word."""
 
 
-def recommend(cost: CostFacts, payoffs: list[PayoffFacts], target: str, drafts: Mapping[str, str]) -> Recommendation:
+def recommend(
+    cost: CostFacts, payoffs: list[PayoffFacts], target: str, drafts: Mapping[str, str], *, automatic: bool = False
+) -> Recommendation:
     """By the theory, from measured passes.
 
     Args:
@@ -24,6 +27,7 @@ def recommend(cost: CostFacts, payoffs: list[PayoffFacts], target: str, drafts: 
         payoffs: what they mean, by drafter.
         target: what names the target on a command line.
         drafts: name of a drafter -> what names it on a command line.
+        automatic: whether the drafters are those that are taken where none is named.
     """
     chat = f"localspec chat {target}"
     if not payoffs:
@@ -34,6 +38,8 @@ def recommend(cost: CostFacts, payoffs: list[PayoffFacts], target: str, drafts: 
         best = min(payoffs, key=lambda found: found.lowest_break_even or 2.0)
         return Recommendation(False, f"Do not speculate here: {_why_not(best, cost)}.", f"{chat} --draft none")
     chosen = "".join(f" --draft {drafts.get(found.drafter, found.drafter)}" for found in pays)
+    if automatic and len(pays) == len(payoffs):
+        chosen = ""
     return Recommendation(True, " ".join(_sentence(found, cost) for found in payoffs), chat + chosen)
 
 
@@ -72,9 +78,15 @@ def recommend_ranked(rank: RankFacts, target: str, drafts: Mapping[str, str]) ->
     best = measured[0]
     top, margin = best.speedup or 0.0, noise_margin(rank)
     name = " + ".join(best.drafters)
-    if top < 1 + margin:
-        text = f"Do not speculate here: nothing was clearly faster than plain; the best, {name}, came to ×{top:.2f}."
+    if top < 1 + _LEAST_MARGIN:
+        text = f"Do not speculate here: nothing was faster than plain decoding; the best, {name}, came to ×{top:.2f}."
         return Recommendation(False, text, f"{chat} --draft none")
+    if top < 1 + margin:
+        text = (
+            f"This cannot tell: the best, {name}, came to ×{top:.2f}, and noise alone makes ±{margin:.0%} here. With "
+            "--draft auto, guesses are only made while they pay."
+        )
+        return Recommendation(None, text, chat)
     close = [" + ".join(each.drafters) for each in measured[1:] if (each.speedup or 0.0) > top - margin]
     text = f"{name} was the fastest, ×{top:.2f} of plain"
     text += f"; {' and '.join(close)} cannot be told apart from it." if close else "."

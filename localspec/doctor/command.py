@@ -15,7 +15,7 @@ from localspec.doctor.costs import Watch, cost_checks, measure_costs, recalibrat
 from localspec.doctor.report import Check, EngineFacts, PairFacts, Recommendation, Report
 from localspec.doctor.screen import DoctorScreen
 from localspec.doctor.subject import Subject
-from localspec.errors import LocalspecError, UsageError
+from localspec.errors import EngineError, LocalspecError, UsageError
 from localspec.options import RunOptions
 from localspec.progress import Progress
 from localspec.sources.base import size_text
@@ -89,16 +89,21 @@ class Doctor:
     def examine(self, calibrate: bool, rank: bool) -> Report:
         """Everything, in the order in which it is shown."""
         options = self.options
-        asked = self._asked()  # a name that does not exist is known before anything takes time
+        engines.check_backend(options.backend)  # what does not exist is said before anything takes time
+        asked = self._asked()
         self.progress.report("measuring the memory's bandwidth", None)
         throttle = power.throttle_count()
         report = self.report = Report(__version__, machine.look_at_machine(options.threads))
         self._show("Machine", "machine", list(machine.machine_checks(report.machine)))
         report.engines = engines.look_at_engines()
-        engine = engines.preferred_engine(report.engines, options.backend, options.gpu_layers)
-        self._show(
-            "Engines", "engines", list(engines.engine_checks(report.engines, report.machine.gpus, options.backend))
-        )
+        rows = list(engines.engine_checks(report.engines, report.machine.gpus, options.backend))
+        engine: EngineFacts | None = None
+        try:
+            engine = engines.preferred_engine(report.engines, options.backend, options.gpu_layers)
+        except EngineError as error:
+            if all(check.status != "fail" for check in rows):
+                rows.append(Check("engines", "GPU", "fail", str(error), "leave --gpu-layers out to use the CPU"))
+        self._show("Engines", "engines", rows)
         on_disk = subject.on_disk()
         report.models = [model.facts() for model in on_disk]
         self._show("Models", "models", list(subject.model_checks(on_disk)))
@@ -169,15 +174,26 @@ class Doctor:
             asked.target.facts(), [draft.facts() for draft in asked.drafts], asked.ngram, differences, found
         )
         self._show(title, "pair", checks)
-        ready = used.target.present and used.target.error is None and engine is not None
-        if ready and report.holds:
+        report.recommendation = self._obstacle(used)
+        if report.recommendation is None:
             self._measure(used, calibrate, rank)
-        elif report.holds and report.recommendation is None:
-            command = " ".join(model.spec for model in asked.models if not model.present)
-            report.recommendation = Recommendation(
-                None, "Nothing speaks against it. What it costs and gains is measured once it is here.",
-                f"localspec pull {command}",
-            )  # fmt: skip
+
+    def _obstacle(self, asked: Asked) -> Recommendation | None:
+        """Why nothing can be measured yet; None where it can."""
+        machine = self.report.machine
+        failed = [check for check in self.report.checks if check.status == "fail" and check.section != "models"]
+        if failed:
+            names = " and ".join(dict.fromkeys(check.name for check in failed))
+            return Recommendation(None, f"It would not work like this: see {names}.")
+        if not asked.target.present:
+            missing = " ".join(model.spec for model in asked.models if not model.present)
+            text = "Nothing speaks against it. What it costs and gains is measured once it is here."
+            return Recommendation(None, text, f"localspec pull {missing}")
+        if machine.threads > machine.cores:
+            # They wait for each other at every barrier: single passes can take minutes.
+            text = f"With {machine.threads} threads on {machine.cores} CPUs nothing was measured: it might take hours."
+            return Recommendation(None, text, f"localspec doctor {asked.target.spec} --threads {machine.cores}")
+        return None
 
     def _vocabulary(self, asked: Asked, checks: list[Check]) -> dict[str, str | None]:
         differences: dict[str, str | None] = {}
@@ -235,7 +251,7 @@ class Doctor:
         except UsageError:
             raise
         except LocalspecError as error:
-            self._rows([Check("pair", "engine", "fail", str(error), "see --backend, or try another file")])
+            self._rows([Check("pair", "engine", "fail", str(error), "try another --backend, or another file")])
 
     def _costs(self, asked: Asked, calibrate: bool) -> None:
         report, watch = self.report, Watch(self.progress.report)
@@ -255,7 +271,8 @@ class Doctor:
         checks = cost_checks(cost, bandwidth)
         checks += [Check("cost", "engine", "info", warning) for warning in warnings if not _has_a_row(warning)]
         report.checks += checks
-        report.recommendation = self._with_doubt(recommend(cost, payoffs, asked.target.spec, _specs(asked.drafts)))
+        found = recommend(cost, payoffs, asked.target.spec, _specs(asked.drafts), automatic=asked.automatic)
+        report.recommendation = self._with_doubt(found)
         if self.screen is not None:
             self.progress.clear()
             self.screen.cost(cost, checks)

@@ -88,15 +88,15 @@ def measure_costs(
     """
     pair = llm._pair
     target = pair.target
-    times: list[PassTimes] = list(pair._draft_times.values())
+    drafts = zip(draft_names, pair._models.values(), pair._draft_times.values(), strict=True)
     read = _bytes_per_token(target.path)
     on_cpu = target.capabilities.device == "cpu"
     bound = read / (bandwidth_gb_per_s * 1e6) if bandwidth_gb_per_s and on_cpu else None
     facts = CostFacts(
         engine=target.engine,
         device=target.capabilities.device,
-        target=curve(target_name, pair.times),
-        drafts=[curve(name, each) for name, each in zip(draft_names, times, strict=True)],
+        target=curve(target_name, target, pair.times),
+        drafts=[curve(name, model, times) for name, (model, _), times in drafts],
         now_ms=round(watch.call(llm, lambda: single_pass_ms(target, pair.context, watch)), 4),
         bytes_per_token=read,
         bound_ms=round(bound, 4) if bound is not None else None,
@@ -104,9 +104,9 @@ def measure_costs(
     return facts, pair.times
 
 
-def curve(name: str, times: PassTimes) -> CurveFacts:
+def curve(name: str, model: Model, times: PassTimes) -> CurveFacts:
     """t(w) as data."""
-    return CurveFacts(name, {width: round(times(width), 4) for width in WIDTHS})
+    return CurveFacts(name, model.path.name, {width: round(times(width), 4) for width in WIDTHS})
 
 
 def single_pass_ms(model: Model, context: Context, watch: Watch) -> float:

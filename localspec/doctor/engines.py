@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import platform
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from localspec.backends import BACKENDS, unavailable_reason
+from localspec.backends import BACKENDS, candidates, unavailable_reason
 from localspec.doctor.report import Check, DeviceFacts, EngineFacts
-from localspec.errors import LocalspecError
+from localspec.errors import UsageError
 from localspec.sources.base import size_text
 
 _LLAMA_CPP = "'llama-cpp-python>=0.3.36,<0.4'"
@@ -32,6 +31,16 @@ _FEATURES = {
 }  # fmt: skip
 _GPU, _INTEGRATED = 1, 2
 """ggml's types of devices that are GPUs: with memory of their own, and with the machine's."""
+
+
+def check_backend(wanted: str) -> None:
+    """Refuse a ``--backend`` that does not exist.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if wanted not in ("auto", *BACKENDS):
+        raise UsageError(f"unknown backend {wanted!r}: use auto, {', '.join(BACKENDS)}")
 
 
 def look_at_engines() -> list[EngineFacts]:
@@ -184,25 +193,17 @@ def _instead(name: str) -> str:
 
 
 def preferred_engine(engines: Sequence[EngineFacts], wanted: str, n_gpu_layers: int | None) -> EngineFacts | None:
-    """The engine that a model would be loaded with first; None where there is none.
+    """The engine that a model would be loaded with first; None where the one that was asked for cannot be used.
+
+    Args:
+        engines: what ``look_at_engines`` found.
+        wanted: ``--backend``.
+        n_gpu_layers: ``--gpu-layers``.
 
     Raises:
-        UsageError: ``wanted`` does not exist.
+        EngineUnavailable: there is none, or none for a GPU where layers are to go there.
     """
-    from localspec.backends import candidates
-    from localspec.errors import UsageError
-
-    if wanted not in ("auto", *BACKENDS):
-        raise UsageError(f"unknown backend {wanted!r}: use auto, {', '.join(BACKENDS)}")
     by_name = {engine.name: engine for engine in engines}
-    if wanted != "auto":
-        return by_name[wanted] if by_name[wanted].usable else None
-    try:
+    if wanted == "auto":
         return by_name[candidates(n_gpu_layers)[0]]
-    except LocalspecError:
-        return None
-
-
-def platform_note() -> str:
-    """The platform in the words of the package index, for advice."""
-    return f"{sys.platform} {platform.machine()}"
+    return by_name[wanted] if by_name[wanted].usable else None

@@ -7,7 +7,7 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from typing import TYPE_CHECKING
@@ -41,18 +41,18 @@ class Prompt:
 
 @dataclass(slots=True)
 class Candidate:
-    """Drafters, and what was measured with them: by prompt, tokens per second with them and plain."""
+    """Drafters, and what was measured with them: by prompt, tokens per second with them, and next to it plain."""
 
     drafters: list[str]
     specs: list[str]
     speed: dict[str, float] = field(default_factory=dict)
-    plain: dict[str, float] = field(default_factory=dict)
+    plain: dict[str, list[float]] = field(default_factory=dict)
     n_draft: int = 0
     n_accepted: int = 0
 
     def ratios(self, prompts: Sequence[str]) -> list[float]:
         """Speed over plain, prompt by prompt."""
-        return [self.speed[prompt] / self.plain[prompt] for prompt in prompts if self.speed.get(prompt)]
+        return [self.speed[each] / statistics.fmean(self.plain[each]) for each in prompts if each in self.speed]
 
 
 def tuning_prompts() -> list[Prompt]:
@@ -111,12 +111,16 @@ def rank(llm: LLM, tried: Sequence[Candidate], params: SamplingParams, watch: Wa
     per_token = 2.5 * _PROMPTS_WANTED / llm.plain_tokens_per_second
     n_tokens = int(min(MOST_TOKENS, max(LEAST_TOKENS, 0.75 * block / per_token)))
     params = replace(params, max_tokens=n_tokens)
-    prompts = tuning_prompts()
-    for i, candidate in enumerate(tried):
-        block_end = time.monotonic() + (deadline - time.monotonic()) / (len(tried) - i)
-        done = _try(llm, candidate, prompts, params, watch, (block_end, deadline), f"{i + 1} of {len(tried)}")
-        if done:
-            prompts = prompts[:done]  # the others are tried on the same ones
+    prompts, took = tuning_prompts(), 0.0
+    while prompts and (left := deadline - time.monotonic()) > took:
+        began, batch = time.monotonic(), prompts
+        for i, candidate in enumerate(tried):
+            # The first candidate says how many prompts there is time for; the others get the same ones.
+            until = time.monotonic() + left / len(tried) if i == 0 else deadline
+            batch = batch[: _try(llm, candidate, batch, params, watch, (until, deadline), alone=len(tried) == 1)]
+        if not batch:
+            break
+        prompts, took = prompts[len(batch) :], time.monotonic() - began
     return _facts(tried, time.monotonic() - started, n_tokens)
 
 
@@ -127,32 +131,42 @@ def _try(
     params: SamplingParams,
     watch: Watch,
     until: tuple[float, float],
-    position: str,
+    *,
+    alone: bool,
 ) -> int:
-    """Measure one candidate; returns on how many prompts."""
+    """Measure one candidate.
+
+    Args:
+        until: when no other prompt is begun, and when even a begun one is given up.
+        alone: there is no other candidate, next to which plain would be measured again to know the noise.
+
+    Returns:
+        On how many of the prompts; all where the engine cannot run it, so that the others go on.
+    """
     name, (block_end, deadline) = " + ".join(candidate.drafters), until
     if time.monotonic() >= deadline:
         return 0
     try:
         watch.call(llm, lambda: llm._pair.set_draft(candidate.specs, watch.report))
     except LocalspecError:
-        return 0  # this engine cannot run it: it stays unmeasured
+        return len(prompts)
     longest = 0.0
     for i, prompt in enumerate(prompts):
         began = time.monotonic()
         if i and began + longest > block_end:
             return i
-        watch.report(f"trying {name} ({position}), prompt {i + 1}", None)
-        replies: dict[bool, Reply] = {}
-        for speculate in (False, True) if i % 2 == 0 else (True, False):  # what drifts must not favour either
+        watch.report(f"trying {name} on {prompt.id}", None)
+        order = (False, True) if i % 2 == 0 else (True, False)  # what drifts must not favour either
+        speeds: dict[bool, list[float]] = {False: [], True: []}
+        for speculate in (*order, False) if alone else order:
             reply = _answer(llm, prompt, params, speculate, watch, deadline)
             if reply is None:
                 return i
-            replies[speculate] = reply
-        candidate.plain[prompt.id] = replies[False].stats["tokens_per_second"]
-        candidate.speed[prompt.id] = replies[True].stats["tokens_per_second"]
-        candidate.n_draft += replies[True].stats["num_draft_tokens"]
-        candidate.n_accepted += replies[True].stats["num_accepted_tokens"]
+            speeds[speculate].append(reply.stats["tokens_per_second"])
+            if speculate:
+                candidate.n_draft += reply.stats["num_draft_tokens"]
+                candidate.n_accepted += reply.stats["num_accepted_tokens"]
+        candidate.plain[prompt.id], candidate.speed[prompt.id] = speeds[False], speeds[True][0]
         longest = max(longest, time.monotonic() - began)
     return len(prompts)
 
@@ -184,36 +198,34 @@ def _answer(
 def _facts(tried: Sequence[Candidate], seconds: float, n_tokens: int) -> RankFacts:
     measured = [candidate for candidate in tried if candidate.speed]
     shared = [prompt for prompt in (measured[0].speed if measured else ()) if all(prompt in c.speed for c in measured)]
-    rows = [_row(candidate, shared) for candidate in tried]
-    plain = [statistics.median(candidate.plain[prompt] for candidate in measured) for prompt in shared]
-    speed = round(statistics.median(plain), 2) if plain else None
+    plain = {prompt: [speed for candidate in measured for speed in candidate.plain[prompt]] for prompt in shared}
+    usual = statistics.median(map(statistics.median, plain.values())) if plain else None
+    rows = [_row(candidate, shared, usual) for candidate in tried]
+    speed = round(usual, 2) if usual is not None else None
     rows.append(RankedFacts([], len(shared), 1.0 if plain else None, None, None, speed, None))
     rows.sort(key=lambda row: -(row.speedup or 0.0))
-    return RankFacts(round(seconds, 1), n_tokens, shared, _noise(measured, shared), rows)
+    return RankFacts(round(seconds, 1), n_tokens, shared, _noise(plain.values()), rows)
 
 
-def _row(candidate: Candidate, prompts: Sequence[str]) -> RankedFacts:
+def _row(candidate: Candidate, prompts: Sequence[str], plain: float | None) -> RankedFacts:
     ratios = candidate.ratios(prompts)
-    if not ratios:
+    if not ratios or plain is None:
         return RankedFacts(candidate.drafters, 0, None, None, None, None, None)
+    speedup = math.exp(statistics.fmean(map(math.log, ratios)))
     return RankedFacts(
         drafters=candidate.drafters,
         n_prompts=len(ratios),
-        speedup=round(math.exp(statistics.fmean(map(math.log, ratios))), 4),
+        speedup=round(speedup, 4),
         lowest=round(min(ratios), 4),
         highest=round(max(ratios), 4),
-        tokens_per_second=round(statistics.median(candidate.speed[prompt] for prompt in prompts), 2),
+        tokens_per_second=round(plain * speedup, 2),
         acceptance_rate=round(candidate.n_accepted / candidate.n_draft, 4) if candidate.n_draft else None,
     )
 
 
-def _noise(measured: Sequence[Candidate], prompts: Sequence[str]) -> float | None:
-    """Relative standard deviation of plain decoding of the same prompt, pooled over prompts."""
-    squares: list[float] = []
-    for prompt in prompts:
-        speeds = [candidate.plain[prompt] for candidate in measured]
-        if len(speeds) > 1:
-            squares.append((statistics.stdev(speeds) / statistics.fmean(speeds)) ** 2)
+def _noise(plain: Iterable[Sequence[float]]) -> float | None:
+    """Relative standard deviation of the speed of plain decoding of the same prompt, pooled over prompts."""
+    squares = [(statistics.stdev(speeds) / statistics.fmean(speeds)) ** 2 for speeds in plain if len(speeds) > 1]
     return round(math.sqrt(statistics.fmean(squares)), 4) if squares else None
 
 

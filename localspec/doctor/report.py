@@ -194,10 +194,12 @@ class CurveFacts:
 
     Attributes:
         name: of the model.
+        file: what was measured: its file, or a copy of it in other tensor types.
         ms: width -> milliseconds.
     """
 
     name: str
+    file: str
     ms: dict[int, float]
 
 
@@ -281,7 +283,7 @@ class RankedFacts:
         n_prompts: prompts it was measured on; 0: time ran out before.
         speedup: geometric mean over the prompts of its speed over plain decoding of the same prompt.
         lowest, highest: the extremes of those ratios.
-        tokens_per_second: median over the prompts.
+        tokens_per_second: plain decoding's median over the prompts, times ``speedup``.
         acceptance_rate: accepted guesses of all guesses; null where none were made.
     """
 

@@ -118,7 +118,7 @@ class DoctorScreen:
         rows = list(checks)
         for draft in cost.drafts:
             share = draft.ms[1] / times[0]
-            text = f"{draft.name}: {draft.ms[1]:.3g} ms = {share:.2f} of a target token"
+            text = f"{draft.ms[1]:.3g} ms = {share:.2f} of a target token, by {draft.file}"
             rows.append(Check("cost", "a guess", "info", text))
         self.rows(rows)
 
