@@ -24,6 +24,7 @@ from localspec import backends
 from localspec.__main__ import run
 from localspec.catalog import Catalog
 from localspec.doctor import bandwidth, engines, memory, payoff, power, ranking, report
+from localspec.doctor.advice import recommend_ranked
 from localspec.doctor.memory import Memory
 from localspec.doctor.plot import bars
 from localspec.doctor.screen import DoctorScreen
@@ -334,7 +335,7 @@ def test_rank(doctor: Doctor, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(ranking, "SECONDS", 4.0)
     folder = models_dir() / "hf/someone/models"
     folder.mkdir(parents=True)
-    for path in (tiny.quick.draft, tiny.bpe, tiny.pair.target):  # the draft; another vocabulary; too large
+    for path in (tiny.quick.draft, tiny.micro, tiny.pair.target):  # the draft; another vocabulary; too large
         shutil.copy(path, folder / path.name)
     arguments = (tiny.quick.target, "--backend", "reference", "--rank")
     status, found = doctor.json(*arguments)
@@ -365,6 +366,29 @@ def test_a_ranking_that_has_no_time(doctor: Doctor, tiny: TinyFiles, monkeypatch
     assert status == 0
     assert all(each["n_prompts"] == 0 for each in found["rank"]["candidates"])
     assert "Time ran out" in found["recommendation"]["text"]
+
+
+@pytest.mark.parametrize(
+    ("speedup", "noise", "speculate", "part"),
+    [
+        (1.30, 0.05, True, "ngram was the fastest, ×1.30 of plain; x cannot be told apart from it."),
+        (1.30, 0.40, None, "noise alone makes"),
+        (1.01, 0.01, False, "Do not speculate here"),
+        (1.30, None, True, "was the fastest"),
+    ],
+)
+def test_what_a_ranking_means(speedup: float, noise: float | None, speculate: bool | None, part: str) -> None:
+    """With 4 prompts, two standard errors of a ratio are noise · 2 · √2 / √4."""
+    rows = [
+        report.RankedFacts(["ngram"], 4, speedup, speedup, speedup, 20.0, 0.5),
+        report.RankedFacts(["x"], 4, speedup - 0.05, 1.0, 2.0, 20.0, 0.5),
+        report.RankedFacts([], 4, 1.0, None, None, 20.0, None),
+    ]
+    found = recommend_ranked(report.RankFacts(50.0, 48, ["a", "b", "c", "d"], noise, rows), "big", {"x": "small"})
+    assert found.speculate is speculate
+    assert part in found.text
+    commands = {True: " --draft ngram", False: " --draft none", None: ""}
+    assert found.command == "localspec chat big" + commands[speculate]
 
 
 def test_ranking_prompts_are_those_to_tune_on() -> None:
@@ -581,6 +605,14 @@ def test_devices_are_read_from_the_engine() -> None:
     assert cpus[0].total_bytes >= cpus[0].free_bytes > 0
 
 
+def test_devices_that_layers_are_put_on() -> None:
+    cpu, card, chip = (report.DeviceFacts(name, name, 1, 2, False) for name in ("CPU", "CUDA0", "Vulkan0"))
+    empty = report.DeviceFacts("CUDA1", "no memory", 0, 0, False)
+    assert engines.used_gpus([(0, cpu), (2, chip), (1, card), (1, empty)]) == [card]
+    assert engines.used_gpus([(0, cpu), (2, chip)]) == [chip]
+    assert engines.used_gpus([(0, cpu)]) == []
+
+
 def gpu_engine(free: int, *, shared: bool = False) -> report.EngineFacts:
     """llama.cpp as it would be with one GPU."""
     device = report.DeviceFacts("CUDA0", "A GPU", free, 24 * GB, shared)
@@ -597,7 +629,7 @@ def test_a_gpu_that_no_engine_is_built_for() -> None:
 
 
 def test_fit_in_gpu_memory(tiny: TinyFiles) -> None:
-    from localspec.doctor.fit import Room, fit, fit_checks
+    from localspec.doctor.fit import PROGRAM_BYTES, Room, fit, fit_checks
     from localspec.doctor.subject import find_subject
 
     models = [find_subject(str(tiny.pair.target)), find_subject(str(tiny.pair.draft))]
@@ -614,7 +646,7 @@ def test_fit_in_gpu_memory(tiny: TinyFiles) -> None:
             assert layers is not None
             assert fit(models, 2048, "f16", Room(gpu_engine(free), int(layers[1]), GB, GB)).fits
     shared = fit(models, 2048, "f16", Room(gpu_engine(GB, shared=True), None, GB, GB))
-    assert shared.ram_needed_bytes > everything  # what the GPU takes is the machine's own memory
+    assert shared.ram_needed_bytes == PROGRAM_BYTES + everything  # what the GPU takes is the machine's own memory
     on_cpu = fit(models, 2048, "f16", Room(gpu_engine(0), 0, GB, GB))
     assert (on_cpu.gpu_needed_bytes, on_cpu.fits) == (None, True)
     silent = dataclasses.replace(gpu_engine(0), devices=None)

@@ -92,9 +92,12 @@ def built_for(system_info: str) -> list[str]:
 def gpu_devices() -> list[DeviceFacts] | None:
     """The GPUs that llama-cpp-python's library sees, with their memory; None where it does not tell."""
     devices = ggml_devices()
-    if devices is None:
-        return None
-    # Where there is a GPU with memory of its own, llama.cpp leaves the one in the processor alone.
+    return None if devices is None else used_gpus(devices)
+
+
+def used_gpus(devices: Sequence[tuple[int, DeviceFacts]]) -> list[DeviceFacts]:
+    """Those of ggml's devices that llama.cpp puts layers on."""
+    # Where there is a GPU with memory of its own, it leaves the one in the processor alone.
     chosen = [found for kind, found in devices if kind == _GPU] or [f for kind, f in devices if kind == _INTEGRATED]
     return [found for found in chosen if found.total_bytes > 0]
 
