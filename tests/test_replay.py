@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 
+from localspec.__main__ import run
 from localspec.errors import UsageError
 from localspec.repl.conversation import Conversation, SavedChat, Turn, save
 from localspec.repl.text import visible
 from localspec.replay.command import replay_command
+from localspec.replay.page import render
 from localspec.replay.recording import Recording, RecordingError, read
 from localspec.sampling import SamplingParams
 from tests.conftest import TinyFiles
-from tests.test_cli import assert_one_line, localspec
+from tests.test_cli import localspec
 from tests.test_generate import generate
 
 EVENTS = Path(__file__).parent / "data" / "replay-events.jsonl"
@@ -165,7 +167,7 @@ CHAT = {"format": "localspec-chat", "version": 1, "turns": []}
         (b"9" * 10_000, FOREIGN),
         (events(a_round(emitted("a"))).split(b"\n")[0][:-4], "it is not JSON"),
         (events(text="hello"), "it has no rounds"),
-        (events(a_round(emitted("a"), ms_verify=float("nan"))), FOREIGN),
+        (events(a_round(emitted("a"), ms_verify=float("nan"))), f"{FOREIGN}: it is not JSON"),
         (events(a_round(emitted("a"), ms_verify=1e300)), "ms_verify is not a number from 0"),
         (events(a_round(emitted("a"), ms_verify=10**400)), "ms_verify is not a number from 0"),
         (events(a_round(emitted("a"), ms_verify=-1)), "ms_verify is not a number from 0"),
@@ -275,24 +277,47 @@ def test_a_place_that_cannot_be_written(recorded: Path, html: Callable[[Path], P
 
 
 def test_standard_input_and_output() -> None:
-    page = localspec("replay", "-", "--html", "-", stdin=EVENTS.read_bytes())
-    assert (page.returncode, page.stderr) == (0, b"")
-    assert is_page(page.stdout)
-    assert localspec("replay", "-", stdin=EVENTS.read_bytes()).stdout == page.stdout
+    for html in ([], ["--html", "-"]):
+        page = localspec("replay", "-", *html, stdin=EVENTS.read_bytes())
+        assert (page.returncode, page.stderr) == (0, b"")
+        assert page.stdout.decode() == render(read(EVENTS.read_bytes()), "")
 
 
-def test_errors_are_one_line(tmp_path: Path) -> None:
-    assert_one_line(localspec("replay", tmp_path / "none"), 1, "cannot replay", "none", "No such file")
-    assert_one_line(localspec("replay", "-", stdin=b"\x00\x01"), 1, "cannot replay standard input", "not JSON")
-    assert_one_line(localspec("replay", tmp_path), 1, "cannot replay")
-    assert_one_line(localspec("replay"), 2, "FILE")
+@pytest.mark.parametrize(
+    ("arguments", "status", "reason"),
+    [
+        (["none.jsonl"], 1, "cannot replay none.jsonl: No such file"),
+        (["."], 1, "cannot replay .: "),
+        ([""], 1, "cannot replay : "),
+        (["foreign"], 1, "cannot replay foreign: it is neither"),
+        (["run.jsonl", "--html", "."], 2, "is a folder"),
+        ([], 2, "FILE"),
+    ],
+)
+def test_errors_are_one_line(
+    recorded: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    status: int,
+    reason: str,
+) -> None:
+    monkeypatch.chdir(recorded.parent)
+    Path("foreign").write_bytes(b"\x00\x01\x1b[2J")
+    assert run(["replay", *arguments]) == status
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("localspec: ")
+    assert err.count("\n") == 1
+    assert reason in err
 
 
-def test_a_recording_in_part_is_shown_with_a_remark() -> None:
-    page = localspec("replay", "-", stdin=EVENTS.read_bytes()[:3000])
-    assert page.returncode == 0
-    assert is_page(page.stdout)
-    assert page.stderr.decode().startswith("localspec: standard input is shown in part: it ends in the middle of line")
+def test_a_recording_in_part_is_shown_with_a_remark(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded.write_bytes(EVENTS.read_bytes()[:3000])
+    assert run(["replay", str(recorded)]) == 0
+    out, err = capsys.readouterr()
+    assert is_page(Path(out.strip()).read_bytes())
+    assert err.startswith(f"localspec: {recorded} is shown in part: it ends in the middle of line")
 
 
 def test_what_generate_prints_can_be_replayed(tiny: TinyFiles) -> None:

@@ -30,8 +30,8 @@ class Answer:
     around it.
 
     Attributes:
-        rounds: as ``Round.as_event`` has them. An emitted token that reaches behind the answer's end, into the stop
-            string, has that part of its text in ``cut``.
+        rounds: as ``Round.as_event`` has them, but for the three times, which are in one list ``ms``. An emitted
+            token that reaches behind the answer's end, into the stop string, has that part of its text in ``cut``.
         text: the answer where there are no rounds to take it from, else what it has behind the last round's tokens.
         finish_reason: None when the recording ends before the answer does.
         prompt: the question; a file of events does not have it.
@@ -201,6 +201,8 @@ def _round(event: Any) -> dict[str, Any]:
             for token in entries(event, "emitted", dict)
         ],
         "ms": [number(event, f"ms_{part}") or 0.0 for part in ("draft", "verify", "other")],
+        "ms_verify_expected": number(event, "ms_verify_expected"),
+        "tokens_expected": number(event, "tokens_expected"),
         "reason": on_one_line(get(event, "reason", str, "")),
     }
 

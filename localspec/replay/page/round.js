@@ -72,9 +72,10 @@ class RoundView {
     const cells = Array.from({length: width}, (_, i) => element(
       i === 0 ? "span.cell.settled" : `span.cell.${round.draft[i - 1].accepted ? "yes" : "no"}`));
     const all = round.draft.length ? `the last token and ${count(round.draft.length, "guess")}` : "the last token";
+    const expected = round.ms_verify_expected === null ? "" : `; ${milliseconds(round.ms_verify_expected)} expected`;
     return element("div.pass", {},
       element("span.cells", {"aria-hidden": "true"}, ...cells),
-      element("span", {}, `one pass over ${count(width, "token")}: ${all}`));
+      element("span", {}, `one pass over ${count(width, "token")}: ${all}${expected}`));
   }
 
   emitted(round) {
@@ -102,10 +103,11 @@ class RoundView {
   times(round) {
     const total = round.ms[0] + round.ms[1] + round.ms[2];
     const n = round.emitted.length;
-    const said = n > 1 ? `, ${milliseconds(total / n)} a token` : "";
+    const each = n > 1 ? `, ${milliseconds(total / n)} a token` : "";
+    const expected = round.tokens_expected === null ? "" : ` (expected ${round.tokens_expected.toFixed(1)})`;
     return element("div.times", {},
       partsBar(round.ms.map((ms, i) => [PARTS[i], ms])),
-      element("p", {}, `${milliseconds(total)} for ${count(n, "token")}${said}`));
+      element("p", {}, `${milliseconds(total)} for ${count(n, "token")}${expected}${each}`));
   }
 }
 
@@ -137,10 +139,11 @@ function meter(guess) {
 /* [[part, amount], …] as a bar in proportion. */
 function partsBar(parts) {
   const bar = element("div.parts", {"aria-hidden": "true"});
-  for (const [part, amount] of parts) {
+  const whole = parts.reduce((sum, [, amount]) => sum + amount, 0);
+  for (const [part, amount] of parts.filter(([, amount]) => amount > 0)) {
     const piece = element(`span.part-${part}`);
-    piece.style.flexGrow = amount;
-    if (amount > 0) bar.append(piece);
+    piece.style.flexGrow = amount / whole;
+    bar.append(piece);
   }
   return bar;
 }

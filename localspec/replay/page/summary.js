@@ -11,10 +11,12 @@ function showSummary(answer) {
       ...(answer.system ? [element("h3", {}, "System"), element("p", {}, answer.system)] : []),
       element("h3", {}, "User"), element("p", {}, answer.prompt));
   }
-  $("engine").replaceChildren(
-    pair("model", answer.model || "not recorded"),
-    pair("draft", answer.draft.join(" + ") || (answer.model ? "none" : "not recorded")),
-    pair("backend", answer.backend || "not recorded"));
+  // A recording that was cut short has lost its last line, and with it all of these.
+  $("engine").replaceChildren(...[
+    ["model", answer.model],
+    ["draft", answer.draft.join(" + ") || (answer.model && "none")],
+    ["backend", answer.backend],
+  ].filter(([, value]) => value).map(([name, value]) => pair(name, value)));
 
   const plain = stats.estimated_plain_tokens_per_second, faster = stats.estimated_speedup;
   $("figures").replaceChildren(
@@ -23,7 +25,7 @@ function showSummary(answer) {
     figure("mean acceptance length", stats.mean_acceptance_length.toFixed(2),
       `${count(stats.completion_tokens, "token")} in ${count(stats.num_rounds, "round")}`),
     figure("acceptance rate", stats.num_draft_tokens ? percent(stats.acceptance_rate) : "–",
-      stats.num_draft_tokens ? `${stats.num_accepted_tokens} of ${count(stats.num_draft_tokens, "guess")}` : "nothing was guessed"),
+      stats.num_draft_tokens ? `${stats.num_accepted_tokens.toLocaleString("en")} of ${count(stats.num_draft_tokens, "guess")}` : "nothing was guessed"),
     timeFigure(stats));
 }
 
@@ -64,9 +66,8 @@ function showLegend(answer, inks) {
       if (!guess.accepted) add("rejected", "✗", "rejected", "a guess that the target rejected, or one behind such a guess");
     }
   }
-  const order = ["accepted", "recovered", "bonus", "plain", "rejected"];
-  const rank = ({ink}) => order.indexOf(ink.split(" ")[0]);
-  const entries = [...found.values()].sort((a, b) => rank(a) - rank(b));
+  const order = ["accepted s0", "accepted s1", "accepted s2", "accepted s3", "recovered", "bonus", "plain", "rejected"];
+  const entries = [...found.values()].sort((a, b) => order.indexOf(a.ink) - order.indexOf(b.ink));
   $("legend").replaceChildren(...entries.map(({ink, mark, name, means, n}) => {
     const sample = element("span.token", {}, name);
     sample.className += ` ${ink}`;
