@@ -40,6 +40,7 @@ class RunOptions:
     threads: int | None = None
     gpu_layers: int | None = None
     kv_cache: str = "f16"
+    light_draft: bool = True
     system: str | None = None
     verbose: bool = False
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -102,6 +103,7 @@ class RunOptions:
             n_threads=self.threads,
             n_gpu_layers=self.gpu_layers,
             kv_cache_type=self.kv_cache,
+            light_draft=self.light_draft,
             progress=report,
         )
 
