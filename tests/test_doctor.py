@@ -552,6 +552,17 @@ def test_best_length_is_none_where_nothing_pays() -> None:
     assert payoff.best_length(0.9, lambda width: 50.0, 0.0) == payoff.LENGTHS[-1]
 
 
+def test_guesses_that_cost_nothing_are_recommended(doctor: Doctor, tiny: TinyFiles) -> None:
+    """Where a wider pass takes no longer, any acceptance pays: the break-even is 0, which is not the same as never."""
+    arguments = (tiny.quick.target, "--draft", "ngram", "--backend", "reference")
+    doctor.json(*arguments)
+    rewrite_curves(lambda width, ms: 50.0)
+    _, found = doctor.json(*arguments)
+    assert set(found["pair"]["payoff"][0]["break_even"].values()) == {0.0}
+    assert found["recommendation"]["speculate"] is True
+    assert found["recommendation"]["command"].endswith("--draft ngram")
+
+
 def test_it_says_do_not_speculate_where_passes_are_linear(
     doctor: Doctor, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:

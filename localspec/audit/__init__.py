@@ -29,8 +29,8 @@ smallest error of a probability that is found with 99 % is part of the report; f
 from fixed seeds (``verification_law``). (Acceptance on q, a missing residual.)
 
 *Law of decoding*: at a temperature, each token of an answer follows the row computed for it, drafter, decoder and all.
-Tested by betting against it: false alarm 10^-6 however often one looks, and the power against eight defects is computed
-on the very distributions that were met (``betting``). (A draft that lies about its law.)
+Tested by betting against it: false alarm 10^-6 however often one looks, and the power against a dozen defects is
+computed on the very distributions that were met (``betting``). (A draft that lies about its law.)
 
 A greedy answer that differs from plain decoding is a *float tie* where all of this holds: the row said so, the row is
 right up to rounding, and the gap at width 1 is one that rounding can bridge. Everything else is a defect. Where the

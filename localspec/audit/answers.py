@@ -72,7 +72,7 @@ class System:
         self.runs.append(run)
         for drafter in arm.drafters:
             if isinstance(drafter, Adversary):
-                drafter.know(path.prompt, path.answer)
+                drafter.know(path.prompt, path.answer, path.second_best)
         position = 0
         try:
             while position < len(path.answer):

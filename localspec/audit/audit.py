@@ -12,7 +12,7 @@ from typing import Any
 from localspec.audit import judgement, memory, verification_law
 from localspec.audit.answers import Arm, System
 from localspec.audit.betting import Bets
-from localspec.audit.drafters import Adversary, HotDraftModel
+from localspec.audit.drafters import Adversary, HotDraftModel, NearMisses
 from localspec.audit.findings import Defect, Path, Stopped
 from localspec.audit.paths import Prompt, plain_path, prompts, wide_rows
 from localspec.audit.report import Report
@@ -34,7 +34,10 @@ LENGTHS = (3, 8, 0, 1, 5)
 
 SAMPLED_LENGTH = 3
 
-STEPS = 10
+SAMPLED_ANSWER = 2
+"""Sampled answers without a seed are so many times as long: what they show grows with every token."""
+
+STEPS = 11
 """Steps of a prompt, for the progress."""
 
 MS_A_DRAW = 0.5
@@ -137,8 +140,8 @@ class Audit:
         for arm in self._greedy_arms(number):
             self._step(f"{what}: {arm.name}")
             system.follow(path, arm, greedy)
-        sampled = replace(options.sampled, max_tokens=options.n_tokens)
-        self.adversary.know(tokens, [])
+        sampled = replace(options.sampled, max_tokens=SAMPLED_ANSWER * options.n_tokens)
+        self.adversary.know(tokens, [], [])
         for arm, params in self._sampled_arms(number, sampled):
             self._step(f"{what}: {arm.name}")
             system.sample(path, arm, params, self.bets, self.windows)
@@ -164,6 +167,7 @@ class Audit:
             yield Arm(f"{_names(chosen)} ×{forced}", chosen, FixedController(forced, has_model=len(chosen) > 1))
         for _ in range(2):  # its answers take few passes, and there are many places for a rejection
             yield Arm(f"adversary ×{self.reach}", [self.adversary], FixedController(self.reach))
+        yield Arm("near misses ×2", [NearMisses(self.target.n_vocab)], FixedController(2))
 
     def _sampled_arms(self, number: int, params: SamplingParams) -> Iterator[tuple[Arm, SamplingParams]]:
         """Without a seed, where the law is at stake, and with one, where every draw is known."""
@@ -181,14 +185,14 @@ class Audit:
             if models:
                 asked = [HotDraftModel(models[0].context) if number % 3 else models[0]]
             yield Arm(f"{_names(asked)} ×{SAMPLED_LENGTH}, {how}", asked, FixedController(SAMPLED_LENGTH)), fresh
-        seeded = replace(params, seed=((params.seed or 11) + number) % 2**63)
+        seeded = replace(params, max_tokens=self.options.n_tokens, seed=((params.seed or 11) + number) % 2**63)
         arm = Arm(f"{_names(everybody)} ×{SAMPLED_LENGTH}, {how}, seeded", everybody, FixedController(SAMPLED_LENGTH))
         yield arm, seeded
 
     def _verification_law(self) -> verification_law.VerificationLaw | None:
-        """On the windows that leave a choice without leaving everything open."""
+        """On the windows that tell most."""
         params, n_draws = self.options.sampled, self.options.n_draws
-        windows = sorted(self.windows, key=lambda window: abs(window.choice(params) - 1.5))[: self.options.n_windows]
+        windows = sorted(self.windows, key=lambda window: -window.telling(params))[: self.options.n_windows]
         n_trials = max(1, len(windows) * len(verification_law.KINDS) * n_draws)
 
         def check() -> None:
@@ -237,7 +241,7 @@ class Audit:
 
     def _questions(self) -> list[tuple[Prompt, list[int]]]:
         """The prompts that fit, as tokens."""
-        room = self.pair.context.n_ctx - self.options.n_tokens - self.reach - 2
+        room = self.pair.context.n_ctx - SAMPLED_ANSWER * self.options.n_tokens - self.reach - 2
         chosen: list[tuple[Prompt, list[int]]] = []
         for prompt in prompts():
             messages = [{"role": "user", "content": prompt.text}]
@@ -269,7 +273,7 @@ class Audit:
         drafted = sum(each(1) for each in self.pair._draft_times.values())
         reading = 3 * len(tokens) * times(24) / 24 + len(tokens) * drafted / 6
         rounds = n / 2 * (times(SAMPLED_LENGTH + 1) + SAMPLED_LENGTH * drafted)
-        return reading + 3 * n * times(1) + 4 * rounds + n / 4 * times(self.reach + 1)
+        return reading + 3 * n * times(1) + n * times(3) + 5 * rounds + n / 4 * times(self.reach + 1)
 
     def _step(self, what: str) -> None:
         self._check()

@@ -26,17 +26,24 @@ from localspec.sampling import Distribution
 
 FALSE_ALARM = 1e-6
 
-SUSPICIONS = {
-    "followed": "every other token is the draft's, whatever p says",
-    "followed a little": "one token in twenty is the draft's, whatever p says",
-    "avoided": "every other token avoids the draft's",
-    "no residual": "after a rejection the token is drawn from p, not from the residual",
+SAMPLED, FIXED = "sampled", "deterministic"
+
+ABOUT_GUESSES = {
+    "followed": "every other token is the {} guess, whatever p says",
+    "followed a little": "one token in twenty is the {} guess, whatever p says",
+    "avoided": "every other token avoids the {} guess",
+    "no residual": "after a rejected {} guess the token is drawn from p, not from the residual",
+}
+ABOUT_ROWS = {
     "row before": "every other token is drawn from the row before its own",
     "row before a little": "one token in twenty is drawn from the row before its own",
     "sharper": "the text is too likely, as if the temperature were lower by a fifth",
     "flatter": "the text is too unlikely, as if the temperature were higher by a quarter",
 }
-"""What the bettors suspect."""
+SUSPICIONS = {
+    f"{name} ({rule})": words.format(rule) for rule in (SAMPLED, FIXED) for name, words in ABOUT_GUESSES.items()
+} | ABOUT_ROWS
+"""What the bettors suspect. The two rules of verification are code of their own, so each has bettors of its own."""
 
 MIXTURES = {"": 0.5, " a little": 0.05}
 """The share of tokens that a suspected defect touches."""
@@ -143,19 +150,26 @@ class Bets:
         }
 
 
+def expected_evidence(p: Distribution, guess: Distribution) -> Mapping[str, float]:
+    """What one token tells on average, in nats, if a suspicion about its guess is true."""
+    laws = _suspected(p, guess, None)
+    return {name: float((r * np.log(np.maximum(r, 1e-300) / p.probs)).sum()) for name, r in laws.items()}
+
+
 def _suspected(p: Distribution, guess: Distribution | None, before: Distribution | None) -> Mapping[str, Array]:
     """What the token would follow under each suspicion, on the support of p [n]; mass elsewhere is given up."""
     probs = p.probs
     laws: dict[str, Array] = {}
     if guess is not None:
+        rule = f" ({FIXED if len(guess.ids) == 1 else SAMPLED})"
         q = _on_support(guess, p)
         overlap = np.minimum(probs, q)
         rest = probs - overlap
         for suffix, share in MIXTURES.items():
-            laws["followed" + suffix] = (1 - share) * probs + share * q
+            laws["followed" + suffix + rule] = (1 - share) * probs + share * q
         if rest.sum() > 1e-9:
-            laws["avoided"] = 0.5 * probs + 0.5 * rest / rest.sum()
-        laws["no residual"] = overlap + (1 - overlap.sum()) * probs
+            laws["avoided" + rule] = 0.5 * probs + 0.5 * rest / rest.sum()
+        laws["no residual" + rule] = overlap + (1 - overlap.sum()) * probs
     if before is not None:
         earlier = _on_support(before, p)
         for suffix, share in MIXTURES.items():

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from localspec.audit.audit import Audit, AuditOptions
-from localspec.audit.betting import SUSPICIONS, Bets
+from localspec.audit.betting import Bets
 from localspec.audit.findings import numbers_text
 from localspec.audit.report import Report
 from localspec.errors import UsageError
@@ -162,29 +162,23 @@ def _checks_table(report: Report) -> Any:
             f"median deviation {made['median']:.2g}{share}",
         )
     if law := report.verification_law:
-        table.add_row(
-            "law of verification",
-            f"{law.n_draws} drafts drawn on real distributions",
-            f"{_evidence(law.bets, 'followed a little')}; an error over {law.detectable:.2f} anywhere would be found",
-        )
+        found = f"{_evidence(law.bets)}; an error over {law.detectable:.2f} anywhere would be found"
+        table.add_row("law of verification", f"{law.n_draws} drafts drawn on real distributions", found)
     if bets := report.decoding_law:
         temperature = report.settings["sampling"]["temperature"]
-        table.add_row(
-            "law of decoding", f"{bets.n_tokens} tokens at temperature {temperature:g}", _evidence(bets, "followed")
-        )
+        table.add_row("law of decoding", f"{bets.n_tokens} tokens at temperature {temperature:g}", _evidence(bets))
     if report.n_rechecked:
         found = f"{report.n_explained} are rounding"
         table.add_row("second look", f"{report.n_rechecked} suspicious rows, computed anew at several widths", found)
     return table
 
 
-def _evidence(bets: Bets, suspicion: str) -> str:
-    """How much speaks against a law, and how surely something would."""
-    power = bets.power()[suspicion]
-    return (
-        f"{max(0.0, bets.evidence):.1f} of {bets.threshold:.1f} nats against it "
-        f"(found with {power:.0%} if {SUSPICIONS[suspicion]})"
-    )
+def _evidence(bets: Bets) -> str:
+    """How much speaks against a law, and how many of the suspected defects would have shown."""
+    power = bets.power().values()
+    sure = sum(value > 0.99 for value in power)
+    against = f"{max(0.0, bets.evidence):.1f} of {bets.threshold:.1f} nats against it"
+    return f"{against}; {sure} of {len(power)} suspected defects would be found with 99%"
 
 
 def _tie_line(tie: dict[str, Any]) -> str:

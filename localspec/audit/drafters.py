@@ -1,4 +1,4 @@
-"""The audit's own drafters: one that sees every pass and never guesses, and two that guess to be refused."""
+"""The audit's own drafters: one that sees every pass and never guesses, and three that guess to be refused."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Adversary(Drafter):
     """Guesses so that acceptance ends wherever it wants: along a known text for a while, then an error.
 
     Round by round the number of right guesses runs through 0 to ``reach``, so a rejection falls on every position of a
-    draft, and drafts of all widths are sent. Behind the error the text goes on as if it had been right (what a check
-    that looks past a rejection would accept), or random tokens follow; every third draft has no error at all.
+    draft, and drafts of all widths are sent. An error is the second best token, with the text going on behind it as if
+    it had been right (what a lenient check would accept), or all is random from there; every third draft has no error.
 
     Args:
         n_vocab: random guesses are drawn from these ids.
@@ -61,11 +61,12 @@ class Adversary(Drafter):
         self._round = 0
         self._asked = False
         self.text: list[int] = []
+        self._second_best: list[int] = []
         self._n_prompt = 0
 
-    def know(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """The text that is going to be said."""
-        self._n_prompt, self.text = len(prompt), list(answer)
+    def know(self, prompt: Sequence[int], answer: Sequence[int], second_best: Sequence[int]) -> None:
+        """The text that is going to be said, and at each place of it the token that nearly was."""
+        self._n_prompt, self.text, self._second_best = len(prompt), list(answer), list(second_best)
 
     def begin(self, tokens: Sequence[int]) -> None:
         self._asked = False
@@ -88,14 +89,33 @@ class Adversary(Drafter):
         turn, self._round = self._round, self._round + 1
         # A step that shares no factor with the number of positions visits each of them once in a cycle.
         n_right = turn * _coprime_step(self._reach + 1) % (self._reach + 1)
-        known = self.text[max(0, len(tokens) - self._n_prompt) :] if self.text else list(tokens[-self._reach :])
+        at = len(tokens) - self._n_prompt
+        known = self.text[at:] if self.text else list(tokens[-self._reach :])
+        n_right = min(n_right, len(known))
         style = turn % 3
         if style == 0:
             return known[:n_right]
-        wrong = self._rng.randrange(self._n_vocab)
-        rest = known[n_right + 1 :] if style == 1 else []
-        draft = [*known[:n_right], wrong, *rest][: self._reach]
-        return draft + [self._rng.randrange(self._n_vocab) for _ in range(self._reach - len(draft))]
+        draft = known[:n_right]
+        if style == 1 and at + n_right < len(self._second_best):
+            draft += [self._second_best[at + n_right], *known[n_right + 1 :]]
+        return draft[: self._reach] + [self._rng.randrange(self._n_vocab) for _ in range(self._reach - len(draft))]
+
+
+class NearMisses(Adversary):
+    """Guesses at every place of a known text what nearly was said there, and then what follows the right token.
+
+    No guess is ever right, so each of them is one more chance for a lenient check to let it pass: at every gap between
+    best and second best that the text has.
+    """
+
+    source = "near misses"
+
+    def __init__(self, n_vocab: int, reach: int = 2) -> None:
+        super().__init__(n_vocab, reach)
+
+    def _guesses(self, tokens: Sequence[int]) -> list[int]:
+        at = len(tokens) - self._n_prompt
+        return [*self._second_best[at : at + 1], *self.text[at + 1 :]][: self._reach]
 
 
 class HotDraftModel(DraftModelDrafter):

@@ -29,6 +29,11 @@ class Path:
     rows: list[KeptRow]
     ignore_eos: bool
 
+    @property
+    def second_best(self) -> list[int]:
+        """At each place of the answer, the token that came closest to being said."""
+        return [int(row.ids[min(1, len(row.ids) - 1)]) for row in self.rows]
+
     def before(self, position: int) -> list[int]:
         """All tokens before the answer's token at ``position``."""
         return self.prompt + self.answer[:position]

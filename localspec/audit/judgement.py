@@ -19,8 +19,8 @@ from localspec.audit.width_noise import Bounds
 from localspec.backends.base import Model
 from localspec.sampling import SamplingParams, edit_logits
 
-MOST_RECHECKS = 6
-"""A healthy audit rechecks next to nothing; with so many suspicious rows there is no doubt left."""
+MOST_RECHECKS = 3
+"""So many rows that nothing explains, and there is no doubt left about the next suspicious one."""
 
 WIDTHS = (2, 5, 9, 16)
 EXPLAINED = 2.0

@@ -175,4 +175,4 @@ class Report:
 def _order(item: tuple[tuple[str, bool], list[Run]]) -> tuple[bool, bool]:
     """Greedy answers before sampled ones, the adversary's last."""
     (arm, sampled), _ = item
-    return sampled, arm.startswith("adversary")
+    return sampled, arm.startswith(("adversary", "near misses"))

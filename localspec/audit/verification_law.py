@@ -4,7 +4,7 @@ A window is a draft of a real round with the target's rows for it. Rows are redu
 real rows but small, and then verification is asked again and again, each time with fresh noise, what it says of the
 draft: row i follows i tokens, whatever they are, so token i must follow p_i exactly, whoever guessed and however rounds
 fell. Five kinds of guesses are sent: sampled from the draft's real distribution, its argmax, one that is seldom right,
-drawn with the target's own noise (what a fixed seed does), and sampled and fixed ones in turns.
+drawn with the target's own noise (what a fixed seed does), and in turns sampled from a poor draft's law and fixed.
 
 Two tests read the counts. Bets against named defects (see ``betting``), and one that suspects nothing in particular:
 a token said c times in n draws has n * KL(c/n || p) over ln(2 * cells / a) with probability at most a among all cells
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from localspec import verification
-from localspec.audit.betting import FALSE_ALARM, Bets
+from localspec.audit.betting import FALSE_ALARM, Bets, expected_evidence
 from localspec.audit.paths import Check
 from localspec.audit.rows import Array
 from localspec.backends.base import FloatArray
@@ -64,10 +64,15 @@ class Window:
         ids = np.unique(np.concatenate(kept))
         return cls(np.stack([row[ids] for row in edited]), [law and _restricted(law, ids) for law in laws])
 
-    def choice(self, params: SamplingParams) -> float:
-        """How much there is to choose, in nats: the mean entropy of its rows."""
-        laws = [distribution(row, (), params) for row in self.rows]
-        return float(np.mean([-(law.probs * np.log(law.probs)).sum() for law in laws]))
+    def telling(self, params: SamplingParams) -> float:
+        """How much a draw would tell if verification were wrong, in nats: by the suspicion about the residual, which is
+        the hardest to see, over all places."""
+        bare, total = _without_edits(params), 0.0
+        for row, guess in zip(self.rows, self.guesses, strict=False):
+            p = distribution(row, (), bare)
+            nats = expected_evidence(p, guess or _hotter(row, self.rows[-1], bare))
+            total += max(value for name, value in nats.items() if name.startswith("no residual"))
+        return total
 
 
 def law_of(token: int, dist: Distribution | None) -> Distribution:
@@ -158,12 +163,11 @@ class _Trial:
     def __init__(self, window: Window, kind: str, params: SamplingParams) -> None:
         self.rows, self.kind, self.params = window.rows, kind, params
         self.laws = [distribution(row, (), params) for row in window.rows]
-        hot = SamplingParams(temperature=2 * params.temperature)
-        # Where no draft model sampled, its place is taken by the target's own law, hotter and mixed with another row.
-        self._guesses = [
-            law or distribution(0.6 * row + 0.4 * window.rows[-1 - i], (), hot)
-            for i, (row, law) in enumerate(zip(window.rows, window.guesses, strict=False))
-        ]
+        # Where no draft model sampled, and where guesses are to be worse than a good draft's: see _hotter.
+        self._hot = [_hotter(row, window.rows[-1], params) for row in window.rows[:-1]]
+        self._guesses = [law or hot for law, hot in zip(window.guesses, self._hot, strict=True)]
+        if kind == "mixed":
+            self._guesses = self._hot
         self._n_sampled = 0
         self._guess_laws = [self._law_to_bet_with(place) for place in range(len(self._guesses))]
 
@@ -213,6 +217,11 @@ def _restricted(law: Distribution, ids: Any) -> Distribution:
     kept = ids[places] == law.ids
     probs = law.probs[kept]
     return Distribution(places[kept].astype(np.int64), probs / probs.sum())
+
+
+def _hotter(row: FloatArray, other: FloatArray, params: SamplingParams) -> Distribution:
+    """A poor draft's law for a row: the target's own at twice the temperature, mixed with another row of the text."""
+    return distribution(0.7 * row + 0.3 * other, (), SamplingParams(temperature=2 * params.temperature))
 
 
 def _without_edits(params: SamplingParams) -> SamplingParams:

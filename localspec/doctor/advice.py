@@ -33,9 +33,9 @@ def recommend(
     if not payoffs:
         return Recommendation(None, "No drafter was asked about; guesses from the text itself need no model.",
                               f"{chat} --draft ngram")  # fmt: skip
-    pays = [found for found in payoffs if (found.lowest_break_even or 1.0) <= HARD]
+    pays = [found for found in payoffs if _pays(found)]
     if not pays:
-        best = min(payoffs, key=lambda found: found.lowest_break_even or 2.0)
+        best = min(payoffs, key=lambda found: 2.0 if found.lowest_break_even is None else found.lowest_break_even)
         return Recommendation(False, f"Do not speculate here: {_why_not(best, cost)}.", f"{chat} --draft none")
     chosen = "".join(f" --draft {drafts.get(found.drafter, found.drafter)}" for found in pays)
     if automatic and len(pays) == len(payoffs):
@@ -43,9 +43,14 @@ def recommend(
     return Recommendation(True, " ".join(_sentence(found, cost) for found in payoffs), chat + chosen)
 
 
+def _pays(found: PayoffFacts) -> bool:
+    need = found.lowest_break_even
+    return need is not None and need <= HARD
+
+
 def _sentence(found: PayoffFacts, cost: CostFacts) -> str:
     need = found.lowest_break_even
-    if need is None or need > HARD:
+    if need is None or not _pays(found):
         return f"Do not draft with {found.drafter} here: {_why_not(found, cost)}."
     if found.drafter == "ngram":
         return f"N-grams pay from {need:.0%} acceptance: where a text repeats itself or its prompt."

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 SECONDS = 60.0
 """How long all candidates together may take, loading included."""
 
-MOST_TOKENS, LEAST_TOKENS = 64, 16
+MOST_TOKENS, LEAST_TOKENS = 64, 32
+"""Longest answers. A draft model is not asked before an answer has some tokens, so shorter ones would say nothing."""
+
 _PROMPTS_WANTED = 3
 _CATEGORIES = ("code", "chat", "edit", "extract", "summarise", "translate", "maths", "creative")
 
@@ -49,6 +51,7 @@ class Candidate:
     plain: dict[str, list[float]] = field(default_factory=dict)
     n_draft: int = 0
     n_accepted: int = 0
+    seconds_to_load: float = 0.0
 
     def ratios(self, prompts: Sequence[str]) -> list[float]:
         """Speed over plain, prompt by prompt."""
@@ -144,12 +147,14 @@ def _try(
         On how many of the prompts; all where the engine cannot run it, so that the others go on.
     """
     name, (block_end, deadline) = " + ".join(candidate.drafters), until
-    if time.monotonic() >= deadline:
+    began = time.monotonic()
+    if began + candidate.seconds_to_load >= deadline:
         return 0
     try:
         watch.call(llm, lambda: llm._pair.set_draft(candidate.specs, watch.report))
     except LocalspecError:
         return len(prompts)
+    candidate.seconds_to_load = time.monotonic() - began
     longest = 0.0
     for i, prompt in enumerate(prompts):
         began = time.monotonic()

@@ -151,8 +151,8 @@ class DoctorScreen:
                 rows.append([name, "not reached", "", "", ""])
                 continue
             spread = "" if each.lowest is None else f"{each.lowest:.2f}–{each.highest:.2f}"
-            rate = "" if each.acceptance_rate is None else f"{each.acceptance_rate:.0%}"
-            rows.append([name, f"×{each.speedup:.2f}", spread, f"{each.tokens_per_second:.1f}", rate])
+            rate = "no guesses" if each.acceptance_rate is None else f"{each.acceptance_rate:.0%}"
+            rows.append([name, f"×{each.speedup:.2f}", spread, f"{each.tokens_per_second:.1f}", rate if spread else ""])
         self._table(["", "speed", "extremes", "tok/s", "accepted"], rows, names=36)
         for line in remarks(rank):
             self.prose(line, "dim")
