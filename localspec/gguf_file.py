@@ -343,6 +343,18 @@ class GGUFFile:
         file = self.shards[tensor.shard - 1] if tensor.shard else self
         return np.frombuffer(file.buffer[tensor.offset : tensor.offset + tensor.n_bytes], dtype=np.uint8)
 
+    def forget(self, name: str) -> None:
+        """Tell the system that a tensor will not be read again soon, so that its pages no longer count as memory in use.
+
+        Reading it again is allowed and costs a trip to the disk or its cache. Does nothing where systems lack the call.
+        """
+        tensor = self.tensors[name]
+        file = self.shards[tensor.shard - 1] if tensor.shard else self
+        start = -(-tensor.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (tensor.offset + tensor.n_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if file._map is not None and end > start and hasattr(mmap, "MADV_DONTNEED"):
+            file._map.madvise(mmap.MADV_DONTNEED, start, end - start)
+
     def close(self) -> None:
         """Unmap the file, once nothing refers to it any more; safe to call twice."""
         for shard in self.shards:

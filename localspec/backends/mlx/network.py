@@ -1,0 +1,258 @@
+"""A GGUF file as an mlx-lm model: every tensor of the file used, every parameter of the model filled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from localspec.backends.base import Progress
+from localspec.backends.mlx.architecture import Architecture, common_arguments, find_architecture, read_attention
+from localspec.backends.mlx.header import Header
+from localspec.backends.mlx.placement import ROPE_TENSORS, fill
+from localspec.backends.mlx.rope import Rope, RopeScaling
+from localspec.backends.mlx.weights import Format
+from localspec.errors import UnsupportedModel, UsageError
+from localspec.gguf_file import GGUFFile
+
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+
+
+@dataclass(frozen=True)
+class Network:
+    """A model ready to compute, all of it in memory.
+
+    Attributes:
+        module: mlx-lm's model: ``module(tokens [1, n], cache=...)`` -> logits [1, n, n_vocab].
+        args: its arguments.
+        architecture: GGUF's name of it.
+        n_vocab: width of a row of logits.
+        n_layer: number of layers.
+        n_embd: width of the hidden states.
+        compute_dtype: of activations, scales and plain numbers.
+        layer_windows: for each layer, how many tokens its attention sees; None for all.
+        recurrent: whether its memory is a state that cannot be rewound.
+        max_context: tokens up to which it computes what the file means; None for no limit.
+        size_bytes: bytes of all parameters.
+        bytes_per_token: bytes of parameters that a pass over one token reads.
+        formats: tensor name -> how it is stored.
+    """
+
+    module: nn.Module
+    args: Any
+    architecture: str
+    n_vocab: int
+    n_layer: int
+    n_embd: int
+    compute_dtype: mx.Dtype
+    layer_windows: tuple[int | None, ...]
+    recurrent: bool
+    max_context: int | None
+    size_bytes: int
+    bytes_per_token: int
+    formats: Mapping[str, Format]
+    _trunk: nn.Module
+    _head: Callable[[mx.array], mx.array]
+
+    def hidden(self, tokens: mx.array, cache: list[Any] | None = None) -> mx.array:
+        """The last layer's states, normalised, as the output matrix takes them: [1, n] -> [1, n, n_embd]."""
+        return cast(mx.array, self._trunk(tokens, cache))
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """Logits of (some rows of) ``hidden``: [1, n, n_embd] -> [1, n, n_vocab]."""
+        return self._head(hidden)
+
+    def make_cache(self) -> list[Any]:
+        """An empty memory of the kinds that mlx-lm chooses: one that forgets where a layer sees a window only."""
+        from mlx_lm.models.cache import make_prompt_cache
+
+        return list(make_prompt_cache(self.module))
+
+    def make_plain_cache(self) -> list[Any]:
+        """An empty memory that keeps everything, so that it can be rewound; windows are then a matter of the mask."""
+        from mlx_lm.models.cache import KVCache
+
+        return [KVCache() for _ in range(self.n_layer)]
+
+
+def load_network(
+    file: GGUFFile | Path | str, *, compute_dtype: str | None = None, progress: Progress | None = None
+) -> Network:
+    """Load a GGUF file into mlx-lm's model class for its architecture.
+
+    Call it on the thread that will compute: MLX's streams belong to threads.
+
+    Args:
+        file: the file, or a path to it.
+        compute_dtype: ``float32``, ``float16`` or ``bfloat16``; None chooses by the device and the file, see
+            ``default_dtype``. Whatever is exact in ``blocks`` is exact in float32.
+        progress: see ``backends.base.Progress``.
+
+    Raises:
+        UnsupportedModel: an architecture, setting, tensor or tensor type that is not handled; the message names it.
+        ModelFileError: the file is damaged.
+        EngineError: the load was cancelled.
+        UsageError: no such dtype.
+    """
+    if compute_dtype is not None and compute_dtype not in DTYPES:
+        raise UsageError(f"compute_dtype must be one of {', '.join(DTYPES)}, not {compute_dtype!r}")
+    if isinstance(file, GGUFFile):
+        return _load(file, compute_dtype, progress)
+    with GGUFFile(file) as opened:
+        return _load(opened, compute_dtype, progress)
+
+
+def default_dtype(file: GGUFFile) -> str:
+    """float32 on a CPU, where half precision is emulated; on a GPU half precision where that is right.
+
+    Gemma's states outgrow float16, and bfloat16 rounds the scales of its quantised weights too coarsely.
+    """
+    if mx.default_device() == mx.Device(mx.cpu) or file.architecture.startswith(("gemma", "mamba")):
+        return "float32"
+    return "bfloat16" if "BF16" in file.bytes_by_type else "float16"
+
+
+def _load(file: GGUFFile, compute_dtype: str | None, progress: Progress | None) -> Network:
+    file.check_generates_text()
+    header = Header(file)
+    architecture = find_architecture(header)
+    dtype = DTYPES[compute_dtype or default_dtype(file)]
+    tied = "output.weight" not in file.tensors
+    n_vocab = file.tensors["token_embd.weight"].shape[-1]
+    arguments = common_arguments(header, architecture, n_vocab, tied)
+    scaling, max_context = _rope_scaling(header) if architecture.attention else (RopeScaling(), None)
+    header.ignore(architecture.ignored)
+    header.refuse_unread()
+
+    models = import_module(f"mlx_lm.models.{architecture.module}")
+    args = models.ModelArgs.from_dict(arguments)
+    _check_head_size(header, architecture, args)
+    module: nn.Module = models.Model(args)
+    if tied and architecture.module == "gemma3_text":
+        module.sanitize({})  # this class is told that its output matrix is the embedding by what it lacks
+    if architecture.attention:
+        _install_rope(header, architecture, module, args, scaling)
+    formats = fill(file, architecture, module, dtype, progress)
+
+    trunk: nn.Module = module[architecture.trunk]
+    return Network(
+        module=module,
+        args=args,
+        architecture=file.architecture,
+        n_vocab=n_vocab,
+        n_layer=len(module.layers),
+        n_embd=args.hidden_size,
+        compute_dtype=dtype,
+        layer_windows=_windows(args, len(module.layers)),
+        recurrent=not architecture.attention,
+        max_context=max_context,
+        size_bytes=sum(format_.n_bytes for format_ in formats.values()),
+        bytes_per_token=bytes_per_token(file, formats),
+        formats=formats,
+        _trunk=trunk,
+        _head=_make_head(module, architecture, args, tied),
+    )
+
+
+# -- the parts around the weights --------------------------------------------------------------------------------------
+
+
+def _check_head_size(header: Header, architecture: Architecture, args: Any) -> None:
+    """Some classes take the width of a head to be ``hidden_size / heads`` whatever the file says."""
+    if architecture.attention and not hasattr(args, "head_dim"):
+        attention = read_attention(header)
+        if attention.d_head * attention.n_head != args.hidden_size:
+            raise UnsupportedModel(
+                f"{header.name}: {attention.n_head} heads of {attention.d_head} channels do not make the "
+                f"{args.hidden_size} that mlx-lm's {architecture.module} expects; use --backend llama-cpp"
+            )
+
+
+def _rope_scaling(header: Header) -> tuple[RopeScaling, int | None]:
+    """How positions are scaled, and the context length up to which that holds."""
+    kind = header.text("rope.scaling.type", "linear")
+    if kind not in ("none", "linear", "yarn", "longrope"):
+        raise UnsupportedModel(f"{header.name}: unknown rope scaling {kind!r}; use --backend llama-cpp")
+    factor = header.real("rope.scaling.factor", 0.0) or 1.0
+    n_ctx = header.file.n_ctx_train
+    n_original = header.integer("rope.scaling.original_context_length", n_ctx)
+    for key, default in (("ext_factor", 1), ("attn_factor", 1), ("beta_fast", 32), ("beta_slow", 1)):
+        header.expect(f"rope.scaling.yarn_{key}", default)  # llama.cpp reads these for few architectures
+    factors, limit = None, None
+    for name in ROPE_TENSORS:
+        if name not in header.file.tensors or (name == "rope_factors_long.weight" and n_original < n_ctx):
+            continue
+        # Phi 3 has two sets and llama.cpp chooses by the size of the context: short ones up to the original length.
+        factors = header.file.tensor_bytes(name).view(np.float32)
+        if name == "rope_factors_short.weight" and n_original < n_ctx:
+            limit = n_original
+    scaling = RopeScaling(
+        factor=1.0 if kind == "none" else factor,
+        factors=factors,
+        magnitude=header.real("rope.scaling.attn_factor", 1.0),
+        yarn=kind == "yarn",
+        n_ctx_original=n_original,
+    )
+    return scaling, limit
+
+
+def _install_rope(
+    header: Header, architecture: Architecture, module: nn.Module, args: Any, scaling: RopeScaling
+) -> None:
+    attention = read_attention(header)
+    base = header.real("rope.freq_base", 10000.0)
+    if scaling.factors is not None and len(scaling.factors) != attention.d_rope // 2:
+        raise UnsupportedModel(f"{header.name}: its rope factors do not fit {attention.d_rope} rotating channels")
+    windows = _windows(args, len(module.layers))
+    everywhere = Rope(attention.d_rope, base, interleaved=architecture.interleaved, scaling=scaling)
+    # Layers that see a window only are not stretched.
+    local_base = getattr(args, "rope_local_base_freq", base)
+    local = Rope(attention.d_rope, local_base, interleaved=architecture.interleaved)
+    for i, layer in enumerate(module.layers):
+        if not architecture.without_rope(i):
+            layer.self_attn.rope = everywhere if windows[i] is None else local
+
+
+def _windows(args: Any, n_layer: int) -> tuple[int | None, ...]:
+    window, pattern = getattr(args, "sliding_window", None), getattr(args, "sliding_window_pattern", None)
+    if not window or not pattern:
+        return (None,) * n_layer
+    return tuple(window if (i + 1) % pattern else None for i in range(n_layer))
+
+
+def _make_head(module: nn.Module, architecture: Architecture, args: Any, tied: bool) -> Callable[[mx.array], mx.array]:
+    embedding = module[architecture.trunk][architecture.embedding]
+    project: Callable[[mx.array], mx.array] = embedding.as_linear if tied else module.lm_head
+    divisor = getattr(args, "logits_scaling", 1.0)
+    return project if divisor == 1.0 else lambda hidden: project(hidden) / divisor
+
+
+# -- what a pass costs -------------------------------------------------------------------------------------------------
+
+
+def bytes_per_token(file: GGUFFile, formats: Mapping[str, Format] | None = None) -> int:
+    """Bytes of weights that a pass over one token has to read, which bounds its speed on any hardware.
+
+    All of them but the embedding, of which it reads a row (unless that is the output matrix too), and of a layer's
+    experts the share that is used.
+
+    Args:
+        file: the model.
+        formats: tensor name -> how it is stored; None counts the file's own bytes.
+    """
+    used, n_experts = file.field("expert_used_count", 0), file.field("expert_count", 0)
+    total = 0
+    for name, info in file.tensors.items():
+        n_bytes = info.n_bytes if formats is None else formats[name].n_bytes if name in formats else 0
+        if name == "token_embd.weight" and "output.weight" in file.tensors:
+            n_bytes //= info.shape[-1]
+        elif "_exps." in name and n_experts:
+            n_bytes = n_bytes * int(used) // int(n_experts)
+        total += n_bytes
+    return total

@@ -1,0 +1,192 @@
+"""Where each tensor of a GGUF belongs in an mlx-lm model, and putting it there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy.typing as npt
+from mlx.utils import tree_flatten
+
+from localspec.backends.base import Progress
+from localspec.backends.mlx.architecture import Architecture
+from localspec.backends.mlx.weights import Format, Stored, read_tensor
+from localspec.errors import EngineError, UnsupportedModel
+from localspec.gguf_file import GGUFFile, TensorInfo
+
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that are no parameter: they set the rotary embedding's frequencies."""
+
+
+def fill(
+    file: GGUFFile, architecture: Architecture, module: nn.Module, dtype: mx.Dtype, progress: Progress | None
+) -> dict[str, Format]:
+    """Put every tensor of the file into the model, in the file's order.
+
+    Raises:
+        UnsupportedModel: a tensor has no place, or a wrong shape, or a parameter is left without one.
+    """
+    places = {info.name: _place(file, architecture, module, info) for info in file.tensors.values()}
+    places = {name: place for name, place in places.items() if name not in ROPE_TENSORS}
+    lost = [name for name, place in places.items() if place is None]
+    if lost:
+        raise UnsupportedModel(
+            f"{file.path.name}: the mlx backend has no place for {_some(lost)} in a {file.architecture} model; "
+            "use --backend llama-cpp"
+        )
+    _check_complete(file, architecture, module, {place for place in places.values() if place is not None})
+
+    formats: dict[str, Format] = {}
+    total, done = sum(info.n_bytes for info in file.tensors.values()), 0
+    for info in sorted(file.tensors.values(), key=lambda one: (one.shard, one.offset)):
+        if progress is not None and not progress(done / max(total, 1)):
+            raise EngineError(f"loading {file.path.name} was cancelled")
+        place = places.get(info.name)
+        if place is not None:
+            formats[info.name] = _put(file, architecture, module, info, place, dtype)
+        file.forget(info.name)
+        done += info.n_bytes
+    if progress is not None:
+        progress(1.0)
+    return formats
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor belongs: a parameter of a submodule."""
+
+    path: str
+    parameter: str
+
+    @property
+    def full(self) -> str:
+        return f"{self.path}.{self.parameter}" if self.path else self.parameter
+
+
+def _place(file: GGUFFile, architecture: Architecture, module: nn.Module, info: TensorInfo) -> _Place | None:
+    """Where a tensor belongs; None for nowhere."""
+    trunk = architecture.trunk
+    top = {
+        "token_embd": f"{trunk}.{architecture.embedding}",
+        "output_norm": f"{trunk}.{architecture.norm}",
+        "output": "lm_head",
+    }
+    stem, _, suffix = info.name.rpartition(".")
+    if stem in top:
+        path = top[stem]
+    elif info.name.startswith("blk."):
+        _, layer, key = info.name.split(".", 2)
+        # Parameters that belong to no submodule are stored without a suffix.
+        stem, _, suffix = key.rpartition(".") if "." in key else (key, "", "")
+        if stem not in architecture.blocks or not layer.isdecimal() or int(layer) >= len(module.layers):
+            return None
+        path = f"{trunk}.layers.{int(layer)}.{architecture.blocks[stem]}"
+    else:
+        return None
+    if not suffix:
+        path, _, suffix = path.rpartition(".")
+        return _Place(path, suffix) if suffix in (_submodule(module, path) or {}) else None
+    owner = _submodule(module, path)
+    if owner is None or suffix not in ("weight", "bias"):
+        return None
+    return _Place(path, suffix) if suffix in owner or isinstance(owner, nn.Linear) else None
+
+
+def _submodule(module: nn.Module, path: str) -> nn.Module | None:
+    """The module at a dotted path; None where there is none."""
+    current: Any = module
+    for part in path.split("."):
+        if isinstance(current, list):
+            current = current[int(part)]
+        elif isinstance(current, nn.Module) and part in current:
+            current = current[part]
+        else:
+            return None
+    return current if isinstance(current, nn.Module) else None
+
+
+def _check_complete(file: GGUFFile, architecture: Architecture, module: nn.Module, places: set[_Place]) -> None:
+    filled = {place.full for place in places}
+    missing = []
+    for name, _ in tree_flatten(module.parameters()):
+        if name in filled:
+            continue
+        owner = _submodule(module, name.rpartition(".")[0])
+        if name.endswith(".bias") and isinstance(owner, nn.Linear):
+            del owner["bias"]  # the class has one, this model does without, as in llama.cpp
+            continue
+        missing.append(_tensor_name(architecture, name))
+    if missing:
+        raise UnsupportedModel(f"{file.path.name} lacks {_some(missing)}")
+
+
+def _tensor_name(architecture: Architecture, parameter: str) -> str:
+    """The name that a GGUF tensor for a parameter would have."""
+    prefix = f"{architecture.trunk}.layers."
+    if not parameter.startswith(prefix):
+        return {f"{architecture.trunk}.{architecture.norm}.weight": "output_norm.weight"}.get(parameter, parameter)
+    layer, _, rest = parameter.removeprefix(prefix).partition(".")
+    for key, path in architecture.blocks.items():
+        if rest == path or rest.rpartition(".")[0] == path:
+            return f"blk.{layer}.{key}{rest.removeprefix(path)}"
+    return parameter
+
+
+def _put(
+    file: GGUFFile, architecture: Architecture, module: nn.Module, info: TensorInfo, place: _Place, dtype: mx.Dtype
+) -> Format:
+    owner = cast(nn.Module, _submodule(module, place.path))
+    key = info.name.split(".", 2)[-1] if info.name.startswith("blk.") else info.name
+    convert = architecture.converted.get(key)
+    if architecture.shifted_norms and info.name.endswith("norm.weight"):
+        convert = _minus_one
+    can_be_packed = place.parameter == "weight" and hasattr(owner, "to_quantized")
+    stored = read_tensor(file, info, dtype, convert=convert, plain=not can_be_packed)
+    expected = _expected_shape(owner, place.parameter)
+    columns = stored.weight.shape[-1] * 32 // stored.format.bits if stored.format.bits else stored.weight.shape[-1]
+    actual = (*stored.weight.shape[:-1], columns)
+    if expected is not None and actual != expected:
+        raise UnsupportedModel(
+            f"{file.path.name}: {info.name} is {'x'.join(map(str, actual))} where "
+            f"{'x'.join(map(str, expected))} is needed"
+        )
+    if stored.scales is None:
+        owner[place.parameter] = stored.weight
+    else:
+        _replace(module, place.path, _packed(owner, stored))
+    return stored.format
+
+
+def _minus_one(stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return stored - 1
+
+
+def _expected_shape(owner: nn.Module, parameter: str) -> tuple[int, ...] | None:
+    if parameter in owner:
+        return tuple(owner[parameter].shape)
+    # A bias that the class has no place for by itself; the weight may be packed by now, but has its rows.
+    return (owner["weight"].shape[0],) if parameter == "bias" else None
+
+
+def _packed(owner: nn.Module, stored: Stored) -> nn.Module:
+    """The quantised counterpart of a module, holding what was read."""
+    bias = owner.get("bias")
+    # mlx makes it by quantising the random weights it was built with; they are never computed.
+    packed: nn.Module = owner.to_quantized(group_size=stored.format.group, bits=stored.format.bits)
+    packed.weight, packed.scales, packed.biases = stored.weight, stored.scales, stored.biases
+    if bias is not None:
+        packed.bias = bias
+    return packed
+
+
+def _replace(module: nn.Module, path: str, replacement: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    owner = _submodule(module, parent) if parent else module
+    cast(nn.Module, owner)[name] = replacement
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(sorted(names)[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more tensors"
