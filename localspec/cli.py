@@ -285,6 +285,56 @@ def verify(
 
 
 @app.command()
+def serve(
+    model: Model = None,
+    host: Annotated[str, typer.Option(help="Address to listen at; any but a loopback one needs a key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen at; 0 finds a free one.")] = 8642,
+    api_key: Annotated[
+        str | None, typer.Option(metavar="KEY", help="What clients must send.", show_default="$LOCALSPEC_API_KEY")
+    ] = None,
+    queue: Annotated[int, typer.Option(help="Requests that may wait; more are told to come back.")] = 32,
+    time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="From a request to its answer's end.")] = 3600.0,
+    alias: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Another name of the model.")] = None,
+    allow_origin: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="Let the web pages of this origin in; repeatable.")
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Another name of this computer; repeatable.")
+    ] = None,
+    draft: Draft = None,
+    draft_length: DraftLength = "auto",
+    backend: Backend = "auto",
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repeat_penalty: RepeatPenalty = None,
+    seed: Seed = None,
+    max_tokens: MaxTokens = None,
+    stop: Stop = None,
+    ctx: Ctx = None,
+    threads: Threads = None,
+    gpu_layers: GpuLayers = None,
+    kv_cache: KVCache = "f16",
+    light_draft: LightDraft = True,
+    system: System = None,
+    verbose: Verbose = False,
+) -> Run:
+    """Serve OpenAI's API, and a chat page, to the programs on this computer."""
+    options = _options(locals())
+
+    def run() -> int:
+        from localspec.server.command import ServeOptions, serve_command
+
+        serving = ServeOptions(
+            host, port, api_key, queue, time_limit, alias or (), allow_origin or (), allow_host or ()
+        )
+        return serve_command(options(), serving)
+
+    return run
+
+
+@app.command()
 def pull(
     names: Annotated[
         list[str] | None,
