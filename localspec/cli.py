@@ -422,3 +422,86 @@ def replay(
         return replay_command(file, html, force=force)
 
     return run
+
+
+@app.command()
+def bench(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL] | show FILE | compare A B",
+            help="The model to measure; or a file of bench --json to show again, or two to compare.",
+            show_default=False,
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Two minutes: short answers.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Long answers, fixed lengths too, no time limit.")] = False,
+    arm: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="auto|N|ngram:N|model:N",
+            help="What to measure against plain decoding; repeatable, or with commas.",
+            show_default="auto",
+        ),
+    ] = None,
+    prompts: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Questions in Spec-Bench's or SPEED-Bench's format, as JSON lines."),
+    ] = None,
+    which: Annotated[
+        str | None, typer.Option("--set", metavar="report|tuning", help="Which of our own questions.")
+    ] = None,
+    category: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this kind; repeatable.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Time budget.", show_default="15, or 2 if --quick")] = None,
+    repeats: Annotated[int | None, typer.Option(help="Ask each question so often.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Let answers go on to --max-tokens.")] = False,
+    json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Keep everything measured.")] = None,
+    markdown: Annotated[str | None, typer.Option(metavar="FILE|-", help="A report.")] = None,
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="A page with plots.")] = None,
+    svg: Annotated[str | None, typer.Option(metavar="FILE", help="The plot of speed-ups.")] = None,
+    resume: Annotated[str | None, typer.Option(metavar="FILE", help="Go on with a file of --json.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="auto|llama-cpp|ik-llama|reference",
+            help="The engine; repeatable, or with commas: side by side.",
+            show_default="auto",
+        ),
+    ] = None,
+    draft: Draft = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repeat_penalty: RepeatPenalty = None,
+    seed: Seed = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer.", show_default="by the mode")] = None,
+    stop: Stop = None,
+    ctx: Ctx = None,
+    threads: Threads = None,
+    gpu_layers: GpuLayers = None,
+    kv_cache: KVCache = "f16",
+    light_draft: LightDraft = True,
+    system: System = None,
+    verbose: Verbose = False,
+) -> Run:
+    """Measure a pair: the same questions plainly and with guesses, in turns. Ctrl-C keeps what is done."""
+    given = locals()
+    named = list(words or ())
+    options = _options(given | {"model": next(iter(named), None), "draft_length": "auto", "backend": "auto"})
+
+    def run() -> int:
+        from localspec.bench.command import Outputs, bench_command
+
+        request = {
+            "options": options(),
+            "backends": backend or (),
+            "arms": arm or (),
+            "categories": category or (),
+            **{name: given[name] for name in ("prompts", "which", "quick", "full", "minutes", "repeats")},
+            **{name: given[name] for name in ("ignore_eos", "resume")},
+        }
+        return bench_command(named, request, Outputs(json, markdown, html, svg, force))
+
+    return run

@@ -1,0 +1,332 @@
+"""One engine under test: a loaded pair that decodes in one arm after the other, none of them helped by another.
+
+Between two answers an arm's own knowledge is put in place: the corrections of its cost model, its acceptance tables and
+its n-grams' hit rates. Draft models forget what they have read, so that reading the prompt is in the arm that needs it.
+The target keeps the prompt in its memory: its reading of it is measured once, apart, and is in no arm.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from localspec.backends.base import Context, Model
+from localspec.backends.trust import CHECK_TEXT, fingerprint
+from localspec.bench.arms import PLAIN, Arm
+from localspec.bench.conditions import Watcher
+from localspec.bench.questions import Question
+from localspec.bench.record import Engine, ModelFile, Sample
+from localspec.cost_model import PassTimes, calibrate
+from localspec.doctor.costs import WIDTHS, Watch
+from localspec.drafters.ngram import NgramDrafter
+from localspec.errors import ModelFileError
+from localspec.gguf_file import GGUFFile
+from localspec.home import home
+from localspec.kv_memory import kv_shape
+from localspec.ledger import Ledger
+from localspec.llm import LLM
+from localspec.rounds import Round
+from localspec.sampling import SamplingParams
+from localspec.stream import Reply
+
+_VALUE_BYTES = {"f32": 4.0, "f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
+_WARM_UP = "Count: 1 2 3 4 1 2 3 4 1 2 3"
+
+Json = dict[str, Any]
+
+
+class Stopped(Exception):
+    """Somebody asked to stop; the answer under way does not count."""
+
+
+@dataclass(slots=True)
+class _Knowledge:
+    """What an arm has learned."""
+
+    times: PassTimes
+    draft_times: dict[str, PassTimes]
+    experience: Any
+    hits: list[Any]
+
+
+class EngineUnderTest:
+    """A loaded pair.
+
+    Args:
+        llm: the pair; ``remember=False``, so that every run starts from the same knowledge.
+        arms: what it will be asked to do.
+        stop: set when somebody wants to stop.
+        system: the system prompt.
+
+    Raises:
+        UsageError: an arm wants a drafter that is not loaded.
+    """
+
+    def __init__(self, llm: LLM, arms: Sequence[Arm], stop: threading.Event, system: str | None = None) -> None:
+        self.llm = llm
+        self.arms = list(arms)
+        self._stop = stop
+        self._system = [{"role": "system", "content": system}] if system else []
+        pair = llm._pair
+        self._drafters, self._models = list(pair._drafters), dict(pair._models)
+        self.sources = [drafter.source for drafter in self._drafters]
+        for arm in arms:
+            arm.check(self.sources)
+        self._draft_sources = list(pair._draft_times)
+        self._fresh = self._knowledge()
+        self._learned: dict[str, _Knowledge] = {}
+        self._conversations: dict[str, list[Json]] = {}
+        self.forget()
+
+    # -- arms ----------------------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Let every arm start anew."""
+        self._learned = {arm.name: copy.deepcopy(self._fresh) for arm in self.arms}
+        self._learned.setdefault(PLAIN.name, copy.deepcopy(self._fresh))
+
+    def _knowledge(self) -> _Knowledge:
+        pair = self.llm._pair
+        hits = [drafter._hits for drafter in self._drafters if isinstance(drafter, NgramDrafter)]
+        return copy.deepcopy(_Knowledge(pair.times, pair._draft_times, pair._experience, hits))
+
+    def _become(self, arm: Arm) -> None:
+        """Only this arm's drafters, with what it has learned, and with no text in their memories; on the worker."""
+        pair, known = self.llm._pair, self._learned[arm.name]
+        used = [drafter for drafter in self._drafters if arm.source in (None, drafter.source)]
+        models = zip(self._draft_sources, self._models.items(), strict=True)
+        pair._drafters = used
+        pair._models = {path: model for source, (path, model) in models if arm.source in (None, source)}
+        pair._draft_times = {s: times for s, times in known.draft_times.items() if arm.source in (None, s)}
+        pair.times, pair._experience = known.times, known.experience
+        ngrams = [drafter for drafter in self._drafters if isinstance(drafter, NgramDrafter)]
+        for drafter, hits in zip(ngrams, known.hits, strict=True):
+            drafter._hits = hits
+        for each in self._drafters:
+            each.begin([])
+        for _, context in self._models.values():
+            context.truncate(0)
+
+    def restore(self) -> None:
+        """Leave the pair as it was, so that it can be closed."""
+
+        def put_back() -> None:
+            pair = self.llm._pair
+            pair._drafters, pair._models = self._drafters, self._models
+            pair.times, pair._draft_times = self._fresh.times, self._fresh.draft_times
+            pair._experience = self._fresh.experience
+
+        self.llm._call(put_back)
+
+    # -- measuring -----------------------------------------------------------------------------------------------
+
+    def warm_up(self) -> None:
+        """Decode a little in every arm: the first pass of a width allocates."""
+        for arm in self.arms:
+            self.llm._call(partial(self._become, arm))
+            self._answer([{"role": "user", "content": _WARM_UP}], SamplingParams(max_tokens=8, ignore_eos=True), arm)
+        self.forget()
+
+    def n_tokens(self, question: Question) -> int:
+        """Tokens of a question's prompt; its earlier turns count without their answers."""
+        return self.llm.count_tokens(self._messages(question))
+
+    def _messages(self, question: Question) -> list[Json]:
+        return [*self._system, *({"role": "user", "content": turn} for turn in question.turns)]
+
+    def prepare(self, question: Question, params: SamplingParams) -> float:
+        """Read a question's prompt into an empty memory.
+
+        Earlier turns are answered first, plainly and untimed, the first time that a question is met.
+
+        Returns:
+            Seconds that the reading took.
+        """
+        if question.id not in self._conversations:
+            messages = [*self._system, {"role": "user", "content": question.turns[0]}]
+            for turn in question.turns[1:]:
+                reply, _ = self._answer(messages, SamplingParams(max_tokens=params.max_tokens), PLAIN)
+                messages += [{"role": "assistant", "content": reply.text}, {"role": "user", "content": turn}]
+            self._conversations[question.id] = messages
+
+        def empty() -> None:
+            self._become(PLAIN)
+            self.llm._pair.context.truncate(0)
+
+        self.llm._call(empty)
+        once = replace(params, max_tokens=1)
+        reply, _ = self._answer(self._conversations[question.id], once, PLAIN)
+        seconds: float = reply.stats["seconds_prompt"]
+        return seconds
+
+    def measure(
+        self,
+        question: Question,
+        arm: Arm,
+        params: SamplingParams,
+        place: tuple[int, int],
+        seconds_prompt: float,
+        watcher: Watcher,
+    ) -> Sample:
+        """One answer, the prompt being in the target's memory.
+
+        Args:
+            question: what was given to ``prepare`` last.
+            arm: how to decode.
+            params: how to sample.
+            place: the repeat, and the place in the order of arms.
+            seconds_prompt: what ``prepare`` returned.
+            watcher: looks at the machine before and after.
+
+        Raises:
+            Stopped: somebody asked to stop.
+        """
+        self.llm._call(lambda: self._become(arm))
+        before, started = watcher.read(), time.time()
+        reply, rounds = self._answer(self._conversations[question.id], params, arm)
+        seen = watcher.between(before, watcher.read())
+        stats = reply.stats.as_dict()
+        first = (stats["time_to_first_token_s"] or 0.0) - stats["seconds_prompt"]
+        repeat, order = place
+        return Sample(
+            question=question.id,
+            category=question.category,
+            backend=self.llm.backend_name,
+            arm=arm.name,
+            repeat=repeat,
+            order=order,
+            started=round(started, 1),
+            prompt_tokens=stats["prompt_tokens"],
+            tokens=stats["completion_tokens"],
+            token_sha256=hashlib.sha256(" ".join(map(str, reply.token_ids)).encode()).hexdigest()[:16],
+            finish_reason=reply.finish_reason,
+            num_rounds=stats["num_rounds"],
+            num_draft_tokens=stats["num_draft_tokens"],
+            num_accepted_tokens=stats["num_accepted_tokens"],
+            drafted_per_position=stats["drafted_per_position"],
+            accepted_per_position=stats["accepted_per_position"],
+            by_source=stats["by_source"],
+            seconds_prompt=round(seconds_prompt, 6),
+            seconds_draft=round(stats["seconds_draft"], 6),
+            seconds_verify=round(stats["seconds_verify"], 6),
+            seconds_other=round(stats["seconds_other"], 6),
+            time_to_first_token=round(seconds_prompt + first, 6),
+            rounds=[_figures(each) for each in rounds],
+            judged=[judged for each in rounds for judged in _judged(each)],
+            others_share=seen.others_share,
+            clock_mhz=seen.clock_mhz,
+            temperature_c=seen.temperature_c,
+            throttled=seen.throttled,
+            joules=seen.joules,
+        )
+
+    def _answer(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams, arm: Arm
+    ) -> tuple[Reply, list[Round]]:
+        rounds = []
+        length = arm.length if arm.length else None
+        with self.llm.rounds(messages, params, speculate=not arm.is_plain, draft_length=length) as stream:
+            for round_ in stream:
+                rounds.append(round_)
+                if self._stop.is_set():
+                    stream.close()
+            reply = stream.reply
+        if self._stop.is_set():
+            raise Stopped
+        return reply, rounds
+
+    # -- what it is ----------------------------------------------------------------------------------------------
+
+    def facts(self, kv_cache: str, watch: Watch, *, measure: bool) -> Engine:
+        """What ran here.
+
+        Args:
+            kv_cache: type of the attention cache.
+            watch: progress and interruption.
+            measure: measure t(w) now, rather than tell what was measured at the first load.
+        """
+        llm, pair = self.llm, self.llm._pair
+        loaded = [("target", llm.model_name, pair.target, pair.context)]
+        names = dict(zip(self.sources, llm.draft_names, strict=True))
+        for source, (model, context) in zip(self._draft_sources, self._models.values(), strict=True):
+            loaded.append((source, names[source], model, context))
+        times: dict[str, PassTimes] = {"target": self._fresh.times, **self._fresh.draft_times}
+        measured: Literal["now", "before"] = "before"
+        if measure:
+            measured = "now"
+            for source, name, model, context in loaded:
+                watch.report(f"measuring what a pass of {name} costs", None)
+                times[source] = watch.call(llm, partial(_measured, model, context, watch))
+        return Engine(
+            backend=llm.backend_name,
+            version=llm.engine,
+            device=pair.target.capabilities.device,
+            threads=pair.target.n_threads,
+            n_ctx=llm.n_ctx,
+            models=[
+                ModelFile(
+                    source,
+                    name,
+                    model.path.name,
+                    model.size_bytes,
+                    sha256(model.path, watch),
+                    _kv(model, context, kv_cache),
+                )
+                for source, name, model, context in loaded
+            ],
+            sources=self.sources,
+            pass_ms={str(width): round(times["target"](width), 4) for width in WIDTHS},
+            draft_ms={source: round(times[source](1), 4) for source in self._draft_sources},
+            passes_measured=measured,
+            warnings=llm.warnings,
+        )
+
+
+def _measured(model: Model, context: Context, watch: Watch) -> PassTimes:
+    text = model.tokenize(CHECK_TEXT, add_special=True) or [0]
+    return calibrate(context, text, tick=watch.check)
+
+
+def _figures(round_: Round) -> list[float]:
+    times = (round_.ms_draft, round_.ms_verify, round_.ms_other)
+    return [*(round(ms, 3) for ms in times), len(round_.draft), round_.verdict.n_accepted, len(round_.emitted)]
+
+
+def _judged(round_: Round) -> list[list[Any]]:
+    """The guesses that the target compared with its own token: the accepted ones and the first that was not."""
+    accepted = round_.verdict.n_accepted
+    return [
+        [guess.source, position, round(guess.expected, 4), int(position < accepted)]
+        for position, guess in enumerate(round_.draft[: accepted + 1])
+    ]
+
+
+def _kv(model: Model, context: Context, kv_cache: str) -> int:
+    try:
+        with GGUFFile(model.path) as gguf:
+            return kv_shape(gguf).bytes(context.n_ctx, _VALUE_BYTES[kv_cache])
+    except ModelFileError:
+        return 0
+
+
+def sha256(path: Path, watch: Watch) -> str:
+    """A file's digest; kept, as reading a large file takes seconds."""
+    ledger, key = Ledger(home() / "digests", 1), {"file": fingerprint(path), "changed": str(path.stat().st_mtime_ns)}
+    known = (ledger.get(key) or {}).get("sha256")
+    if isinstance(known, str):
+        return known
+    found, done, size = hashlib.sha256(), 0, path.stat().st_size or 1
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            found.update(block)
+            done += len(block)
+            watch.report(f"digest of {path.name}", done / size)
+    ledger.put(key, {"sha256": found.hexdigest()})
+    return found.hexdigest()

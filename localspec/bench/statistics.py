@@ -1,0 +1,180 @@
+"""Medians with bootstrap intervals, and how well predictions are calibrated.
+
+The unit is the question. A question's value is the median over its repeats, a table's the median over its questions.
+Intervals are percentiles of that median when the questions are drawn again with replacement (Efron 1979). Only they
+are: the noise between repeats is in their values already, and drawing repeats too would count it twice (Davison &
+Hinkley 1997, section 3.8). So intervals say what to expect of questions like these, not only of these.
+
+Of few questions no such interval can promise 95 %: the median lies between the smallest and the largest of n values
+with probability 1 - 2^(1-n) only, which passes 95 % at six. With fewer, the interval is the whole range, and says for
+how much it is good.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+LEVEL = 0.95
+DRAWS = 4000
+_SEED = 1
+
+Values = Mapping[str, Sequence[float]]
+"""By question, what was measured in each repeat."""
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A median and how sure it is.
+
+    Attributes:
+        median: over the questions, of each question's median over its repeats.
+        low, high: the interval; None where there is but one question.
+        level: probability with which such an interval covers the true median; under 0.95 with fewer than 6 questions.
+        n: questions.
+    """
+
+    median: float
+    low: float | None
+    high: float | None
+    level: float | None
+    n: int
+
+    @property
+    def is_firm(self) -> bool:
+        """Whether the interval is a 95 % one."""
+        return self.level is not None and self.level >= LEVEL
+
+    @property
+    def half_width(self) -> float:
+        """Half the interval, relative to the median; infinite where there is none."""
+        if self.low is None or self.high is None or not self.median:
+            return math.inf
+        return (self.high - self.low) / 2 / abs(self.median)
+
+
+def middle(values: Values) -> float:
+    """Median over questions of the medians over repeats; NaN of nothing."""
+    return statistics.median(map(statistics.median, values.values())) if values else math.nan
+
+
+def range_level(n: int) -> float:
+    """Probability that the median of a population lies within the range of n values drawn from it."""
+    return 1.0 - 2.0 ** (1 - n) if n > 1 else 0.0
+
+
+def estimate(values: Values, level: float = LEVEL, draws: int = DRAWS) -> Estimate | None:
+    """Median and bootstrap interval; None of nothing.
+
+    Args:
+        values: by question, one number for each repeat; none empty.
+        level: what the interval should promise.
+        draws: bootstrap samples.
+    """
+    if not values:
+        return None
+    n = len(values)
+    if n == 1:
+        return Estimate(middle(values), None, None, None, 1)
+    if range_level(n) < level:
+        medians = [statistics.median(each) for each in values.values()]
+        return Estimate(middle(values), min(medians), max(medians), range_level(n), n)
+    low, high = _percentiles(medians_drawn(values, draws), level)
+    return Estimate(middle(values), low, high, level, n)
+
+
+def estimate_quotient(over: Values, under: Values, level: float = LEVEL, draws: int = DRAWS) -> Estimate | None:
+    """How much larger the median of one group is than that of another, measured on other questions."""
+    if not over or not under:
+        return None
+    n, median = min(len(over), len(under)), middle(over) / middle(under)
+    if range_level(n) < level:
+        return Estimate(median, None, None, None, n)
+    drawn = medians_drawn(over, draws) / medians_drawn(under, draws, seed=_SEED + 1)
+    low, high = _percentiles(drawn, level)
+    return Estimate(median, low, high, level, n)
+
+
+def medians_drawn(values: Values, draws: int = DRAWS, seed: int = _SEED) -> Floats:
+    """The median of each of many bootstrap samples, [draws]."""
+    medians = np.array([statistics.median(each) for each in values.values()])
+    drawn = np.random.default_rng(seed).integers(len(medians), size=(draws, len(medians)))
+    found: Floats = np.median(medians[drawn], axis=1)
+    return found
+
+
+def _percentiles(drawn: Floats, level: float) -> tuple[float, float]:
+    tail = (1.0 - level) / 2
+    # An order statistic: between two atoms of a median's distribution there is nothing to interpolate.
+    low = np.quantile(drawn, tail, method="lower")
+    high = np.quantile(drawn, 1.0 - tail, method="higher")
+    return float(low), float(high)
+
+
+@dataclass(frozen=True, slots=True)
+class Bin:
+    """Guesses of about the same predicted acceptance.
+
+    Attributes:
+        low, high: predictions in [low, high), the last bin up to 1.
+        n: guesses.
+        predicted: their mean predicted acceptance.
+        observed: the share that was accepted.
+        observed_low, observed_high: 95 % Wilson interval of that share, guesses taken as independent.
+    """
+
+    low: float
+    high: float
+    n: int
+    predicted: float
+    observed: float
+    observed_low: float
+    observed_high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reliability:
+    """Predicted against observed acceptance.
+
+    Attributes:
+        n: guesses that the target judged: all before them in their draft were accepted.
+        expected_calibration_error: mean over the guesses of |predicted - observed| of their bin (Guo et al. 2017).
+        bins: those of ten that have guesses.
+    """
+
+    n: int
+    expected_calibration_error: float
+    bins: list[Bin]
+
+
+def reliability(judged: Iterable[tuple[float, bool]], n_bins: int = 10) -> Reliability | None:
+    """How well predicted acceptances agree with what the target did; None of no guesses."""
+    pairs = np.array([(predicted, float(accepted)) for predicted, accepted in judged])
+    if not len(pairs):
+        return None
+    index = np.clip((pairs[:, 0] * n_bins).astype(int), 0, n_bins - 1)
+    bins, error = [], 0.0
+    for each in np.unique(index):
+        here = pairs[index == each]
+        predicted, observed = map(float, here.mean(axis=0))
+        error += abs(predicted - observed) * len(here)
+        low, high = wilson(int(here[:, 1].sum()), len(here))
+        bins.append(Bin(float(each / n_bins), float((each + 1) / n_bins), len(here), predicted, observed, low, high))
+    return Reliability(len(pairs), error / len(pairs), bins)
+
+
+def wilson(hits: int, n: int, z: float = 1.959964) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share."""
+    if not n:
+        return 0.0, 1.0
+    share, factor = hits / n, 1 + z * z / n
+    centre = (share + z * z / (2 * n)) / factor
+    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / factor
+    return max(0.0, centre - half), min(1.0, centre + half)
