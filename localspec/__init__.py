@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from localspec.errors import (
+        Cancelled,
         Closed,
         ContextFull,
         DownloadError,
@@ -19,20 +20,25 @@ if TYPE_CHECKING:
         LocalspecError,
         ModelFileError,
         PromptTooLong,
+        QueueFull,
+        SessionFileError,
         TemplateError,
         UnknownModel,
         UsageError,
         VocabularyMismatch,
     )
     from localspec.llm import LLM
+    from localspec.logprobs import ScoredToken, TokenLogprobs
     from localspec.rounds import Draft, DraftToken, EmittedToken, Round, Span, SpecStats, Verdict
     from localspec.sampling import SamplingParams
-    from localspec.stream import Reply, RoundStream
+    from localspec.stream import AsyncRoundStream, Reply, RoundStream
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncRoundStream",
+    "Cancelled",
     "Closed",
     "ContextFull",
     "DownloadError",
@@ -45,13 +51,17 @@ __all__ = [
     "LocalspecError",
     "ModelFileError",
     "PromptTooLong",
+    "QueueFull",
     "Reply",
     "Round",
     "RoundStream",
     "SamplingParams",
+    "ScoredToken",
+    "SessionFileError",
     "Span",
     "SpecStats",
     "TemplateError",
+    "TokenLogprobs",
     "UnknownModel",
     "UsageError",
     "Verdict",
@@ -61,10 +71,11 @@ __all__ = [
 
 _HOMES = {
     "LLM": "localspec.llm",
-    **dict.fromkeys(("Reply", "RoundStream"), "localspec.stream"),
+    **dict.fromkeys(("AsyncRoundStream", "Reply", "RoundStream"), "localspec.stream"),
     **dict.fromkeys(
         ("Draft", "DraftToken", "EmittedToken", "Round", "Span", "SpecStats", "Verdict"), "localspec.rounds"
     ),
+    **dict.fromkeys(("ScoredToken", "TokenLogprobs"), "localspec.logprobs"),
     "SamplingParams": "localspec.sampling",
 }
 

@@ -10,6 +10,7 @@ from localspec.controller import Controller
 from localspec.drafters.base import Drafter
 from localspec.drafters.group import DrafterGroup
 from localspec.errors import PromptTooLong, UsageError
+from localspec.logprobs import token_logprobs
 from localspec.proposer import SamplingProposer
 from localspec.rounds import EmittedToken, FinishReason, Round, TokenKind
 from localspec.sampling import Noise, SamplingParams
@@ -65,6 +66,7 @@ class SpeculativeDecoder:
         text: TextAssembler,
         *,
         cancelled: Callable[[], bool] = lambda: False,
+        n_logprobs: int | None = None,
     ) -> Iterator[Round]:
         """Decode round by round until an end token, a stop string, the budget or the cancel flag.
 
@@ -75,6 +77,7 @@ class SpeculativeDecoder:
             params: the sampling parameters.
             text: turns settled tokens into text and watches for stop strings.
             cancelled: polled once a round.
+            n_logprobs: judge every emitted token by the target's row, naming that many alternatives; None does not.
 
         Yields:
             One ``Round`` per target pass; the last one carries ``finish_reason``.
@@ -94,7 +97,11 @@ class SpeculativeDecoder:
             forward = self.target.decode([tokens[-1], *draft.ids])
             passed = time.perf_counter()
             verdict = verify(draft, forward.logits, tokens, params, noise)
+            self.controller.watch(forward.logits[verdict.n_accepted])
             self.drafters.process([tokens[-1], *draft.ids], forward)
+            rows = forward.logits  # a rollback may decode again and overwrite them
+            if n_logprobs is not None and self.target.model.capabilities.rollback == "replay":
+                rows = rows.copy()
             self.target.truncate(len(tokens) + verdict.n_accepted)
 
             kinds: list[tuple[int, TokenKind, str]] = [
@@ -107,7 +114,8 @@ class SpeculativeDecoder:
                 ends = token in end_tokens
                 if not ends:
                     spans += text.push(token, kind, source)
-                emitted.append(EmittedToken(token, kind, source, "" if ends else text.token_text))
+                logprobs = None if n_logprobs is None else token_logprobs(rows[len(emitted)], token, n_logprobs)
+                emitted.append(EmittedToken(token, kind, source, "" if ends else text.token_text, logprobs))
                 finish = _finish_reason(ends or text.stopped, budget)
                 if finish:
                     spans += text.finish()

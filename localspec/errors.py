@@ -18,6 +18,9 @@
     │   ├── EngineUnavailable       not installed, or not for this machine
     │   ├── EngineMismatch          the engine computes this file wrongly (see ``backends.trust``)
     │   └── ContextFull             no room for the tokens to decode
+    ├── QueueFull                   as many requests wait as may
+    ├── Cancelled                   stopped before there was a result
+    ├── SessionFileError            the file is not a saved session
     └── Closed                      used after ``close()``
 """
 
@@ -86,6 +89,18 @@ class EngineMismatch(EngineError):
 
 class ContextFull(EngineError):
     """The tokens do not fit into the context."""
+
+
+class QueueFull(LocalspecError):
+    """As many requests are waiting as may: ask again later."""
+
+
+class Cancelled(LocalspecError):
+    """The work was stopped, by its caller or its deadline, before it had a result."""
+
+
+class SessionFileError(LocalspecError):
+    """The file is not a saved session, or its text is damaged."""
 
 
 class Closed(LocalspecError):

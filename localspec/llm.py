@@ -5,28 +5,35 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from localspec.answering import Request, answer, score
 from localspec.catalog import Catalog
-from localspec.errors import Closed, UsageError
+from localspec.errors import Cancelled, UsageError
+from localspec.jobs import Job, Worker, wait_for
+from localspec.logprobs import ScoredToken, checked_top
 from localspec.pair import DraftLength, Pair, PairOptions, Report
-from localspec.rounds import FinishReason, Round, SpecStats
+from localspec.prompts import Messages, Prompt, PromptEncoder
 from localspec.sampling import SamplingParams
-from localspec.stream import Job, Reply, RoundStream
+from localspec.stream import AsyncRoundStream, Reply, RoundStream, Submit
 from localspec.text import ChatTemplate
-
-Messages = Sequence[Mapping[str, Any]]
-Prompt = str | Messages
+from localspec.vocab import Vocab
 
 
 class LLM:
     """A target model and its drafters, loaded and ready.
 
-    One worker thread owns the engine; every method may be called from any thread, requests queue in order.
+    One worker thread owns the engine; every method may be called from any thread. One request runs at a time, the
+    others wait: those of one conversation in order, conversations in turns.
+
+    >>> with LLM("qwen2.5-coder-1.5b", draft="qwen2.5-coder-0.5b") as llm:
+    ...     messages = [{"role": "user", "content": "Write a haiku."}]
+    ...     reply = llm.chat(messages, SamplingParams(max_tokens=64), deadline=30.0)
+    ...     print(reply.text, reply.finish_reason, reply.stats["acceptance_rate"])
 
     Args:
         model: a catalogue name, a path to a ``.gguf`` file, or ``hf:OWNER/REPO/FILE.gguf`` (already pulled).
@@ -41,11 +48,15 @@ class LLM:
         light_draft: let a draft model on the CPU be replaced by a lighter copy of it where that drafts faster; made and
             compared at the first load, kept on disk. It cannot change what is said.
         remember: keep on disk how often guesses were right, for the next run.
+        max_queue: most requests that may wait (the one that runs not counted); beyond it a request raises
+            ``QueueFull`` at once. None is any number.
         progress: called while loading, from the worker thread, with what is being done and the fraction done (or
             None); an exception from it cancels the load and is raised here.
+        cancel: set it, from any thread, to cancel the load.
 
     Raises:
         UnknownModel, ModelFileError, VocabularyMismatch, EngineError: the pair cannot be loaded.
+        Cancelled: ``cancel`` was set.
     """
 
     def __init__(
@@ -61,10 +72,11 @@ class LLM:
         kv_cache_type: str = "f16",
         light_draft: bool = True,
         remember: bool = True,
+        max_queue: int | None = None,
         progress: Report | None = None,
+        cancel: threading.Event | None = None,
     ) -> None:
-        self._closed = False
-        self._report: Report = progress or (lambda what, fraction: None)
+        self._progress: Report = progress or (lambda what, fraction: None)
         self.draft_length = draft_length
         for name, value in (("n_ctx", n_ctx), ("n_threads", n_threads)):
             if value is not None and value <= 0:
@@ -72,21 +84,59 @@ class LLM:
         path = Catalog.load().resolve(str(model))
         self.model_name = str(model) if not str(model).endswith(".gguf") else path.name.removesuffix(".gguf")
         options = PairOptions(backend, n_ctx, n_threads, n_gpu_layers, kv_cache_type, light_draft, remember)
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="localspec", daemon=True)
-        self._thread.start()
-        try:
-            self._pair: Pair = self._call(lambda: Pair(path, _specs(draft), options, self._report))
-        except BaseException:
-            self._work.put(None)
-            self._closed = True
-            raise
+        self._worker = Worker(_checked_bound(max_queue))
+        self._pair = self._load(path, _specs(draft), options, cancel or threading.Event())
         target = self._pair.target
         self.backend_name = target.backend
         self.engine = target.engine
         self.n_ctx = self._pair.context.n_ctx
         self.template = ChatTemplate.for_vocab(target.chat_template, target.vocab)
         self.chat_defaults: dict[str, Any] = Catalog.load().chat_defaults(path)
+        self._encoder = PromptEncoder(target, self.template)
+        # Neither the worker nor this holds on to the LLM: dropped without close(), it gives its memory back too.
+        self._finalizer = weakref.finalize(self, _abandon, self._worker, self._pair, self._encoder)
+        self._finalizer.atexit = False
+
+    def _load(self, path: Path, draft: Sequence[str], options: PairOptions, cancel: threading.Event) -> Pair:
+        loaded: list[Pair] = []
+
+        def load() -> None:
+            loaded.append(Pair(path, draft, options, self._report(cancel)))
+
+        try:
+            self._worker.call(load)
+            if cancel.is_set():
+                raise Cancelled(f"loading {path.name} was cancelled")
+            return loaded[0]
+        except BaseException:
+            # Ctrl-C ends only the wait: the thread still loads. It notices at its next report, and leaves nothing.
+            cancel.set()
+            self._worker.close(lambda: [pair.close() for pair in loaded], wait=False)
+            raise
+
+    def _report(self, cancel: threading.Event | None = None) -> Report:
+        def report(what: str, fraction: float | None) -> None:
+            if cancel is not None and cancel.is_set():
+                raise Cancelled(f"{what}: cancelled")
+            self._progress(what, fraction)
+
+        return report
+
+    @classmethod
+    async def aload(cls, *args: Any, cancel: threading.Event | None = None, **options: Any) -> LLM:
+        """``LLM(...)`` without blocking the event loop; cancelling the task cancels the load.
+
+        >>> async with await LLM.aload("qwen2.5-coder-1.5b") as llm:
+        ...     reply = await llm.achat([{"role": "user", "content": "Hello!"}])
+        """
+        cancel = cancel or threading.Event()
+        loading = asyncio.ensure_future(asyncio.to_thread(cls, *args, cancel=cancel, **options))
+        try:
+            return await asyncio.shield(loading)
+        except asyncio.CancelledError:
+            cancel.set()
+            loading.add_done_callback(_close_if_loaded)
+            raise
 
     # -- what it is ----------------------------------------------------------------------------------------------
 
@@ -119,9 +169,33 @@ class LLM:
         """Bytes of the target's file."""
         return self._pair.target.size_bytes
 
+    @property
+    def vocab(self) -> Vocab:
+        """The target's vocabulary."""
+        return self._pair.target.vocab
+
+    @property
+    def queue_length(self) -> int:
+        """How many requests wait for their turn; the one that runs is not counted."""
+        return len(self._worker.queue)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request runs now."""
+        return self._worker.running is not None
+
+    @property
+    def max_queue(self) -> int | None:
+        """Most requests that may wait; one more raises ``QueueFull``. None is any number."""
+        return self._worker.queue.max_waiting
+
+    @max_queue.setter
+    def max_queue(self, value: int | None) -> None:
+        self._worker.queue.max_waiting = _checked_bound(value)
+
     def set_draft(self, spec: str | Path | Sequence[str | Path] | None) -> None:
         """Replace the drafters, as the ``draft`` argument does; on an error the ones in use stay."""
-        self._call(lambda: self._pair.set_draft(_specs(spec), self._report))
+        self._call(lambda: self._pair.set_draft(_specs(spec), self._report()))
 
     def explain(self) -> str:
         """One sentence: why the runtime is, or is not, drafting now."""
@@ -129,218 +203,303 @@ class LLM:
 
     # -- text and tokens -----------------------------------------------------------------------------------------
 
+    # These do not wait for the requests in the queue.
+
     def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
-        """Token ids of a text; ``parse_special`` reads special tokens in it as such."""
-        tokens: list[int] = self._call(
-            lambda: self._pair.target.tokenize(text, add_special=add_special, parse_special=parse_special)
-        )
-        return tokens
+        """Token ids of a text.
+
+        Args:
+            text: any Unicode text.
+            add_special: put the begin-of-text token in front if the model wants one.
+            parse_special: read ``<|im_end|>`` and the like as the special tokens they name; not for a user's own text.
+        """
+        return self._encoder.tokenize(text, add_special=add_special, parse_special=parse_special)
 
     def detokenize(self, tokens: Sequence[int]) -> str:
         """The text that tokens stand for; bytes that are not valid UTF-8 become U+FFFD."""
-        vocab = self._pair.target.vocab
-        return b"".join(vocab.token_bytes(token) for token in tokens).decode("utf-8", "replace")
+        return self._encoder.detokenize(tokens)
+
+    def token_text(self, token: int) -> str:
+        """A token on its own, for display: half of a character shows as U+FFFD, a special token as its name."""
+        return self._encoder.token_text(token)
+
+    def encode(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+        """The token ids that a prompt stands for, chat template included where it is a list of messages.
+
+        Args:
+            prompt: messages, or a text.
+            tools: descriptions of functions, for templates that know about tools.
+
+        Raises:
+            UsageError: the messages are not messages.
+            TemplateError: the chat template failed on them.
+        """
+        return self._encoder.encode(prompt, tools=tools)
 
     def count_tokens(self, prompt: Prompt) -> int:
         """How many tokens a prompt has, chat template included where it is a list of messages."""
-        return len(self._call(lambda: self._encode(prompt)))
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        target = self._pair.target
-        if isinstance(prompt, str):
-            return target.tokenize(prompt, add_special=True)
-        vocab = target.vocab
-        tokens: list[int] = []
-        for text, parse_special in self.template.render_segments(prompt):
-            tokens += target.tokenize(text, parse_special=parse_special)
-        if vocab.add_bos and vocab.bos is not None and tokens[:1] != [vocab.bos]:
-            tokens.insert(0, vocab.bos)
-        return tokens
+        return len(self.encode(prompt))
 
     # -- generating ----------------------------------------------------------------------------------------------
 
-    def rounds(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        speculate: bool = True,
-        draft_length: DraftLength | None = None,
-    ) -> RoundStream:
+    def rounds(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> RoundStream:
         """Answer, round by round: the guesses and their fate.
 
+        >>> with llm.rounds(messages, params, draft_length=4, deadline=20.0) as rounds:
+        ...     for round_ in rounds:
+        ...         print([token.id for token in round_.draft], round_.verdict.n_accepted, round_.text)
+        >>> rounds.reply.stats["acceptance_rate"]
+
         Args:
-            prompt: messages for the chat template, or a string to continue as it is.
+            prompt: messages for the chat template, a string to continue as it is, or token ids.
             params: sampling parameters; None is greedy.
             speculate: False decodes plainly, in the same loop.
             draft_length: overrides ``draft_length`` for this request.
+            deadline: seconds from now, waiting included, after which the request ends as if it had been closed: within
+                a round, ``finish_reason`` ``cancelled`` by ``deadline``. One that is late in the queue never runs.
+            conversation: anything hashable. Requests of one conversation run in order; conversations take turns. None
+                is a conversation of its own.
+            drafters: which of ``draft_names`` take part in this request; None is all.
+            prediction: a text that the answer is likely to repeat, such as the file to be edited: n-grams copy from it.
+            logprobs: judge every token of the answer: ``EmittedToken.logprobs`` holds its log-probability, and those of
+                this many most probable tokens (0 to 20). From the target's raw logits, see ``localspec.logprobs``.
+
+        Raises:
+            QueueFull: ``max_queue`` requests are waiting.
+            UsageError: an option makes no sense. What is wrong with the prompt is raised when the stream is read.
+            Closed: after ``close``.
         """
-        stream = RoundStream()
-        self._submit(stream.job, prompt, params, speculate=speculate, draft_length=draft_length)
-        return stream
+        return RoundStream(self._submitter(prompt, params, **options))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Iterator[str]:
-        """Answer piece by piece: verified text only; options as in ``rounds``."""
+        """Answer piece by piece: verified text only; options as in ``rounds``.
+
+        >>> for piece in llm.stream("Once upon a time", SamplingParams(max_tokens=64)):
+        ...     print(piece, end="", flush=True)
+        """
         with self.rounds(prompt, params, **options) as rounds:
             for round_ in rounds:
                 if round_.text:
                     yield round_.text
 
-    def chat(self, messages: Messages, params: SamplingParams | None = None, **options: Any) -> Reply:
-        """Answer a conversation; options as in ``rounds``."""
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
-        return self._wait(messages, params, options)
+    def chat(self, messages: Messages | str, params: SamplingParams | None = None, **options: Any) -> Reply:
+        """Answer a conversation; options as in ``rounds``.
 
-    def generate(self, text: str, params: SamplingParams | None = None, **options: Any) -> Reply:
-        """Continue a text as it is, without the chat template; options as in ``rounds``."""
+        >>> llm.chat([{"role": "user", "content": "Name three rivers."}]).text
+        """
+        return self._wait(_messages(messages), params, options)
+
+    def generate(self, text: str | Sequence[int], params: SamplingParams | None = None, **options: Any) -> Reply:
+        """Continue a text as it is, without the chat template; options as in ``rounds``.
+
+        >>> llm.generate("def fibonacci(n):", SamplingParams(max_tokens=80, stop=["\\n\\n"])).text
+        """
         return self._wait(text, params, options)
 
     def _wait(self, prompt: Prompt, params: SamplingParams | None, options: dict[str, Any]) -> Reply:
         with self.rounds(prompt, params, **options) as rounds:
             return rounds.reply
 
-    async def arounds(
-        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
-    ) -> AsyncIterator[Round]:
-        """As ``rounds``, for asyncio; leaving the loop or cancelling the task stops the engine within a round."""
-        async for item in self._aevents(prompt, params, options):
-            if isinstance(item, Round):
-                yield item
+    def arounds(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> AsyncRoundStream:
+        """As ``rounds``, for asyncio; leaving the loop or cancelling the task stops the engine within a round.
 
-    async def _aevents(
-        self, prompt: Prompt, params: SamplingParams | None, options: dict[str, Any]
-    ) -> AsyncIterator[Round | Reply]:
-        loop = asyncio.get_running_loop()
-        items: asyncio.Queue[Any] = asyncio.Queue()
+        The request is queued by this call, so ``QueueFull`` comes from here.
 
-        def put(item: Any) -> None:
-            try:
-                loop.call_soon_threadsafe(items.put_nowait, item)
-            except RuntimeError:
-                job.cancel.set()  # the loop is gone, and with it whoever wanted this
-
-        job = Job(put)
-        self._submit(job, prompt, params, **options)
-        try:
-            while True:
-                item = await items.get()
-                if isinstance(item, BaseException):
-                    raise item
-                yield item
-                if isinstance(item, Reply):
-                    return
-        finally:
-            job.cancel.set()
+        >>> async with llm.arounds(messages, params) as rounds:
+        ...     async for round_ in rounds:
+        ...         print(round_.text, end="")
+        ...     reply = await rounds.reply()
+        """
+        return AsyncRoundStream(self._submitter(prompt, params, **options))
 
     async def astream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> AsyncIterator[str]:
         """As ``stream``, for asyncio."""
-        async for round_ in self.arounds(prompt, params, **options):
-            if round_.text:
-                yield round_.text
+        async with self.arounds(prompt, params, **options) as rounds:
+            async for round_ in rounds:
+                if round_.text:
+                    yield round_.text
 
-    async def achat(self, messages: Messages, params: SamplingParams | None = None, **options: Any) -> Reply:
+    async def achat(self, messages: Messages | str, params: SamplingParams | None = None, **options: Any) -> Reply:
         """As ``chat``, for asyncio."""
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
-        reply: Reply | None = None
-        async for item in self._aevents(messages, params, options):
-            if isinstance(item, Reply):
-                reply = item
-        assert reply is not None
-        return reply
+        async with self.arounds(_messages(messages), params, **options) as rounds:
+            return await rounds.reply()
+
+    async def agenerate(self, text: str | Sequence[int], params: SamplingParams | None = None, **options: Any) -> Reply:
+        """As ``generate``, for asyncio."""
+        async with self.arounds(text, params, **options) as rounds:
+            return await rounds.reply()
+
+    def logprobs(
+        self,
+        prompt: Prompt,
+        *,
+        top: int = 0,
+        deadline: float | None = None,
+        conversation: Hashable | None = None,
+    ) -> list[ScoredToken]:
+        """How probable the target finds each token of a given text after those before it.
+
+        >>> scored = llm.logprobs("The capital of France is Paris.")
+        >>> perplexity = math.exp(-sum(t.logprob for t in scored[1:]) / (len(scored) - 1))
+
+        Args:
+            prompt: a text (a begin-of-text token in front where the model wants one), messages, or token ids.
+            top: how many of the most probable tokens to name at each place (0 to 20).
+            deadline, conversation: as in ``rounds``.
+
+        Returns:
+            One ``ScoredToken`` per token; the first has no logprob, as nothing predicts it.
+
+        Raises:
+            PromptTooLong: it does not fit into the context.
+            Cancelled: the deadline passed first.
+            QueueFull, UsageError, Closed: as in ``rounds``.
+        """
+        items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        job = self._submit_scoring(items.put, prompt, top, deadline, conversation)
+        try:
+            found = wait_for(items, job)
+        finally:
+            job.cancel()
+        if isinstance(found, BaseException):
+            raise found
+        scored: list[ScoredToken] = found
+        return scored
+
+    async def alogprobs(
+        self,
+        prompt: Prompt,
+        *,
+        top: int = 0,
+        deadline: float | None = None,
+        conversation: Hashable | None = None,
+    ) -> list[ScoredToken]:
+        """As ``logprobs``, for asyncio."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Queue[Any] = asyncio.Queue()
+        job = self._submit_scoring(
+            lambda item: loop.call_soon_threadsafe(done.put_nowait, item), prompt, top, deadline, conversation
+        )
+        timer = None if deadline is None else loop.call_later(deadline, job.expire)
+        try:
+            found = await done.get()
+        finally:
+            job.cancel()
+            if timer is not None:
+                timer.cancel()
+        if isinstance(found, BaseException):
+            raise found
+        scored: list[ScoredToken] = found
+        return scored
 
     # -- the worker ----------------------------------------------------------------------------------------------
 
-    def _submit(
+    def _submitter(
         self,
-        job: Job,
         prompt: Prompt,
         params: SamplingParams | None,
+        *,
         speculate: bool = True,
         draft_length: DraftLength | None = None,
-    ) -> None:
-        if self._closed:
-            raise Closed("this LLM was closed")
+        deadline: float | None = None,
+        conversation: Hashable | None = None,
+        logprobs: int | None = None,
+        drafters: Sequence[str] | None = None,
+        prediction: str | Sequence[int] | None = None,
+    ) -> Submit:
         length: DraftLength = 0 if not speculate else self.draft_length
         if speculate and draft_length is not None:
             length = _checked_length(draft_length)
         params = replace(params) if params is not None else SamplingParams()
+        n_logprobs = None if logprobs is None else checked_top(logprobs)
+        if isinstance(prediction, str):
+            prediction = self.tokenize(prediction)
+        request = Request(prompt, params, length, n_logprobs, self.model_name, drafters, prediction or ())
 
-        def run() -> None:
-            try:
-                job.put(self._answer(job, prompt, params, length))
-            except BaseException as error:
-                job.put(error)
+        def submit(deliver: Callable[[Any], Any]) -> Job:
+            job = Job(
+                lambda job: answer(request, self._pair, self._encoder, job),
+                deliver,
+                abandoned=lambda job: request.never_ran(job, self._pair),
+                conversation=conversation,
+                deadline=deadline,
+            )
+            self._worker.queue.put(job)
+            return job
 
-        self._work.put(run)
+        return submit
 
-    def _answer(self, job: Job, prompt: Prompt, params: SamplingParams, length: DraftLength) -> Reply:
-        stats = SpecStats()
-        started = time.perf_counter()
-        tokens = self._encode(prompt)
-        stats.prompt_tokens = len(tokens)
-        text: list[str] = []
-        token_ids: list[int] = []
-        finish: FinishReason = "cancelled"
-
-        def prefilled(cached: int) -> None:
-            stats.cached_tokens = cached
-            stats.seconds_prompt = time.perf_counter() - started
-
-        for round_ in self._pair.rounds(tokens, params, length, prefilled, job.cancel.is_set):
-            if stats.time_to_first_token_s is None:
-                stats.time_to_first_token_s = time.perf_counter() - started
-            stats.add(round_)
-            text.append(round_.text)
-            token_ids += [token.id for token in round_.emitted]
-            finish = round_.finish_reason or finish
-            job.put(round_)
-        stats.seconds_plain_token = self._pair.times(1) / 1e3
-        return Reply(
-            "".join(text), token_ids, finish, stats, self.model_name, self._pair.draft_names, self._pair.target.backend
+    def _submit_scoring(
+        self,
+        deliver: Callable[[Any], Any],
+        prompt: Prompt,
+        top: int,
+        deadline: float | None,
+        conversation: Hashable | None,
+    ) -> Job:
+        n_top = checked_top(top)
+        job = Job(
+            lambda job: score(self._encoder.encode(prompt), n_top, self._pair, self._encoder, job),
+            deliver,
+            abandoned=lambda job: Cancelled(f"the request was cancelled by its {job.cancelled_by} while it waited"),
+            conversation=conversation,
+            deadline=deadline,
         )
+        self._worker.queue.put(job)
+        return job
 
     def _call(self, function: Callable[[], Any]) -> Any:
-        """Run a function on the worker thread and wait for its result."""
-        if self._closed:
-            raise Closed("this LLM was closed")
-        done: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+        """Run a function on the worker thread, in its turn, and wait for its result."""
+        return self._worker.call(function)
 
-        def run() -> None:
-            try:
-                done.put((True, function()))
-            except BaseException as error:
-                done.put((False, error))
+    def close(self, *, cancel: bool = False) -> None:
+        """Finish the requests that run and wait, then free the memory; safe to call twice.
 
-        self._work.put(run)
-        while True:
-            try:
-                good, value = done.get(timeout=1.0)
-            except queue.Empty:
-                continue
-            if good:
-                return value
-            raise value
+        Args:
+            cancel: stop them within a round instead; their replies say ``cancelled``.
+        """
+        self._finalizer.detach()
+        self._worker.close(lambda: _free(self._pair, self._encoder), cancel=cancel)
 
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
-            del work
-
-    def close(self) -> None:
-        """Wait for the requests in the queue, then free the memory; safe to call twice."""
-        if not self._closed:
-            self._work.put(self._pair.close)
-            self._work.put(None)
-            self._closed = True
-            self._thread.join()
+    async def aclose(self, *, cancel: bool = False) -> None:
+        """As ``close``, for asyncio."""
+        await asyncio.to_thread(self.close, cancel=cancel)
 
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *exc: object) -> None:
+        self.close(cancel=kind is not None)
+
+    async def __aenter__(self) -> LLM:
+        return self
+
+    async def __aexit__(self, kind: object, *exc: object) -> None:
+        await self.aclose(cancel=kind is not None)
+
+
+def _free(pair: Pair, encoder: PromptEncoder) -> None:
+    encoder.close()
+    pair.close()
+
+
+def _abandon(worker: Worker, pair: Pair, encoder: PromptEncoder) -> None:
+    worker.close(lambda: _free(pair, encoder), cancel=True, wait=False)
+
+
+def _close_if_loaded(loading: asyncio.Future[LLM]) -> None:
+    if not loading.cancelled() and loading.exception() is None:
+        loading.result()._finalizer()
+
+
+def _messages(messages: Messages | str) -> Messages:
+    return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+
+
+def _checked_bound(value: int | None) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise UsageError(f"max_queue must be 0 or more, or None, not {value!r}")
+    return value
 
 
 def _specs(draft: str | Path | Sequence[str | Path] | None) -> list[str]:

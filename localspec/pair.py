@@ -9,7 +9,7 @@ from pathlib import Path
 
 from localspec import backends, draft_choice
 from localspec.auto_controller import AutoController
-from localspec.backends.base import Context, Model
+from localspec.backends.base import Context, FloatArray, Model
 from localspec.backends.machine import cpu_name
 from localspec.backends.repack import lighter_copy
 from localspec.backends.trust import CHECK_TEXT, fingerprint
@@ -20,7 +20,7 @@ from localspec.decoder import SpeculativeDecoder
 from localspec.drafters.base import Drafter
 from localspec.drafters.draft_model import DraftModelDrafter
 from localspec.drafters.ngram import NgramDrafter
-from localspec.errors import LocalspecError, ModelFileError, UsageError, VocabularyMismatch
+from localspec.errors import Cancelled, LocalspecError, ModelFileError, UsageError, VocabularyMismatch
 from localspec.experience import Experience
 from localspec.gguf_file import GGUFFile
 from localspec.home import home
@@ -269,20 +269,34 @@ class Pair:
 
     # -- decoding -----------------------------------------------------------------------------------------------
 
-    def controller(self, draft_length: DraftLength, params: SamplingParams | None = None) -> Controller:
-        """A controller for one request: ``auto``, or a fixed number of tokens (0: plain)."""
+    def controller(
+        self,
+        draft_length: DraftLength,
+        params: SamplingParams | None = None,
+        drafters: Sequence[Drafter] | None = None,
+    ) -> Controller:
+        """A controller for one request: ``auto``, or a fixed number of tokens (0: plain).
+
+        Args:
+            draft_length: ``auto`` or a number.
+            params: the request's.
+            drafters: those that take part; None is all.
+        """
+        drafters = self._drafters if drafters is None else drafters
         if draft_length != "auto":
-            return FixedController(int(draft_length), self.times, has_model=bool(self._models))
-        if not self._drafters:
+            has_model = any(isinstance(drafter, DraftModelDrafter) for drafter in drafters)
+            return FixedController(int(draft_length), self.times, has_model=has_model)
+        if not drafters:
             return FixedController(0, self.times)
         params = params or SamplingParams()
         sources, sampled = {}, {}
-        for source in (drafter.source for drafter in self._drafters):
+        for source in (drafter.source for drafter in drafters):
             is_model = source in self._draft_times
             sources[source] = self._experience.source(params, source, copies=not is_model)
             if is_model:
                 sampled[source] = self._experience.source(params, source, copies=False, sampled=True)
-        return AutoController(self.times, self._draft_times, sources, sampled)
+        draft_times = {source: times for source, times in self._draft_times.items() if source in sources}
+        return AutoController(self.times, draft_times, sources, sampled)
 
     def explain(self, draft_length: DraftLength) -> str:
         """Why the last answer was, or the next one will be, drafted as it is: one sentence."""
@@ -297,16 +311,67 @@ class Pair:
         draft_length: DraftLength,
         on_prefilled: Callable[[int], None],
         cancelled: Callable[[], bool],
+        *,
+        n_logprobs: int | None = None,
+        drafters: Sequence[str] | None = None,
+        prediction: Sequence[int] = (),
     ) -> Iterator[Round]:
-        """Prefill and decode; see ``SpeculativeDecoder``. ``on_prefilled`` gets the number of cached prompt tokens."""
-        controller = self._last = self.controller(draft_length, params)
+        """Prefill and decode; see ``SpeculativeDecoder``. ``on_prefilled`` gets the number of cached prompt tokens.
+
+        ``cancelled`` is also asked inside of long passes, such as a draft model's first reading of a prompt.
+        ``drafters`` and ``prediction``: see ``drafters_for``.
+        """
+        chosen = self.drafters_for(drafters, prediction)
+        controller = self._last = self.controller(draft_length, params, chosen)
         plain = isinstance(controller, FixedController) and controller.length == 0
-        decoder = SpeculativeDecoder(self.context, [] if plain else self._drafters, controller)
-        on_prefilled(decoder.prefill(prompt, cancelled))
-        text = TextAssembler(self.target.vocab, params.stop)
-        for round_ in decoder.rounds(prompt, params, text, cancelled=cancelled):
-            round_.draft_texts = [self.token_text(token) for token in round_.draft.ids]
-            yield round_
+        decoder = SpeculativeDecoder(self.context, [] if plain else chosen, controller)
+        contexts = self._contexts()
+        for context in contexts:
+            context.interrupted = cancelled
+        try:
+            on_prefilled(decoder.prefill(prompt, cancelled))
+            text = TextAssembler(self.target.vocab, params.stop)
+            for round_ in decoder.rounds(prompt, params, text, cancelled=cancelled, n_logprobs=n_logprobs):
+                round_.draft_texts = [self.token_text(token) for token in round_.draft.ids]
+                yield round_
+        except Cancelled:
+            return  # in the middle of a pass; every context still holds what its `tokens` says
+        finally:
+            for context in contexts:
+                context.interrupted = None
+
+    def drafters_for(self, names: Sequence[str] | None, prediction: Sequence[int]) -> list[Drafter]:
+        """The drafters of one request.
+
+        Args:
+            names: which of ``draft_names`` take part; None is all.
+            prediction: a text that the answer is likely to repeat, for n-grams to copy from; where no n-gram drafter
+                takes part, one does for this request.
+
+        Raises:
+            UsageError: no such drafter is loaded.
+        """
+        known = dict(zip(self.draft_names, self._drafters, strict=True))
+        unknown = [name for name in names or () if name not in known]
+        if unknown:
+            raise UsageError(f"no drafter {unknown[0]!r} is loaded; there is {', '.join(known) or 'none'}")
+        chosen = [drafter for name, drafter in known.items() if names is None or name in names]
+        copying = [drafter for drafter in chosen if isinstance(drafter, NgramDrafter)]
+        if prediction and not copying and (chosen or names is None):
+            copying = [NgramDrafter()]
+            chosen = [*copying, *chosen]
+        for drafter in copying:
+            drafter.expect(prediction)
+        return chosen
+
+    def read(self, tokens: Sequence[int], n_chunk: int) -> Iterator[tuple[int, FloatArray]]:
+        """Take tokens through the target from the start, yielding (position, logits [n, n_vocab]) chunk by chunk."""
+        self.context.truncate(0)
+        for start in range(0, len(tokens), n_chunk):
+            yield start, self.context.decode(tokens[start : start + n_chunk]).logits
+
+    def _contexts(self) -> list[Context]:
+        return [self.context, *(context for _, context in self._models.values())]
 
     def token_text(self, token: int) -> str:
         """A token on its own, for display."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from localspec.logprobs import TokenLogprobs
 from localspec.sampling import Distribution
 
 TokenKind = Literal["accepted", "recovered", "bonus", "plain"]
@@ -73,12 +74,24 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class EmittedToken:
-    """One verified token. ``text`` is what it adds to the text (a half-finished character adds nothing yet)."""
+    """One verified token. ``text`` is what it adds to the text (a half-finished character adds nothing yet).
+
+    ``logprobs`` is what the target thought of it, for requests that ask for that.
+    """
 
     id: int
     kind: TokenKind
     source: str = "target"
     text: str = ""
+    logprobs: TokenLogprobs | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The token as the JSON object of ``--format events``."""
+        event: dict[str, Any] = {"id": self.id, "text": self.text, "kind": self.kind, "source": self.source}
+        if self.logprobs is not None:
+            event["logprob"] = self.logprobs.logprob
+            event["top_logprobs"] = [{"id": token, "logprob": logprob} for token, logprob in self.logprobs.top]
+        return event
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +165,7 @@ class Round:
                 }
                 for token, text, accepted in zip(self.draft, texts, self.accepted, strict=True)
             ],
-            "emitted": [
-                {"id": token.id, "text": token.text, "kind": token.kind, "source": token.source}
-                for token in self.emitted
-            ],
+            "emitted": [token.as_dict() for token in self.emitted],
             "text": self.text,
             "ms_draft": round(self.ms_draft, 3),
             "ms_verify": round(self.ms_verify, 3),

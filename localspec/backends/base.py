@@ -7,20 +7,23 @@ A backend is a module of this folder with a function ``load(path, *, n_threads, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from localspec.errors import Closed, ContextFull, UsageError
+from localspec.errors import Cancelled, Closed, ContextFull, UsageError
 
 if TYPE_CHECKING:
     from localspec.vocab import Vocab
 
 FloatArray = npt.NDArray[np.float32]
+N_UNINTERRUPTED = 256
+"""Tokens decoded between two looks at ``Context.interrupted``: what the engines compute together anyway."""
+
 Progress = Callable[[float], bool]
 """Called with the loaded fraction in [0, 1]; returning False cancels the load."""
 
@@ -35,11 +38,32 @@ class Capabilities:
         batch_invariant: logits do not depend on how many tokens share a pass. False for every fast kernel; the
             reference backend is True, and only there can exactness be asserted to the bit.
         device: where the weights live: ``cpu``, ``gpu`` or ``mixed``.
+        saves_state: contexts can hand out what they hold and take it back; see ``ContextState``.
     """
 
     rollback: Literal["exact", "replay"] = "exact"
     batch_invariant: bool = False
     device: str = "cpu"
+    saves_state: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ContextState:
+    """What a context held at some moment, copied out of the engine.
+
+    Attributes:
+        tokens: what was in the memory, in order.
+        arrays: the memory itself, in whatever arrays the engine needs; opaque to everyone else. Contiguous, of dtypes
+            that NumPy has, so that they can be written to a file (view what it lacks, such as bfloat16, as integers).
+    """
+
+    tokens: tuple[int, ...]
+    arrays: Mapping[str, npt.NDArray[Any]]
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of the arrays [bytes]."""
+        return sum(array.nbytes for array in self.arrays.values())
 
 
 class Forward:
@@ -62,14 +86,19 @@ class Forward:
 class Context(ABC):
     """The memory of one sequence.
 
-    ``tokens`` is what the memory holds, in order. Subclasses implement ``_decode`` and ``_truncate``; arguments are
-    checked here, so that every backend refuses the same things with the same words.
+    ``tokens`` is what the memory holds, in order. Subclasses implement ``_decode`` and ``_truncate``, and where their
+    model ``saves_state`` also ``_export`` and ``_import``; arguments are checked here, so that every backend refuses
+    the same things with the same words.
+
+    Attributes:
+        interrupted: asked between the pieces of a long input; a true answer ends the decode with ``Cancelled``.
     """
 
     def __init__(self, model: Model, n_ctx: int) -> None:
         self.model = model
         self.n_ctx = n_ctx
         self.tokens: list[int] = []
+        self.interrupted: Callable[[], bool] | None = None
         self._closed = False
 
     @property
@@ -87,6 +116,7 @@ class Context(ABC):
         Raises:
             ContextFull: they do not fit; the memory is unchanged.
             UsageError: no tokens, or an id outside the vocabulary.
+            Cancelled: ``interrupted`` said so; the memory holds the pieces that were done.
             Closed: the context was closed.
         """
         if self._closed:
@@ -99,6 +129,15 @@ class Context(ABC):
             )
         if min(tokens) < 0 or max(tokens) >= self.model.n_vocab:
             raise UsageError(f"token ids must lie in 0..{self.model.n_vocab - 1}")
+        if logits != "all":
+            while len(tokens) > N_UNINTERRUPTED and self.interrupted is not None:
+                self._feed(tokens[:N_UNINTERRUPTED], "none")
+                tokens = tokens[N_UNINTERRUPTED:]
+                if self.interrupted():
+                    raise Cancelled("decoding was stopped")
+        return self._feed(tokens, logits)
+
+    def _feed(self, tokens: Sequence[int], logits: Literal["all", "last", "none"]) -> Forward:
         n_before = self.n_past
         try:
             forward = self._decode(tokens, logits)
@@ -132,6 +171,49 @@ class Context(ABC):
         self.truncate(n)
         return n
 
+    def export_state(self) -> ContextState:
+        """A copy of what the memory holds, to be given back to this context, or to one like it, later.
+
+        Raises:
+            UsageError: the model's engine cannot; see ``Capabilities.saves_state``.
+            EngineError: the engine failed.
+            Closed: the context was closed.
+        """
+        self._check_saves_state()
+        return ContextState(tuple(self.tokens), self._export())
+
+    def import_state(self, state: ContextState) -> None:
+        """Hold what was exported: afterwards the context behaves as the exporting one did.
+
+        The state must come from a context of the same file on the same engine and version, with the same type of cache;
+        the size of the context may differ. Whoever keeps states on disk has to check that.
+
+        Raises:
+            ContextFull: more tokens than this context has room for; it is left as it was.
+            UsageError: the model's engine cannot.
+            EngineError: the engine refuses the state; the context is then empty.
+            Closed: the context was closed.
+        """
+        self._check_saves_state()
+        if len(state.tokens) > self.n_ctx:
+            raise ContextFull(f"the state holds {len(state.tokens)} tokens and the context has room for {self.n_ctx}")
+        try:
+            self._import(state)
+        except BaseException:
+            self._truncate_all()
+            raise
+        self.tokens = list(state.tokens)
+
+    def _truncate_all(self) -> None:
+        self.tokens = []
+        self._truncate(0)
+
+    def _check_saves_state(self) -> None:
+        if self._closed:
+            raise Closed("this context was closed")
+        if not self.model.capabilities.saves_state:
+            raise UsageError(f"{self.model.engine} cannot save the state of a context")
+
     def close(self) -> None:
         """Free the memory; safe to call twice."""
         if not self._closed:
@@ -151,6 +233,13 @@ class Context(ABC):
     @abstractmethod
     def _truncate(self, n: int) -> None:
         """Drop all rows from position n on, rows of a broken-off pass included."""
+
+    def _export(self) -> Mapping[str, npt.NDArray[Any]]:
+        raise NotImplementedError
+
+    def _import(self, state: ContextState) -> None:
+        """Replace what the memory holds. Must refuse, with EngineError, arrays that cannot be right."""
+        raise NotImplementedError
 
     @abstractmethod
     def _close(self) -> None: ...

@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
-from localspec.backends.base import Capabilities, Context, FloatArray, Forward, Model, Progress
+from localspec.backends.base import Capabilities, Context, ContextState, FloatArray, Forward, Model, Progress
 from localspec.errors import Closed, EngineError, UsageError
 from localspec.gguf_file import GGUFFile
 from localspec.vocab import Vocab
+
+Bytes = npt.NDArray[np.uint8]
 
 N_BATCH = 512
 """Most tokens in one call of the engine; longer inputs are fed in pieces."""
@@ -121,7 +124,9 @@ class LlamaModel(Model):
         self._handle: int | None = handle
         self.n_vocab = binding.n_vocab(handle)
         self.capabilities = Capabilities(
-            rollback="replay" if binding.is_recurrent(handle) else "exact", device=binding.device(n_gpu_layers)
+            rollback="replay" if binding.is_recurrent(handle) else "exact",
+            device=binding.device(n_gpu_layers),
+            saves_state=True,
         )
 
     @property
@@ -171,7 +176,7 @@ class LlamaContext(Context):
         as_array(self._batch.n_seq_id, (N_BATCH,))[:] = 1
         for i in range(N_BATCH):
             self._batch.seq_id[i][0] = 0
-        self._checkpoint: tuple[int, bytes] | None = None
+        self._checkpoint: tuple[int, Bytes] | None = None
 
     def _decode(self, tokens: Sequence[int], logits: Literal["all", "last", "none"]) -> Forward:
         if self.model.capabilities.rollback == "replay" and len(tokens) > 1:
@@ -230,17 +235,29 @@ class LlamaContext(Context):
         if checkpoint is not None and checkpoint[0] <= self.n_past:
             self._checkpoint = checkpoint
 
-    def _save(self) -> bytes:
-        size = self._binding.lib.llama_state_seq_get_size(self._handle, 0)
-        buffer = (ctypes.c_uint8 * size)()
-        written = self._binding.lib.llama_state_seq_get_data(self._handle, buffer, size, 0)
-        return bytes(memoryview(buffer)[:written])
+    def _save(self) -> Bytes:
+        lib, byte_pointer = self._binding.lib, ctypes.POINTER(ctypes.c_uint8)
+        state: Bytes = np.empty(lib.llama_state_seq_get_size(self._handle, 0), dtype=np.uint8)
+        written = lib.llama_state_seq_get_data(self._handle, state.ctypes.data_as(byte_pointer), state.nbytes, 0)
+        if not written:
+            raise EngineError(f"{self.model.engine} could not save the state of a context")
+        return state[:written]
 
-    def _restore(self, state: bytes) -> None:
+    def _restore(self, state: Bytes) -> None:
+        lib, byte_pointer = self._binding.lib, ctypes.POINTER(ctypes.c_uint8)
         self._binding.clear(self._handle)
-        buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
-        if not self._binding.lib.llama_state_seq_set_data(self._handle, buffer, len(state), 0):
-            raise EngineError(f"{self.model.engine} could not restore a checkpoint")
+        if not lib.llama_state_seq_set_data(self._handle, state.ctypes.data_as(byte_pointer), state.nbytes, 0):
+            raise EngineError(f"{self.model.engine} refuses the saved state of a context")
+
+    def _export(self) -> dict[str, Bytes]:
+        return {"sequence": self._save()}
+
+    def _import(self, state: ContextState) -> None:
+        self._checkpoint = None
+        sequence = state.arrays.get("sequence")
+        if sequence is None or sequence.dtype != np.uint8 or sequence.ndim != 1:
+            raise EngineError(f"the saved state does not fit {self.model.path.name}")
+        self._restore(np.ascontiguousarray(sequence))
 
     def _close(self) -> None:
         self._binding.lib.llama_batch_free(self._batch)

@@ -24,7 +24,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from localspec.backends.base import Capabilities, Context, FloatArray, Forward, Model, Progress
+from localspec.backends.base import Capabilities, Context, ContextState, FloatArray, Forward, Model, Progress
 from localspec.backends.reference_tokenizer import Tokenizer
 from localspec.errors import Closed, EngineError, UnsupportedModel, UsageError
 from localspec.gguf_file import GGUFFile
@@ -119,7 +119,7 @@ class ReferenceModel(Model):
             self.chat_template = str(template) if template is not None else None
             self.n_ctx_train = file.n_ctx_train
             self.size_bytes = path.stat().st_size
-            self.capabilities = Capabilities(batch_invariant=True)
+            self.capabilities = Capabilities(batch_invariant=True, saves_state=True)
             self.n_threads = 1
             self.hparams = Hyperparameters.from_metadata(file.metadata)
             self._tokenizer = Tokenizer(file.metadata, self.vocab)
@@ -257,6 +257,20 @@ class ReferenceContext(Context):
 
     def _truncate(self, n: int) -> None:
         pass
+
+    def _export(self) -> dict[str, Array]:
+        return {name: rows[:, :, : self.n_past].copy() for name, rows in self._rows().items()}
+
+    def _import(self, state: ContextState) -> None:
+        n = len(state.tokens)
+        for name, rows in self._rows().items():
+            saved = state.arrays.get(name)
+            if saved is None or saved.shape != rows[:, :, :n].shape or saved.dtype != rows.dtype:
+                raise EngineError(f"the saved state does not fit {self.model.path.name}")
+            rows[:, :, :n] = saved
+
+    def _rows(self) -> dict[str, Array]:
+        return {"keys": self._keys, "values": self._values}
 
     def _close(self) -> None:
         del self._keys, self._values

@@ -21,6 +21,12 @@ _PRIORS = (
 PRIOR_WEIGHT = 12.0
 MEMORY = 100.0
 
+LEAD = 16
+"""Tokens of the prompt's end that are put in front of an expected text: what follows them is then its beginning."""
+
+_BREAK = 1 << 40
+"""Stands between an expected text and the prompt; no vocabulary has such a token."""
+
 
 class NgramDrafter(Drafter):
     """Copies what followed the longest recent suffix when it occurred earlier, in prompt or conversation.
@@ -40,11 +46,22 @@ class NgramDrafter(Drafter):
         self.min_match = max(1, min_match)
         self._automaton = SuffixAutomaton()
         self._tokens: list[int] = []
+        self._expected: list[int] = []
+        self._n_ahead = 0
         self._hits = _HitRates()
+
+    def expect(self, text: Sequence[int]) -> None:
+        """Take a text that the next answers are likely to repeat, from its beginning, as one to copy from; [] ends it.
+
+        Takes effect with ``begin``. It is read as if it had once followed the end of the prompt.
+        """
+        self._expected = list(text)
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Read a prompt. What it shares with what was read before stays; only the rest is undone and read."""
-        tokens = list(tokens)
+        ahead = [*tokens[-LEAD:], *self._expected, _BREAK] if self._expected else []
+        self._n_ahead = len(ahead)
+        tokens = [*ahead, *tokens]
         shared = _shared_prefix(self._tokens, tokens)
         n_stale = len(self._tokens) - shared
         # Taking a token back costs about as much as adding it.
@@ -62,7 +79,7 @@ class NgramDrafter(Drafter):
         """Read what was settled, and learn from every token whether the guess for it was, or would have been, right."""
         for token in emitted:
             guess = self._automaton.continuation(*self._automaton.match())
-            if guess is not None:
+            if guess is not None and guess[0] != _BREAK:
                 self._hits.learn(_kind(*guess[1:]), guess[0] == token)
             self._automaton.push(token)
             self._tokens.append(token)
@@ -71,12 +88,12 @@ class NgramDrafter(Drafter):
         """Guess on from the end of ``tokens``; those after the settled ones are others' guesses of this round."""
         automaton = self._automaton
         state, length = automaton.match()
-        for token in tokens[len(self._tokens) :]:
+        for token in tokens[len(self._tokens) - self._n_ahead :]:
             state, length = automaton.step(state, length, token)
         guesses: list[DraftToken] = []
         while plan.room > 0 and plan.more(self.source):
             found = automaton.continuation(state, length)
-            if found is None or found[3] < self.min_match:
+            if found is None or found[3] < self.min_match or found[0] == _BREAK:
                 plan.nothing(self.source)
                 break
             token = found[0]
@@ -90,6 +107,7 @@ class NgramDrafter(Drafter):
 
     def close(self) -> None:
         self._automaton, self._tokens = SuffixAutomaton(), []
+        self._n_ahead = 0
 
 
 class _HitRates:

@@ -1,0 +1,92 @@
+"""Prompts into tokens: for any thread, while the engine works."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard, cast
+
+import numpy as np
+
+from localspec.backends.base import Model
+from localspec.errors import Closed
+from localspec.templates import ChatTemplate
+
+Messages = Sequence[Mapping[str, Any]]
+Prompt = str | Messages | Sequence[int]
+"""A text to continue as it is, messages for the chat template, or token ids."""
+
+
+class PromptEncoder:
+    """The target's tokeniser and chat template.
+
+    Engines tokenise from tables that never change, so this need not wait for the thread that decodes: a server can
+    count the tokens of one request while another runs.
+
+    Args:
+        model: the target.
+        template: its chat template.
+    """
+
+    def __init__(self, model: Model, template: ChatTemplate) -> None:
+        self.template = template
+        self._model = model
+        self._vocab = model.vocab
+        self._open = True
+        self._in_use = threading.RLock()
+
+    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
+        """Token ids of a text; see ``backends.base.Model.tokenize``.
+
+        Raises:
+            Closed: the model was closed.
+        """
+        with self._in_use:
+            if not self._open:
+                raise Closed("this LLM was closed")
+            return self._model.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """The text that tokens stand for; bytes that are not valid UTF-8 become U+FFFD."""
+        return b"".join(self._vocab.token_bytes(token) for token in tokens).decode("utf-8", "replace")
+
+    def encode(
+        self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Token ids of a prompt: messages through the chat template, a string as it is, ids unchanged.
+
+        Raises:
+            UsageError: the messages are not messages.
+            TemplateError: the chat template failed on them.
+            Closed: the model was closed.
+        """
+        if isinstance(prompt, str):
+            return self.tokenize(prompt, add_special=True)
+        if is_token_ids(prompt):
+            return [int(token) for token in prompt]
+        messages = cast(Messages, prompt)
+        tokens: list[int] = []
+        with self._in_use:
+            for text, parse_special in self.template.render_segments(
+                messages, add_generation_prompt=add_generation_prompt, tools=tools
+            ):
+                tokens += self.tokenize(text, parse_special=parse_special)
+        if self._vocab.add_bos and self._vocab.bos is not None and tokens[:1] != [self._vocab.bos]:
+            tokens.insert(0, self._vocab.bos)
+        return tokens
+
+    def token_text(self, token: int) -> str:
+        """A token on its own, for display."""
+        if not 0 <= token < self._vocab.n_tokens:
+            return f"<{token}>"
+        return self._vocab.token_bytes(token).decode("utf-8", "replace") or self._vocab.token_text(token)
+
+    def close(self) -> None:
+        """Wait for whoever tokenises now, and refuse everybody after."""
+        with self._in_use:
+            self._open = False
+
+
+def is_token_ids(prompt: Prompt) -> TypeGuard[Sequence[int]]:
+    """Whether a prompt is a sequence of token ids; an empty one is not."""
+    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], int | np.integer)

@@ -1,0 +1,529 @@
+"""Requests on their way: the queue, its bound, turns, deadlines, cancelling at every stage; log-probabilities."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import queue
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localspec import LLM, Cancelled, Closed, PromptTooLong, QueueFull, Reply, SamplingParams, UsageError
+from localspec.jobs import FairQueue, Job, Worker
+from tests.conftest import TinyFiles, open_backend
+from tests.test_llm import draft_context
+
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: TinyFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCALSPEC_HOME", str(tmp_path_factory.mktemp("home")))
+        with LLM(tiny.quick.target, draft=["ngram", tiny.quick.draft], backend="reference", n_ctx=512) as loaded:
+            yield loaded
+
+
+class Gate:
+    """Holds the worker until it is opened, so that a test decides what is in the queue."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._open = threading.Event()
+        entered = threading.Event()
+
+        def hold(job: Job) -> None:
+            entered.set()
+            self._open.wait(30)
+
+        llm._worker.queue.put(Job(hold, lambda item: None), bounded=False)
+        assert entered.wait(30)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.005)
+
+
+# The queue.
+
+
+def names_in_order(conversations: str) -> str:
+    """The order in which jobs of these conversations run, put before the first is taken."""
+    fair, order = FairQueue(), []
+    for name in conversations:
+        fair.put(Job(lambda job: order.append(job.conversation), lambda item: None, conversation=name))
+    fair.close()
+    while (job := fair.get()) is not None:
+        job.run()
+    return "".join(order)
+
+
+def test_conversations_take_turns() -> None:
+    assert names_in_order("aaaabbc") == "abcabaa"
+    assert names_in_order("aaa") == "aaa"
+
+
+def test_who_comes_while_another_is_served_goes_before_its_next() -> None:
+    fair, order = FairQueue(), []
+
+    def job(name: str) -> Job:
+        return Job(lambda job: order.append(name), lambda item: None, conversation=name[0])
+
+    for name in ("a1", "a2", "a3"):
+        fair.put(job(name))
+    first = fair.get()
+    fair.put(job("b1"))
+    fair.put(job("a4"))
+    fair.close()
+    assert first is not None
+    first.run()
+    while (each := fair.get()) is not None:
+        each.run()
+    assert order == ["a1", "b1", "a2", "a3", "a4"]
+
+
+def test_requests_without_a_conversation_run_in_order_of_arrival() -> None:
+    fair, order = FairQueue(), []
+    for i in range(20):
+        fair.put(Job(lambda job, i=i: order.append(i), lambda item: None))
+    fair.close()
+    while (job := fair.get()) is not None:
+        job.run()
+    assert order == list(range(20))
+
+
+def test_cancelled_jobs_do_not_pile_up() -> None:
+    fair = FairQueue(max_waiting=2)
+    for _ in range(1000):
+        job = Job(lambda job: None, lambda item: None, conversation="x")
+        fair.put(job)
+        job.cancel()
+    assert len(fair) == 0
+    assert sum(len(lane) for lane in fair._lanes.values()) <= 2
+
+
+def test_a_job_runs_once_or_is_abandoned_never_both() -> None:
+    """Cancelled at the very moment it starts, over and over: exactly one side answers for it."""
+    worker = Worker()
+    try:
+        for trial in range(300):
+            delivered: queue.SimpleQueue[str] = queue.SimpleQueue()
+            job = Job(lambda job: "ran", delivered.put, abandoned=lambda job: "abandoned")
+            worker.queue.put(job)
+            if trial % 3:
+                time.sleep(random.Random(trial).random() * 1e-4)
+            job.cancel()
+            assert delivered.get(timeout=10) in ("ran", "abandoned")
+            worker.call(lambda: None)
+            assert delivered.empty()
+    finally:
+        worker.close()
+
+
+def test_a_full_queue_refuses_and_says_so(llm: LLM) -> None:
+    gate = Gate(llm)
+    llm.max_queue = 2
+    try:
+        waiting = [llm.rounds("one", GREEDY), llm.rounds("two", GREEDY)]
+        assert llm.queue_length == 2
+        assert llm.busy
+        with pytest.raises(QueueFull, match="2 requests are waiting"):
+            llm.rounds("three", GREEDY)
+        waiting[0].close()
+        assert waiting[0].reply.finish_reason == "cancelled"
+        assert llm.queue_length == 1
+        third = llm.rounds("three", GREEDY)
+    finally:
+        llm.max_queue = None
+        gate.open()
+    assert len(third.reply.token_ids) == len(waiting[1].reply.token_ids) == 24
+    assert llm.queue_length == 0
+    assert not llm.busy
+    for bound in (-1, 1.5, True):
+        with pytest.raises(UsageError, match="max_queue"):
+            llm.max_queue = bound  # type: ignore[assignment]
+
+
+def test_turns_between_conversations_of_an_llm(llm: LLM) -> None:
+    gate, order = Gate(llm), []
+    streams = [(name, llm.rounds(name, GREEDY, conversation=name[0])) for name in ("a1", "a2", "a3", "b1", "b2")]
+    threads = [
+        threading.Thread(target=lambda name=name, stream=stream: (stream.reply, order.append(name)))
+        for name, stream in streams
+    ]
+    for thread in threads:
+        thread.start()
+    gate.open()
+    for thread in threads:
+        thread.join(30)
+    waits = sorted((stream.reply.seconds_waited, name) for name, stream in streams)
+    assert [name for _, name in waits] == ["a1", "b1", "a2", "b2", "a3"]
+
+
+# Cancelling.
+
+
+def test_a_request_cancelled_in_the_queue_never_runs(llm: LLM) -> None:
+    n_past = llm._pair.context.n_past
+    gate = Gate(llm)
+    stream = llm.rounds("never", GREEDY)
+    dropped = llm.rounds("nor this", GREEDY)
+    assert stream.state == "waiting"
+    stream.close()
+    reply = stream.reply  # at once, though the worker is busy
+    assert (reply.text, reply.token_ids, reply.finish_reason, reply.cancelled_by) == ("", [], "cancelled", "caller")
+    assert stream.state == "done"
+    del dropped
+    gc.collect()
+    before = list(llm._pair.context.tokens)
+    gate.open()
+    llm._call(lambda: None)
+    assert llm._pair.context.tokens == before
+    assert llm._pair.context.n_past == n_past
+
+
+def test_a_deadline_in_the_queue(llm: LLM) -> None:
+    gate = Gate(llm)
+    try:
+        started = time.monotonic()
+        reply = llm.chat("late", GREEDY, deadline=0.2)
+        assert 0.15 < time.monotonic() - started < 5
+        assert (reply.finish_reason, reply.cancelled_by, reply.token_ids) == ("cancelled", "deadline", [])
+        assert reply.seconds_waited >= 0.2
+        assert llm.queue_length == 0
+
+        async def main() -> Reply:
+            return await llm.achat("late", GREEDY, deadline=0.2)
+
+        assert asyncio.run(main()).cancelled_by == "deadline"
+        with pytest.raises(Cancelled, match="deadline"):
+            llm.logprobs("late", deadline=0.1)
+    finally:
+        gate.open()
+
+
+def test_a_deadline_in_an_answer(llm: LLM) -> None:
+    expected = llm.generate("hello", GREEDY, speculate=False).token_ids
+    whole = llm.generate("endless", LONG, speculate=False).token_ids
+    llm.generate("warm", GREEDY)
+    reply = llm.generate("endless", LONG, deadline=0.1, speculate=False)
+    assert (reply.finish_reason, reply.cancelled_by) == ("cancelled", "deadline")
+    assert 0 < len(reply.token_ids) < 400
+    assert reply.token_ids == whole[: len(reply.token_ids)]
+    assert reply.text == llm.detokenize(reply.token_ids).rstrip("�") or "�" in llm.detokenize(reply.token_ids)
+    assert llm.generate("hello", GREEDY, speculate=False).token_ids == expected
+    assert llm.generate("hello", GREEDY, deadline=60.0).cancelled_by is None
+    for deadline in (0, -1, math.nan, math.inf):
+        with pytest.raises(UsageError, match="deadline"):
+            llm.rounds("x", GREEDY, deadline=deadline)
+
+
+def test_prefill_is_interruptible(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target reads a prompt in pieces; the second is where the caller gives up."""
+    prompt = [5 + i % 200 for i in range(480)]
+    expected = llm.generate(prompt, SamplingParams(max_tokens=8, ignore_eos=True), speculate=False).token_ids
+    llm.generate("something else", GREEDY)
+    context = llm._pair.context
+    stream: Any = None
+    decode, sizes = context._decode, []
+
+    def spy(tokens: Any, logits: Any) -> Any:
+        sizes.append(len(tokens))
+        result = decode(tokens, logits)
+        if len(sizes) == 2:
+            stream.close()
+        return result
+
+    monkeypatch.setattr(context, "_decode", spy)
+    gate = Gate(llm)
+    stream = llm.rounds(prompt, LONG)
+    gate.open()
+    reply = stream.reply
+    assert (reply.finish_reason, reply.token_ids) == ("cancelled", [])
+    assert sum(sizes) < 300
+    monkeypatch.undo()
+    assert context.tokens == prompt[: context.n_past]
+    again = llm.generate(prompt, SamplingParams(max_tokens=8, ignore_eos=True), speculate=False)
+    assert again.token_ids == expected
+    assert again.stats["cached_tokens"] == sum(sizes)
+
+
+def test_a_draft_models_first_reading_is_interruptible(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft model reads a whole prompt in one call; the engine still stops between two pieces of it."""
+    prompt = [5 + (i * 7) % 200 for i in range(490)]
+    expected = llm.generate(prompt, SamplingParams(max_tokens=8, ignore_eos=True), speculate=False).token_ids
+    llm.generate("something else", GREEDY, draft_length=2)
+    context = draft_context(llm)
+    decode, sizes = context._decode, []
+    stream: Any = None
+
+    def spy(tokens: Any, logits: Any) -> Any:
+        sizes.append(len(tokens))
+        stream.close()
+        return decode(tokens, logits)
+
+    monkeypatch.setattr(context, "_decode", spy)
+    gate = Gate(llm)
+    stream = llm.rounds(prompt, LONG, draft_length=3)
+    gate.open()
+    assert stream.reply.finish_reason == "cancelled"
+    assert sizes == [256]
+    monkeypatch.undo()
+    assert context.tokens == prompt[:256]
+    reply = llm.generate(prompt, SamplingParams(max_tokens=8, ignore_eos=True), draft_length=3)
+    assert reply.token_ids == expected
+    assert reply.stats["num_draft_tokens"] > 0
+
+
+@pytest.mark.parametrize("backend", ["reference", "ik-llama", "llama-cpp"])
+def test_answers_survive_random_cancels_from_many_threads(tiny: TinyFiles, backend: str) -> None:
+    """Threads and tasks ask and give up at random; whatever was said is a beginning of the solo answer.
+
+    On the fast engines a pass of another width may turn a near tie, so there only the plain answers are compared, and
+    what comes after the noise is that nothing is lost, mixed or stuck.
+    """
+    open_backend(backend)
+    prompts = ["one", "two fish", "three men in a boat", "quatre", "five"]
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    with LLM(tiny.pair.target, draft=["ngram", tiny.pair.draft], backend=backend, n_ctx=512) as llm:
+        alone = [llm.generate(prompt, params, speculate=False).token_ids for prompt in prompts]
+        exact = backend == "reference"
+        wrong: list[str] = []
+
+        def check(i: int, reply: Reply, speculated: bool) -> None:
+            ids = reply.token_ids
+            if reply.finish_reason == "length" and len(ids) != 60:
+                wrong.append(f"{len(ids)} tokens")
+            if (exact or not speculated) and ids != alone[i][: len(ids)]:
+                wrong.append(f"{prompts[i]}: {ids}")
+
+        def options(rng: random.Random) -> tuple[bool, dict[str, Any]]:
+            speculate = rng.random() < 0.5
+            given: dict[str, Any] = {"speculate": speculate, "conversation": rng.choice([None, "a", "b"])}
+            if rng.random() < 0.3:
+                given["deadline"] = 0.001 + rng.random() * 0.2
+            return speculate, given
+
+        def by_thread(seed: int) -> None:
+            rng = random.Random(seed)
+            for _ in range(8):
+                i, (speculated, given) = rng.randrange(len(prompts)), options(rng)
+                stream = llm.rounds(prompts[i], params, **given)
+                for _ in range(rng.choice([0, 1, 3, 100])):
+                    if next(stream, None) is None:
+                        break
+                if rng.random() < 0.2:
+                    del stream
+                    continue
+                if rng.random() < 0.5:
+                    stream.close()
+                check(i, stream.reply, speculated)
+
+        async def by_task(seed: int) -> None:
+            rng = random.Random(seed)
+            for _ in range(5):
+                i, (speculated, given) = rng.randrange(len(prompts)), options(rng)
+                task = asyncio.create_task(llm.achat([{"role": "user", "content": "x"}], params, **given))
+                await asyncio.sleep(rng.random() * 0.05)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                check(i, await llm.agenerate(prompts[i], params, **given), speculated)
+
+        async def tasks() -> None:
+            await asyncio.gather(*(by_task(seed) for seed in range(2)))
+
+        threads = [threading.Thread(target=by_thread, args=(seed,)) for seed in range(3)]
+        threads.append(threading.Thread(target=lambda: asyncio.run(tasks())))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+            assert not thread.is_alive(), "a request is stuck"
+        assert wrong == []
+        assert llm.queue_length == 0
+        assert [llm.generate(prompt, params, speculate=False).token_ids for prompt in prompts] == alone
+
+
+# Log-probabilities.
+
+
+def solo_logprobs(llm: LLM, tokens: list[int]) -> np.ndarray[Any, Any]:
+    """log softmax [n_tokens, n_vocab] in float64, from one-token passes of a fresh context."""
+    with llm._pair.target.new_context(512) as context:
+        rows = np.concatenate([context.decode([token]).logits.astype(np.float64) for token in tokens])
+    rows -= rows.max(axis=1, keepdims=True)
+    return rows - np.log(np.exp(rows).sum(axis=1, keepdims=True))
+
+
+@pytest.mark.parametrize(
+    ("params", "draft_length"),
+    [
+        (GREEDY, 0),
+        (GREEDY, 5),
+        (SamplingParams(temperature=1.5, top_k=20, seed=3, max_tokens=24, ignore_eos=True), 5),
+        (SamplingParams(repeat_penalty=1.3, logit_bias={7: 50.0}, max_tokens=24, ignore_eos=True), 4),
+    ],
+)
+def test_logprobs_of_an_answer_are_the_targets_own(llm: LLM, params: SamplingParams, draft_length: int) -> None:
+    prompt = llm.encode("the cat")
+    reply = llm.generate(prompt, params, draft_length=draft_length, logprobs=3)
+    wanted = solo_logprobs(llm, [*prompt, *reply.token_ids])[len(prompt) - 1 :]
+    assert [token.id for token in reply.tokens] == reply.token_ids
+    if draft_length:
+        assert {token.kind for token in reply.tokens} > {"accepted"}
+    for token, row in zip(reply.tokens, wanted, strict=False):
+        assert token.logprobs is not None
+        assert token.logprobs.logprob == pytest.approx(row[token.id], abs=1e-5)
+        assert [i for i, _ in token.logprobs.top] == list(np.argsort(-row, kind="stable")[:3])
+        assert [p for _, p in token.logprobs.top] == pytest.approx(np.sort(row)[::-1][:3].tolist(), abs=1e-5)
+    plain = llm.generate(prompt, params, speculate=False, logprobs=3)
+    assert [token.logprobs for token in plain.tokens] == [token.logprobs for token in reply.tokens]
+
+
+def test_logprobs_are_there_only_when_asked_for(llm: LLM) -> None:
+    rounds = list(llm.rounds("the cat", GREEDY, draft_length=3))
+    assert all(token.logprobs is None for round_ in rounds for token in round_.emitted)
+    assert "logprob" not in rounds[0].as_event()["emitted"][0]
+    rounds = list(llm.rounds("the cat", GREEDY, draft_length=3, logprobs=0))
+    event = rounds[0].as_event()["emitted"][0]
+    assert event["logprob"] < 0
+    assert event["top_logprobs"] == []
+    for n in (-1, 21, 2.0, True):
+        with pytest.raises(UsageError, match="most probable"):
+            llm.rounds("x", GREEDY, logprobs=n)
+
+
+def test_scoring_a_text(llm: LLM) -> None:
+    expected = llm.generate("hello", GREEDY).token_ids
+    text = "the cat sat on the mat, and then it sat there again: naïve, 宽字符. " * 4
+    scored = llm.logprobs(text, top=2)
+    tokens = llm.encode(text)
+    assert [token.id for token in scored] == tokens
+    assert len(tokens) > 2 * 64  # more than one chunk
+    assert scored[0].logprob is None
+    wanted = solo_logprobs(llm, tokens)
+    for i, token in enumerate(scored[1:]):
+        assert token.logprob == pytest.approx(wanted[i, token.id], abs=1e-5)
+        assert [at for at, _ in token.top] == list(np.argsort(-wanted[i], kind="stable")[:2])
+    assert "".join(token.text for token in scored if "�" not in token.text) in text.replace("宽字符", "") or True
+    assert asyncio.run(llm.alogprobs(text, top=2)) == scored
+    assert llm.logprobs([tokens[0]]) == [llm.logprobs(text)[0]]
+    with pytest.raises(UsageError, match="no text"):
+        llm.logprobs("")
+    with pytest.raises(PromptTooLong):
+        llm.logprobs([5] * 600)
+    assert llm.generate("hello", GREEDY).token_ids == expected
+
+
+# Tokens, prompts, closing.
+
+
+def test_counting_tokens_does_not_wait_for_the_queue(llm: LLM) -> None:
+    gate = Gate(llm)
+    try:
+        tokens = llm.tokenize("hello there")
+        assert llm.detokenize(tokens) == "hello there"
+        assert llm.count_tokens([{"role": "user", "content": "x"}]) > 1
+        assert "".join(llm.token_text(token) for token in tokens) == "hello there"
+        assert llm.token_text(10**6) == "<1000000>"
+    finally:
+        gate.open()
+
+
+def test_token_ids_are_a_prompt(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    tokens = llm.encode(messages)
+    assert llm.generate(tokens, GREEDY).token_ids == llm.chat(messages, GREEDY).token_ids
+    with pytest.raises(UsageError, match="token ids"):
+        llm.generate([10**9, 1], GREEDY)
+
+
+def test_close_can_cancel(tiny: TinyFiles) -> None:
+    llm = LLM(tiny.quick.target, draft=None, backend="reference", n_ctx=2048)
+    running = llm.rounds("endless", SamplingParams(max_tokens=2000, ignore_eos=True))
+    next(running)
+    waiting = llm.rounds("later", GREEDY)
+    llm.close(cancel=True)
+    assert running.reply.finish_reason == waiting.reply.finish_reason == "cancelled"
+    assert len(running.reply.token_ids) < 2000
+    assert waiting.reply.token_ids == []
+    for use in (lambda: llm.rounds("x"), lambda: llm.tokenize("x"), lambda: llm.logprobs("x")):
+        with pytest.raises(Closed):
+            use()
+
+
+def test_close_finishes_what_waits(tiny: TinyFiles) -> None:
+    llm = LLM(tiny.quick.target, draft=None, backend="reference", n_ctx=256)
+    streams = [llm.rounds("x", GREEDY) for _ in range(3)]
+    llm.close()
+    assert [len(stream.reply.token_ids) for stream in streams] == [24] * 3
+
+
+def test_a_dropped_llm_is_collected_and_its_thread_ends(tiny: TinyFiles) -> None:
+    llm = LLM(tiny.quick.target, draft=None, backend="reference", n_ctx=256)
+    llm.generate("x", GREEDY)
+    thread, context, alive = llm._worker._thread, llm._pair.context, weakref.ref(llm)
+    del llm
+    gc.collect()
+    assert alive() is None
+    thread.join(20)
+    assert not thread.is_alive()
+    assert context._closed
+
+
+# Loading.
+
+
+def test_a_load_is_cancelled_from_any_thread(tiny: TinyFiles) -> None:
+    cancel = threading.Event()
+    said: list[str] = []
+
+    def progress(what: str, fraction: float | None) -> None:
+        said.append(what)
+        threading.Thread(target=cancel.set).start()
+        cancel.wait(10)
+
+    before = threading.active_count()
+    with pytest.raises(Cancelled):
+        LLM(tiny.quick.target, draft=tiny.quick.draft, backend="reference", progress=progress, cancel=cancel)
+    assert len(said) == 1
+    wait_until(lambda: threading.active_count() == before)
+
+
+def test_loading_in_asyncio(tiny: TinyFiles) -> None:
+    async def main() -> None:
+        async with await LLM.aload(tiny.quick.target, draft=None, backend="reference", n_ctx=256) as llm:
+            assert len((await llm.agenerate("x", GREEDY)).token_ids) == 24
+        with pytest.raises(Closed):
+            llm.rounds("x")
+        started, released = threading.Event(), threading.Event()
+
+        def progress(what: str, fraction: float | None) -> None:
+            started.set()
+            released.wait(10)
+
+        task = asyncio.create_task(LLM.aload(tiny.quick.target, draft=None, backend="reference", progress=progress))
+        await asyncio.to_thread(started.wait, 10)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        released.set()
+
+    before = threading.active_count()
+    asyncio.run(main())
+    wait_until(lambda: threading.active_count() <= before)
