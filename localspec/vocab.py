@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -162,6 +163,14 @@ class Vocab:
         if token in self._shown:
             return False
         return token in self._hidden or int(self.types[token]) in (UNKNOWN, CONTROL, UNUSED)
+
+    def show(self, texts: Iterable[str]) -> None:
+        """Let control tokens with these texts, which have no text of their own as a rule, be part of the text."""
+        wanted = set(texts)
+        marks = np.flatnonzero(self.types != NORMAL).tolist()
+        self._shown |= {i for i in marks if i not in self.eog and self._tokens[i] in wanted}
+        self._hidden -= self._shown
+        self._bytes.clear()
 
     def token_bytes(self, token: int) -> bytes:
         """What the token adds to the text; nothing for control tokens and padding."""
