@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -81,6 +82,7 @@ def serve_command(options: RunOptions, serving: ServeOptions) -> int:
                 print(f"localspec: {warning}", file=sys.stderr)
             settings = Settings(
                 params=options.params(llm.chat_defaults),
+                system=options.system,
                 api_key=api_key,
                 hosts=[*serving.allow_host, *([] if local else [serving.host, socket.gethostname()])],
                 any_address=not local,
@@ -89,15 +91,11 @@ def serve_command(options: RunOptions, serving: ServeOptions) -> int:
                 queue=serving.queue,
                 seconds=serving.time_limit,
             )
-            runner = Runner(llm, settings, verbose=options.verbose)
             url = url_of(sock)
             draft = " + ".join(llm.draft_names) or "none"
             print(f"localspec: {llm.model_name} · {llm.backend_name} · draft: {draft}", file=sys.stderr)
             print(f"localspec: chat page at {url}/, OpenAI's API at {url}/v1 · Ctrl-C stops", file=sys.stderr)
-            print(url, flush=True)
+            runner = Runner(llm, settings, verbose=options.verbose, on_start=lambda: print(url, flush=True))
             runner.run(sockets=[sock])
-    if runner.signal is not None:
-        print("localspec: stopped", file=sys.stderr)
-    import signal
-
+    print("localspec: stopped", file=sys.stderr)
     return INTERRUPTED if runner.signal == signal.SIGINT else 0

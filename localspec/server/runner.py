@@ -6,7 +6,7 @@ import errno
 import ipaddress
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -75,13 +75,17 @@ class Runner(uvicorn.Server):
         llm: the loaded pair; it is not closed here.
         settings: how to behave.
         verbose: log every request to standard error.
+        on_start: called once clients are answered, and signals heeded.
 
     Attributes:
         signal: the signal that ended it, or None.
     """
 
-    def __init__(self, llm: LLM, settings: Settings, *, verbose: bool = False) -> None:
+    def __init__(
+        self, llm: LLM, settings: Settings, *, verbose: bool = False, on_start: Callable[[], None] | None = None
+    ) -> None:
         self.service = Service(llm, settings)
+        self._on_start = on_start
         self.signal: int | None = None
         super().__init__(
             uvicorn.Config(
@@ -104,6 +108,11 @@ class Runner(uvicorn.Server):
     def stop(self) -> None:
         """End: requests that run or wait are ended too."""
         self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self._on_start is not None:
+            self._on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.service.ending.set()

@@ -32,6 +32,7 @@ class Settings:
 
     Attributes:
         params: sampling parameters where a request says nothing; None takes the catalogue's for the model.
+        system: system prompt of chats that bring none.
         api_key: what ``Authorization: Bearer`` must carry; None asks for none.
         hosts: names that requests may be addressed to, besides ``localhost`` and the loopback addresses.
         any_address: whether they may be addressed to any IP address.
@@ -44,6 +45,7 @@ class Settings:
     """
 
     params: SamplingParams | None = None
+    system: str | None = None
     api_key: str | None = None
     hosts: Sequence[str] = ()
     any_address: bool = False
@@ -128,7 +130,7 @@ class Service:
 
     def _chat_job(self, messages: Sequence[Any], tools: ToolUse, params: SamplingParams) -> Job:
         llm = self.llm
-        prepared = messages_for(llm.template, messages, tools)
+        prepared = messages_for(llm.template, messages, tools, self.settings.system)
         begun = ""
         if tools.required:
             forced = forced_call(llm.template, tools, params)

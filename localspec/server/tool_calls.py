@@ -59,7 +59,7 @@ _CLOSERS = {
     "<tool_call>": "</tool_call>",
     "<|tool_call|>": "<|/tool_call|>",
     "<tools>": "</tools>",
-    "<function=": "</function>",
+    "<function=": "</tool_call>",
     "[TOOL_CALLS]": "",
     "<|python_tag|>": "",
 }
@@ -70,8 +70,9 @@ MARKERS = ("<tool_call>", "</tool_call>", "<|tool_call|>", "<|/tool_call|>", "[T
 
 _FENCE = re.compile(r"\s*(?:```(?:json)?\s*)?(?=\{)")
 _FENCE_BEGINNING = re.compile(r"\s*(?:`{0,3}|```(?:j|js|jso|json)?\s*)")
-_BARE_KEY = re.compile(r'\{\s*"(name|arguments|parameters|type)"')
-_BARE_KEY_BEGINNING = re.compile(r'\{\s*(?:"\w{0,10})?')
+_BARE_KEYS = ("name", "arguments", "parameters", "type")
+_BARE_KEY = re.compile(rf'\{{\s*"({"|".join(_BARE_KEYS)})"')
+_BARE_KEY_BEGINNING = re.compile(r'\{\s*"?(\w*)')
 _NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\][\w-]*\s*)?(?:\[ARGS\])?\s*(?=\{)")
 _NAMED_BEGINNING = re.compile(r"[\s\w.\[\]-]{0,200}")
 _XML_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|$)", re.DOTALL)
@@ -127,7 +128,8 @@ class ToolCallReader:
             return []
         body = self._held[fence.end() :]
         if not _BARE_KEY.match(body):
-            if final or not _BARE_KEY_BEGINNING.fullmatch(body):
+            beginning = _BARE_KEY_BEGINNING.fullmatch(body)
+            if final or beginning is None or not any(key.startswith(beginning[1]) for key in _BARE_KEYS):
                 self._step = self._between
             return []
         call = CallObject()
@@ -135,10 +137,16 @@ class ToolCallReader:
         if not call.done and not call.failed and not final and len(body) < MAX_HELD:
             return []
         if call.done and call.name is not None and call.name in self._functions:
-            self._held = re.sub(r"\A\s*(?:```\s*\Z|```)?[\s;]*", "", body[n_read:])
-            self._step = self._answer_begins
+            self._held, self._step = body[n_read:], self._bare_call_ended
             return self._whole([(call.name, call.arguments or "{}")])
         self._step = self._between
+        return []
+
+    def _bare_call_ended(self, final: bool) -> list[Piece]:
+        """Behind a call without marks: the end of its fence, and perhaps another one."""
+        self._held = self._held.lstrip().removeprefix(";").removeprefix("```").lstrip()
+        if self._held and (final or not "```".startswith(self._held)):
+            self._step = self._answer_begins if self._held.startswith("{") else self._between
         return []
 
     def _between(self, final: bool) -> list[Piece]:

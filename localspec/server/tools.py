@@ -46,11 +46,19 @@ class ToolUse:
     parallel: bool = True
 
 
-def messages_for(template: ChatTemplate, messages: Sequence[Any], use: ToolUse) -> list[dict[str, Any]]:
+def messages_for(
+    template: ChatTemplate, messages: Sequence[Any], use: ToolUse, system: str | None = None
+) -> list[dict[str, Any]]:
     """Messages as the template takes them.
 
     Arguments of earlier calls become objects: OpenAI has them as strings, templates print them as JSON. A template that
     knows no tools gets calls and results as text, in the way of Hermes.
+
+    Args:
+        template: the model's.
+        messages: as OpenAI has them.
+        use: the tools of the request.
+        system: system prompt where the messages have none.
 
     Raises:
         UsageError: they are malformed.
@@ -65,6 +73,8 @@ def messages_for(template: ChatTemplate, messages: Sequence[Any], use: ToolUse) 
         if message.get("tool_calls"):
             message["tool_calls"] = [_call(call, i) for call in _list(message["tool_calls"], i)]
         prepared.append(message if knows else _as_text(message))
+    if system and prepared[0]["role"] != "system":
+        prepared.insert(0, {"role": "system", "content": system})
     if use.tools and not knows:
         _describe(prepared, use.tools)
     return prepared

@@ -1,0 +1,94 @@
+/* The server's API: an answer as a stream of rounds, and what the server is. */
+
+let key = "";
+
+export function useKey(value) {
+  key = value;
+}
+
+/* status 401: a key is needed; 429: too many are waiting. */
+export class ApiError extends Error {
+  constructor(message, status = 0) {
+    super(message);
+    this.status = status;
+  }
+}
+
+async function request(path, options = {}) {
+  const headers = {...options.headers, ...(key ? {Authorization: `Bearer ${key}`} : {})};
+  let response;
+  try {
+    response = await fetch(path, {...options, headers, cache: "no-store"});
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError("The server does not answer. Is it still running?");
+  }
+  if (response.ok) return response;
+  let message = `The server answered with status ${response.status}.`;
+  try {
+    message = (await response.json()).error.message;
+  } catch {
+    // Not JSON, or not the server's: the status says it.
+  }
+  throw new ApiError(message, response.status);
+}
+
+export async function serverStats() {
+  return (await request("/v1/localspec/stats")).json();
+}
+
+/* Answers messages. Yields {round}, {text}, {finish} and {stats, explanation}, as they come.
+
+   settings: speculate, draftLength ("auto" or a number), temperature, maxTokens, seed; undefined leaves it to the server.
+   Aborting the signal stops the engine within a round. */
+export async function* answer(messages, settings, signal) {
+  const body = {
+    messages,
+    stream: true,
+    stream_options: {include_usage: true, localspec_rounds: true},
+    temperature: settings.temperature,
+    max_tokens: settings.maxTokens,
+    seed: settings.seed,
+    localspec: settings.speculate ? {draft_length: settings.draftLength} : {off: true},
+  };
+  const response = await request("/v1/chat/completions", {
+    method: "POST",
+    headers: {"Content-Type": "application/json"},
+    body: JSON.stringify(body),
+    signal,
+  });
+  for await (const data of events(response.body)) {
+    if (data === "[DONE]") return;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new ApiError(chunk.error.message);
+    if (chunk.localspec?.round) yield {round: chunk.localspec.round};
+    if (chunk.localspec?.stats) yield chunk.localspec;
+    for (const choice of chunk.choices || []) {
+      if (choice.delta?.content) yield {text: choice.delta.content};
+      if (choice.finish_reason) yield {finish: choice.finish_reason};
+    }
+  }
+  throw new ApiError("The connection broke off before the answer was complete.");
+}
+
+/* The data of server-sent events. */
+async function* events(stream) {
+  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const {value, done} = await reader.read();
+      if (done) return;
+      const lines = (rest + value).split("\n");
+      rest = lines.pop();
+      for (const line of lines) {
+        if (line.startsWith("data:")) yield line.slice(5).trim(); // each of ours is one line of JSON
+      }
+    }
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError("The connection broke off before the answer was complete.");
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}

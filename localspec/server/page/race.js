@@ -1,0 +1,201 @@
+/* The race: one prompt, answered plainly and with guesses, one after the other, and shown from the same start. */
+
+import {answer} from "./api.js";
+import {Tally, roundMs} from "./figures.js";
+import {addRound, following} from "./tokens.js";
+import {$, alertIn, count, decimal, seconds} from "./words.js";
+
+const still = matchMedia("(prefers-reduced-motion: reduce)");
+
+export class Race {
+  /* As for Chat. */
+  constructor(settings, failed) {
+    this.settings = settings;
+    this.failed = failed;
+    this.running = null;
+    this.races = 0;
+    this.plain = new Lane("plain-lane");
+    this.speculative = new Lane("speculative-lane");
+    this.lanes = [this.plain, this.speculative];
+    $("race-form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.run();
+    });
+    $("race-prompt").addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      event.preventDefault();
+      this.run();
+    });
+    $("race-stop").addEventListener("click", () => this.stop());
+    $("again").addEventListener("click", () => this.watchAgain());
+  }
+
+  async run() {
+    const prompt = $("race-prompt").value.trim();
+    if (!prompt || this.running) return;
+    const order = this.races++ % 2 ? [this.speculative, this.plain] : [this.plain, this.speculative];
+    const [first, second] = order;
+    const messages = [{role: "user", content: prompt}];
+    const settings = {...this.settings(), seed: Math.floor(Math.random() * 2 ** 31)}; // both get the same dice
+    for (const lane of this.lanes) lane.reset();
+    first.place("runs first");
+    second.place("waits for its turn");
+    $("verdict").textContent = "";
+    alertIn($("race-alert"), "");
+    const stopping = new AbortController();
+    this.enter(stopping);
+    try {
+      await this.record(first, messages, settings, stopping.signal, () => {});
+      second.place("runs now");
+      first.place("ran first, shown again");
+      first.rewind();
+      await this.record(second, messages, settings, stopping.signal, (ms) => first.showUntil(ms));
+      for (const lane of order) lane.place(lane === first ? "ran first" : "ran second");
+      $("verdict").textContent = verdict(this.plain, this.speculative);
+      await this.play(second.ms, stopping.signal);
+    } catch (error) {
+      if (error.name === "AbortError") $("verdict").textContent = "The race was stopped.";
+      else if (!this.failed(error)) alertIn($("race-alert"), error.message);
+    }
+    this.enter(null);
+  }
+
+  /* One side's run, live. */
+  async record(lane, messages, settings, signal, tick) {
+    const speculate = lane === this.speculative;
+    for await (const event of answer(messages, {...settings, speculate}, signal)) {
+      if (!event.round) continue;
+      lane.rounds.push(event.round);
+      lane.ms += roundMs(event.round);
+      lane.showUntil(lane.ms);
+      tick(lane.ms);
+      this.measure();
+    }
+    lane.complete = true;
+    lane.showUntil(lane.ms);
+  }
+
+  /* Shows both recordings at their own pace, from a time on. */
+  async play(from, signal) {
+    const end = Math.max(...this.lanes.map((lane) => lane.ms));
+    const started = performance.now();
+    for (let now = from; now < end && !still.matches; now = from + performance.now() - started) {
+      for (const lane of this.lanes) lane.showUntil(now);
+      this.measure();
+      await new Promise(requestAnimationFrame);
+      signal.throwIfAborted();
+    }
+    for (const lane of this.lanes) lane.showUntil(end);
+    this.measure();
+  }
+
+  async watchAgain() {
+    if (this.running) return;
+    const stopping = new AbortController();
+    this.enter(stopping);
+    for (const lane of this.lanes) lane.rewind();
+    try {
+      await this.play(0, stopping.signal);
+    } catch {
+      for (const lane of this.lanes) lane.showUntil(Infinity);
+      this.measure();
+    }
+    this.enter(null);
+  }
+
+  stop() {
+    this.running?.abort();
+  }
+
+  /* The track is as long as the longest answer so far. */
+  measure() {
+    const longest = Math.max(1, ...this.lanes.map((lane) => lane.total));
+    for (const lane of this.lanes) lane.run(longest);
+  }
+
+  enter(running) {
+    const active = document.activeElement;
+    const hadFocus = [$("start"), $("race-stop"), $("again")].includes(active);
+    this.running = running;
+    $("start").disabled = Boolean(running);
+    $("race-stop").disabled = !running;
+    $("again").disabled = Boolean(running) || !this.lanes.every((lane) => lane.complete);
+    if (hadFocus) (running ? $("race-stop") : active === $("race-stop") ? $("start") : active).focus();
+  }
+}
+
+/* One side: what was recorded of it, and how much of that is shown. */
+class Lane {
+  constructor(id) {
+    const lane = $(id);
+    const part = (name) => lane.querySelector(name);
+    [this.text, this.clock, this.runner] = [part(".text"), part(".clock"), part(".runner")];
+    [this.figures, this.placeBox] = [part(".lane-figures"), part(".place")];
+    this.reset();
+  }
+
+  reset() {
+    this.rounds = [];
+    this.ms = 0;
+    this.complete = false;
+    this.rewind();
+    this.place("");
+    this.clock.textContent = "–";
+    this.figures.textContent = "";
+  }
+
+  rewind() {
+    this.tally = new Tally();
+    this.text.replaceChildren();
+    this.run(1);
+  }
+
+  place(words) {
+    this.placeBox.textContent = words;
+  }
+
+  get total() {
+    return this.rounds.reduce((sum, round) => sum + round.emitted.length, 0);
+  }
+
+  get ids() {
+    return this.rounds.flatMap((round) => round.emitted.map((token) => token.id));
+  }
+
+  /* Shows what there was after so many milliseconds. */
+  showUntil(ms) {
+    following(this.text, () => {
+      while (this.tally.rounds < this.rounds.length) {
+        const next = this.rounds[this.tally.rounds];
+        if (this.tally.ms + roundMs(next) > ms + 1e-6) break;
+        this.tally.add(next);
+        addRound(this.text, next);
+      }
+    });
+    const arrived = this.complete && this.tally.rounds === this.rounds.length;
+    this.clock.textContent = seconds(arrived ? this.ms : Math.min(ms, this.ms)) + (arrived ? " ✓" : "");
+    this.figures.textContent = `${count(this.tally.tokens, "token")} · ${this.tally.line()}`;
+  }
+
+  run(longest) {
+    this.runner.style.width = `${(100 * this.tally.tokens) / longest}%`;
+  }
+}
+
+/* What came of it, in words. */
+function verdict(plain, speculative) {
+  const speeds = [plain, speculative].map((lane) => (1000 * lane.total) / lane.ms);
+  if (!speeds.every(Number.isFinite) || !speeds[0]) return "There are no tokens to compare.";
+  const ratio = `Speculative ran at ×${decimal(speeds[1] / speeds[0], 2)} of plain: ${decimal(speeds[1])} against ${decimal(speeds[0])} tokens a second.`;
+  return `${ratio} ${difference(plain.ids, speculative.ids)}`;
+}
+
+function difference(plain, speculative) {
+  const shorter = Math.min(plain.length, speculative.length);
+  const at = plain.findIndex((id, i) => i < shorter && id !== speculative[i]);
+  if (at >= 0) {
+    return `The answers are equal for ${count(at, "token")} and then part: passes over several tokens round differently than passes over one, so near ties can fall either way.`;
+  }
+  if (plain.length === speculative.length) return `The answers are the same: all ${count(shorter, "token")} are equal.`;
+  return `The answers are equal for ${count(shorter, "token")}, then one of them ended.`;
+}

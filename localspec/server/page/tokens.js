@@ -1,0 +1,55 @@
+/* Rounds as text: every token in the ink of its origin, every rejected guess struck through where it was made. */
+
+import {element, percent, slot, sourceName} from "./words.js";
+
+const OWN = {
+  recovered: "the target's own, in place of a rejected guess",
+  bonus: "the target's own, after all guesses were accepted",
+  plain: "the target's own; nothing was guessed",
+};
+
+const inLine = (text) => text.replace(/\n/g, "↵").replace(/\t/g, "⇥");
+const expectation = (guess) => (guess ? `, expected to be right with ${percent(guess.expected)}` : "");
+
+export function addRound(box, round) {
+  const accepted = round.emitted.filter((token) => token.kind === "accepted");
+  const own = round.emitted.filter((token) => token.kind !== "accepted");
+  accepted.forEach((token, i) => {
+    const title = `guess of the ${sourceName(token.source)}, accepted${expectation(round.draft[i])}`;
+    put(box, element(`span.token.accepted.s${slot(token.source)}`, {title}, token.text));
+  });
+  round.draft.forEach((guess, i) => {
+    if (guess.accepted) return;
+    const fate = i > 0 && !round.draft[i - 1].accepted ? "behind a wrong one, dropped" : "rejected";
+    const title = `guess of the ${sourceName(guess.source)}, ${fate}${expectation(guess)}`;
+    put(box, element("del.token.rejected", {title, "aria-hidden": "true"}, inLine(guess.text)));
+  });
+  for (const token of own) put(box, element(`span.token.${token.kind}`, {title: OWN[token.kind] || token.kind}, token.text));
+}
+
+/* A token without text, half of a character say, or an end token, leaves nothing to see. */
+function put(box, made) {
+  if (made.textContent) box.append(made);
+}
+
+/* Lets a box be written to, and keeps its end in sight if it was. */
+export function following(scroller, write) {
+  const follows = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 24;
+  write();
+  if (follows) scroller.scrollTop = scroller.scrollHeight;
+}
+
+export function drawLegend(list) {
+  const entries = [
+    ["accepted s0", "draft model's guess, accepted"],
+    ["accepted s1", "n-gram's guess, accepted"],
+    ["accepted s2", "grammar's guess, accepted"],
+    ["rejected", "guess, rejected"],
+    ["recovered", "target's own, in its place"],
+    ["bonus", "target's own, on top of the guesses"],
+    ["plain", "target's own; nothing guessed"],
+  ];
+  for (const [ink, text] of entries) {
+    list.append(element("li", {}, element(`${ink === "rejected" ? "del" : "span"}.token.${ink.replace(" ", ".")}`, {}, text)));
+  }
+}
