@@ -45,7 +45,7 @@ def speedup_plot(record: Record, results: Results, *, heading: bool = False) -> 
     drawing = Drawing(720, top + height * len(categories) + 34, "Speed over plain decoding, by category")
     if heading:
         drawing.text(0, 14, f"{on_one_line(title(record))}: speed over plain decoding", "strong")
-    x = Scale(*_range(found), _LABELS, 570)
+    x = Scale(*_range(found), _LABELS, 544)
     bottom = top + height * len(categories)
     _legend(drawing, [arm_name(record, *arm) for arm in arms], _LABELS, top - 10)
     for tick in ticks(x.low, x.high):
@@ -82,8 +82,8 @@ def _interval(drawing: Drawing, found: Estimate, x: Scale, y: float, arm: int, t
         for end in (found.low, found.high):
             drawing.line(x(end), y - 4, x(end), y + 4, f"c{colour} bar")
     drawing.mark(arm, x(found.median), y, f"f{colour}" if firm else f"c{colour} hollow", tip)
-    drawing.text(580, y + 4, times_text(found.median), "strong")
-    drawing.text(620, y + 4, interval_text(found), "muted")
+    drawing.text(556, y + 4, times_text(found.median), "strong")
+    drawing.text(604, y + 4, interval_text(found), "muted")
 
 
 def _tip(record: Record, row: Row) -> str:
@@ -195,7 +195,7 @@ def break_even_plot(passes: Passes) -> Drawing:
             plot.drawing.mark(i, plot.x(spot), plot.y(share), f"f{i % N_COLOURS}", tip, size=4)
         for length, wanted in even.items():
             if wanted is None:
-                plot.drawing.text(plot.x(spots[int(length)]), plot.top + 10 + 12 * i, "never", f"mid f{i % N_COLOURS}")
+                plot.drawing.text(plot.x(spots[int(length)]), plot.top + 10 + 12 * i, "never", f"mid t{i % N_COLOURS}")
     names = [f"{source} ({f'{ms:.1f} ms' if ms else 'free'})" for source, ms in passes.step_ms.items()]
     _legend(plot.drawing, names, 180, 12)
     return plot.drawing

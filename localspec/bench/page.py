@@ -248,7 +248,7 @@ def _timelines(record: Record) -> Iterator[str]:
         plot = charts.timelines(record, question, repeat)
         yield (
             f"<details{' open' if i == 0 else ''}><summary>{_text(category)}: {_text(question)}</summary>"
-            f'<div class="scroll wide" tabindex="0" role="region" aria-label="{_text(plot.title)}">{plot.svg()}</div>'
+            f'<div class="scroll widest" tabindex="0" role="region" aria-label="{_text(plot.title)}">{plot.svg()}</div>'
             "</details>"
         )
     yield '<p class="muted">The arms start at the same moment here; the target had read the prompt already.</p>'
