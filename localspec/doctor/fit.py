@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from localspec.doctor.header import KV_VALUE_BYTES
-from localspec.doctor.report import Check, EngineFacts, FitFacts, NeedFacts, Status
+from localspec.doctor.report import Check, EngineFacts, FitFacts, NeedFacts
 from localspec.doctor.subject import Subject
 from localspec.pair import DEFAULT_CTX
+from localspec.sheet import Status
 from localspec.sources.base import size_text
 
 PROGRAM_BYTES = 64 << 20

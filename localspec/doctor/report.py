@@ -9,11 +9,11 @@ removed or changes its meaning; new fields do not raise it.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
+
+from localspec.sheet import Status
 
 SCHEMA_VERSION = 1
-
-Status = Literal["ok", "info", "note", "fail"]
 
 
 @dataclass(frozen=True, slots=True)
