@@ -247,7 +247,7 @@ class Audit:
             messages = [{"role": "user", "content": prompt.text}]
             if self.options.system:
                 messages.insert(0, {"role": "system", "content": self.options.system})
-            tokens = self.llm._encode(messages)
+            tokens = self.llm.encode(messages)
             if 1 < len(tokens) <= room:
                 chosen.append((prompt, tokens))
             if len(chosen) == self.options.n_prompts:
