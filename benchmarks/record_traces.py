@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ import numpy as np
 
 from localspec import LLM, SamplingParams
 from localspec.backends.base import FloatArray
+from localspec.drafters.draft_model import N_HEAD, N_TAIL
 from localspec.drafters.ngram import NgramDrafter
-from localspec.sampling import distribution
+from localspec.proposer import SamplingProposer
+from localspec.sampling import Noise, distribution
 
 PIECE = 128
 
@@ -70,15 +73,25 @@ def rows(context: Any, tokens: list[int], first: int) -> FloatArray:
     return np.concatenate(found)
 
 
-def model_trace(llm: LLM, prompt: list[int], answer: list[int], params: SamplingParams) -> dict[str, list[float]]:
+def abridged(prompt: list[int]) -> list[int]:
+    """What a draft model reads of a prompt that is not worth reading whole; see ``drafters.draft_model``."""
+    return [*prompt[:N_HEAD], *prompt[-N_TAIL:]] if len(prompt) > N_HEAD + N_TAIL else prompt
+
+
+def model_trace(
+    llm: LLM, prompt: list[int], answer: list[int], params: SamplingParams, *, whole: bool = True
+) -> dict[str, list[float]]:
     tokens, pair = prompt + answer, llm._pair
     _, context = next(iter(pair._models.values()))
-    drafts = rows(context, tokens, len(prompt))
-    trace: dict[str, list[float]] = {"confidence": [], "right": [], "sampled": []}
-    targets = rows(pair.context, tokens, len(prompt)) if not params.greedy else None
+    read = prompt if whole else abridged(prompt)
+    drafts = rows(context, read + answer, len(read))
+    trace: dict[str, list[float]] = {"confidence": [], "right": [], "sampled": [], "certainty": []}
+    targets = rows(pair.context, tokens, len(prompt))
     for i, row in enumerate(drafts):
         history = tokens[: len(prompt) + i]
-        if targets is None:
+        top = targets[i].max()
+        trace["certainty"].append(round(float(1 / np.exp(targets[i] - top).sum()), 4))
+        if params.greedy:
             guess = int(row.argmax())
             confidence = float(1 / np.exp(row - row[guess]).sum())
             right = sampled = float(guess == answer[i])
@@ -92,14 +105,14 @@ def model_trace(llm: LLM, prompt: list[int], answer: list[int], params: Sampling
 
 
 def ngram_trace(llm: LLM, prompt: list[int], answer: list[int], params: SamplingParams) -> dict[str, list[float]]:
-    drafter = NgramDrafter()
+    drafter, proposer = NgramDrafter(), SamplingProposer(params, Noise(0))
     drafter.begin(prompt)
     trace: dict[str, list[float]] = {"confidence": [], "right": []}
     tokens = list(prompt)
     targets = rows(llm._pair.context, tokens + answer, len(prompt)) if not params.greedy else None
     for i, token in enumerate(answer):
         spy = Spy()
-        guesses = drafter.draft(tokens, spy, None)  # type: ignore[arg-type]
+        guesses = drafter.draft(tokens, spy, proposer)
         right = float(guesses[0].id == token) if guesses else 0.0
         if guesses and targets is not None:
             right = distribution(targets[i], tokens, params).prob(guesses[0].id)
@@ -130,14 +143,19 @@ def main() -> None:
             top_k = 40 if args.temperature else 0
             params = SamplingParams(temperature=args.temperature, top_k=top_k, seed=1, max_tokens=args.tokens)
             reply = llm.chat(messages, params, speculate=False)
-            tokens = llm._call(lambda m=messages: llm._encode(m))
-            read = [
-                llm._call(lambda f=function, t=tokens, r=reply, p=params: f(llm, t, r.token_ids, p))
-                for function in (model_trace, ngram_trace)
-            ]
+            tokens = llm.encode(messages)
+            sources = {
+                name: llm._call(lambda f=function, t=tokens, r=reply, p=params: f(llm, t, r.token_ids, p))
+                for name, function in (
+                    ("ngram", ngram_trace),
+                    ("model", model_trace),
+                    ("abridged", partial(model_trace, whole=False)),
+                )
+            }
             trace = {"id": prompt["id"], "category": prompt["category"], "prompt_tokens": len(tokens)}
-            traces.append(trace | {"sources": {"ngram": read[1], "model": read[0]}})
-            print(prompt["id"], len(reply.token_ids), np.mean(read[0]["right"]).round(3), flush=True)
+            traces.append(trace | {"sources": sources})
+            right = {name: round(float(np.mean(source["right"])), 3) for name, source in sources.items()}
+            print(prompt["id"], len(reply.token_ids), right, flush=True)
         times = {"target": pair.times.base, "model": next(iter(pair._draft_times.values())).base}
         engine = pair.target.engine
     args.out.write_text(

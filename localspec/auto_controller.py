@@ -17,7 +17,7 @@ from localspec.controller import Controller
 from localspec.cost_model import PassTimes
 from localspec.drafters.base import Plan
 from localspec.rounds import Round
-from localspec.sampling import SamplingParams
+from localspec.sampling import Row, SamplingParams
 from localspec.stopping import Continuation, Prospects
 
 MAX_DRAFT = 16
@@ -45,6 +45,7 @@ class AutoPlan:
     ms_spent: float = 0.0
     after: int = START
     last: str = ""
+    witnessed: int = START
 
     def more(self, source: str, pending: int = 0) -> bool:
         # Where looking costs nothing, keep() decides with the confidence known.
@@ -57,6 +58,9 @@ class AutoPlan:
     def witness(self, source: str, confidence: float, right: bool) -> None:
         acceptance = self.controller.sources[source]
         acceptance.notice(confidence)
+        if self.witnessed != START:
+            acceptance.notice(confidence, self.witnessed)
+        self.witnessed = START if not right else AFTER_SURE if confidence >= SURE else AFTER_UNSURE
         acceptance.observe(confidence, right)
         self.controller.stale = True
 
@@ -107,12 +111,16 @@ class AutoController(Controller):
     GRANT_TOKENS = 2.0
     SAVED_CAP_TOKENS = 40.0
     HORIZON_TOKENS = 128
-    PATIENCE_TOKENS = 8
-    """An answer must have come this far before a draft model reads the prompt: many are shorter."""
+    PATIENCE_TOKENS = 16
+    """An answer must have come this far before a draft model reads the prompt: many are shorter, and how certain the
+    target is of its first tokens foretells, for nothing, how the draft will fare."""
 
-    FORGIVEN_TOKENS = 6.0
-    """What reading a prompt may cost that nothing was saved for yet, once a request, in the time of plain tokens: 5 %
-    of an answer of 120."""
+    FORGIVEN_TOKENS = 4.0
+    """What reading a prompt may cost that nothing was saved for yet, once a request, in the time of plain tokens."""
+
+    CAUTION = 3.0
+    """What reading a prompt is expected to save must be this many times its cost: answers end early, and texts whose
+    guesses would be right rarely are foretold too well."""
 
     OUTLOOK_TOKENS = 24
     SOLVE_EVERY = 10
@@ -130,20 +138,25 @@ class AutoController(Controller):
         self.sources = sources
         self.sampled = sampled or {}
         self._has_fresh_noise = False
+        self._temperature = 1.0
+        self._certainty: float | None = None
         self.ms_other = 0.3
         self.stale = True
         self._saved = self.GRANT_TOKENS * times(1)
         self._invested = False
+        self._at_work: set[str] = set()
         self._emitted = 0
-        self._declined: set[str] = set()
+        self._behind: set[str] = set(draft_times)
         self._budget = self.HORIZON_TOKENS
         self._continuation: Continuation | None = None
+        self._at_hand: Continuation | None = None
         self._without_gain = 1.0
         self._without_until = 0
         self._age = 0
         self._reason = ""
 
     def begin(self, params: SamplingParams, n_prompt: int) -> None:
+        self._temperature = params.temperature or 1.0
         self._has_fresh_noise = not params.greedy and params.seed is None
         for source in self.sources.values():
             source.new_text()
@@ -170,12 +183,31 @@ class AutoController(Controller):
 
     @property
     def continuation(self) -> Continuation:
-        """The stopping problem as last solved."""
+        """The stopping problem as last solved, with every source that can guess at once.
+
+        A draft model that would have to read for long first is none of them; see ``prospect``.
+        """
+        if not self._behind:
+            return self.prospect
+        if self._at_hand is None or self.stale:
+            self._refresh()
+        assert self._at_hand is not None
+        return self._at_hand
+
+    @property
+    def prospect(self) -> Continuation:
+        """The stopping problem as last solved, as if every draft model had read everything."""
         if self._continuation is None or self.stale:
-            last = self._continuation
-            self._continuation = self.solve(*self.sources, rate=last.best_rate if last else None)
-            self.stale = False
+            self._refresh()
+        assert self._continuation is not None
         return self._continuation
+
+    def _refresh(self) -> None:
+        last, at_hand = self._continuation, self._at_hand
+        self._continuation = self.solve(*self.sources, rate=last.best_rate if last else None)
+        able = [source for source in self.sources if source not in self._behind]
+        self._at_hand = self.solve(*able, rate=at_hand.best_rate if at_hand else None) if self._behind else None
+        self.stale = False
 
     # -- deciding ------------------------------------------------------------------------------------------------
 
@@ -198,12 +230,11 @@ class AutoController(Controller):
         if plan.ms_spent + self.times(plan.n + 2) - self.times(1) > self._saved:
             return False
         if source in self.draft_times:
-            return self.continuation.send(plan.n, plan.reach, expected, after) > 0
-        worth = self.continuation.copy(plan.n, plan.reach, expected, plan.room, after)
-        models = range(len(self.draft_times))
-        return worth > 0 and all(
-            worth >= self.continuation.step(plan.n, plan.reach, plan.after, model) for model in models
-        )
+            return self.prospect.send(plan.n, plan.reach, expected, after) > 0
+        continuation = self.continuation
+        worth = continuation.copy(plan.n, plan.reach, expected, plan.room, after)
+        models = range(len(self.draft_times) - len(self._behind))
+        return worth > 0 and all(worth >= continuation.step(plan.n, plan.reach, plan.after, model) for model in models)
 
     def step_pays(self, plan: AutoPlan, source: str, pending: int) -> bool:
         """Whether a draft step is worth its time, its confidence not yet known."""
@@ -217,17 +248,22 @@ class AutoController(Controller):
                 forgiven = min(catch_up, self.FORGIVEN_TOKENS * self.times(1))
                 saved = max(saved, self.GRANT_TOKENS * self.times(1)) + forgiven
             if not self._worth_reading(catch_up, saved, big=big):
-                self._declined.add(source)
+                self._set_behind(source, True)
                 return False
         if plan.ms_spent + times(pending) + self.times(plan.n + 2) - self.times(1) > saved:
             return False
         model = list(self.draft_times).index(source)
-        if self.continuation.step(plan.n, plan.reach, plan.after, model) <= 0:
+        if self.prospect.step(plan.n, plan.reach, plan.after, model) <= 0:
             return False
         if saved != self._saved:
             self._saved, self._invested = saved, True
-        self._declined.discard(source)
+        self._set_behind(source, False)
         return True
+
+    def _set_behind(self, source: str, behind: bool) -> None:
+        if (source in self._behind) != behind:
+            self._behind ^= {source}
+            self._at_hand = None
 
     def _worth_reading(self, catch_up: float, saved: float, *, big: bool) -> bool:
         """Whether a draft model should read what it has missed [ms], given what it is expected to save afterwards.
@@ -237,16 +273,27 @@ class AutoController(Controller):
         """
         if big and (self._emitted < self.PATIENCE_TOKENS or catch_up > saved):
             return False
-        continuation = self.continuation
+        gain = self.ms_plain / self._gain_without_reading() - 1.0 / self.prospect.rate
+        horizon = self.HORIZON_TOKENS if big else self.OUTLOOK_TOKENS
+        return gain * min(self._budget, horizon) > catch_up * (self.CAUTION if big else 1.0)
+
+    def _gain_without_reading(self) -> float:
+        """The rate with the sources that are at hand, or with free ones if all are, over that of plain decoding."""
+        if self._behind:
+            return self.continuation.rate * self.ms_plain
         if self._age >= self._without_until:
             free = [each for each in self.sources if each not in self.draft_times]
             # Kept as a ratio, so that a machine that slows down does not make it stale.
             self._without_gain = self.solve(*free).rate * self.ms_plain
             self._without_until = self._age + 3 * self.SOLVE_EVERY
-        gain = self.ms_plain / self._without_gain - 1.0 / continuation.rate
-        return gain * min(self._budget, self.HORIZON_TOKENS if big else self.OUTLOOK_TOKENS) > catch_up
+        return self._without_gain
 
     # -- learning ------------------------------------------------------------------------------------------------
+
+    def watch(self, row: Row) -> None:
+        # A draft model that is at work shows by itself how it does here.
+        if any(source not in self._at_work for source in self.draft_times):
+            self._certainty = float(1.0 / np.exp((row - row.max()) / self._temperature).sum())
 
     def update(self, round_: Round) -> None:
         drafted = set()
@@ -267,11 +314,19 @@ class AutoController(Controller):
                 # What slows the target's passes slows those of a draft model that is not running too.
                 times.scale *= self.times.scale / before
                 if round_.ms_draft < 0.5 * times(1):
-                    self.sources[source].idle(len(round_.emitted))
+                    self.sources[source].idle(len(round_.emitted), self._certainties(round_))
+        self._at_work = drafted
         self._emitted += len(round_.emitted)
         if self._age % 8 == 1:  # a sentence costs a quarter of a millisecond
             self._reason = self.explain()
         round_.reason = self._reason
+
+    def _certainties(self, round_: Round) -> list[float]:
+        """How certain the target was of the tokens of a round; what was copied, and rightly, counts as certain."""
+        if self._certainty is None:
+            return []
+        n_copied = min(len(round_.emitted), round_.verdict.n_accepted)
+        return [1.0] * n_copied + [self._certainty] * (len(round_.emitted) - n_copied)
 
     def _account(self, round_: Round) -> None:
         """Book what a round saved or lost against plain decoding; a machine that is slow now is slow for both."""
@@ -290,11 +345,12 @@ class AutoController(Controller):
         mean, need = self.sources[source].mean(), self.break_even(source)
         if need > 0.995:
             return f"not drafting with {source}: here even guesses that are always right cost more than they save"
-        if source in self._declined:
+        if self.solve(source).rate * self.ms_plain <= 1.001:
+            needs = f"needs {need:.0%} acceptance to break even here, this text gives {mean:.0%}"
+            return f"not drafting with {source}: {needs}"
+        if source in self._behind and self._emitted:
             return f"not drafting with {source}: reading the text so far would cost more than it is expected to save"
-        if self.solve(source).rate * self.ms_plain > 1.001:
-            return f"drafting with {source}: {need:.0%} acceptance breaks even here, this text gives {mean:.0%}"
-        return f"not drafting with {source}: needs {need:.0%} acceptance to break even here, this text gives {mean:.0%}"
+        return f"drafting with {source}: {need:.0%} acceptance breaks even here, this text gives {mean:.0%}"
 
     def break_even(self, source: str) -> float:
         """The acceptance per token at which the best fixed draft length of this source only equals plain decoding."""

@@ -9,7 +9,7 @@ from localspec.cost_model import PassTimes
 from localspec.drafters.base import Plan
 from localspec.errors import UsageError
 from localspec.rounds import Round
-from localspec.sampling import SamplingParams
+from localspec.sampling import Row, SamplingParams
 
 MAX_FIXED_DRAFT = 64
 
@@ -28,6 +28,9 @@ class Controller(ABC):
             room: most tokens that can be drafted within the token budget and the context.
             n_past: tokens in the target's memory.
         """
+
+    def watch(self, row: Row) -> None:  # noqa: B027 - optional hook
+        """The logits [n_vocab] that the target just chose a token from; ``update`` follows."""
 
     @abstractmethod
     def update(self, round_: Round) -> None:

@@ -61,6 +61,12 @@ def adversarial(rng: np.random.Generator, n: int) -> Source:
     return Source(np.full(n, 0.97), right)
 
 
+def row_of(certainty: float) -> np.ndarray:
+    """Logits whose most probable token has this probability."""
+    n_rest = int(1 / certainty) + 1
+    return np.log(np.array([certainty, *[max((1 - certainty) / n_rest, 1e-9)] * n_rest]))
+
+
 @dataclass
 class World:
     """Costs and a text.
@@ -70,6 +76,7 @@ class World:
         sources: the drafters by name, in the order they are asked.
         noise: relative spread of every measured time.
         n_prompt: tokens before the text, which a draft model has to read.
+        certainty: the target's probability for its most probable token, along the text; None is unknown.
     """
 
     curve: dict[int, float]
@@ -79,6 +86,7 @@ class World:
     other_ms: float = 0.3
     slowdown: Callable[[int], float] = field(default=lambda position: 1.0)
     n_prompt: int = 0
+    certainty: np.ndarray | None = None
 
     def true_times(self) -> PassTimes:
         return PassTimes(dict(self.curve))
@@ -137,6 +145,8 @@ class World:
                 ms_verify=ms_verify,
                 ms_other=self.other_ms,
             )
+            if self.certainty is not None:
+                controller.watch(row_of(self.certainty[position + emitted - 1]))
             controller.update(round_)
             position += emitted
             for name in caught_up:

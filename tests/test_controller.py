@@ -274,3 +274,41 @@ def test_copies_that_failed_do_not_cost_a_draft_model_its_chance() -> None:
     # Once a request; a second long stretch is read from savings only.
     controller._saved = 0.0
     assert not controller.plan(room=500, n_past=60).more("model", pending=60)
+
+
+def reading_world(certainty: float, mean: float) -> World:
+    """A text after a prompt of 52 tokens that a draft model would have to read."""
+    here = world("ik", 0.31, f"stationary {mean}")
+    here.n_prompt = 52
+    here.certainty = np.full(len(here.sources["model"].confidence), certainty)
+    return here
+
+
+def test_how_certain_the_target_is_foretells_how_the_draft_would_fare() -> None:
+    model = SourceAcceptance(model_prior())
+    usual = model.mean()
+    for certainty, low, high in ((0.2, 0.3, 0.45), (0.7, 0.5, 0.7), (0.995, 0.9, 1.0)):
+        text = SourceAcceptance(model_prior())
+        text.idle(48, [certainty] * 48)
+        assert low < text.mean() < high
+    model.idle(48)
+    assert model.mean() == pytest.approx(usual)
+    model.idle(48, [0.2] * 48)
+    model.new_text()
+    model.idle(1, [0.9])
+    assert model.mean() == pytest.approx(usual, rel=0.1)  # the next text may be of another kind
+
+
+def test_a_prompt_is_not_read_for_a_text_that_the_target_is_unsure_of() -> None:
+    unsure, sure = reading_world(0.25, 0.4), reading_world(0.97, 0.9)
+    assert unsure.run(auto(unsure), N_TOKENS) >= 0.995 * unsure.plain_rate()  # where reading alone would cost 0.99
+    assert sure.run(auto(sure), N_TOKENS) >= 1.15 * sure.plain_rate()
+
+
+def test_a_model_that_has_not_read_the_text_does_not_stand_in_the_way_of_copies() -> None:
+    here = world("ik", 0.31, "stationary 0.95")
+    rng = np.random.default_rng(3)
+    here.sources = {"ngram": stationary(rng, N_TOKENS + 64, 0.6), **here.sources}
+    here.n_prompt = 2000  # costs more to read than it will ever save
+    alone = World(here.curve, {"ngram": here.sources["ngram"]})
+    assert here.run(auto(here), N_TOKENS) >= 0.99 * alone.run(auto(alone), N_TOKENS)
