@@ -24,7 +24,7 @@ from localspec.bench.words import interval_text, times_text, title
 from localspec.errors import UsageError
 
 SCHEMA_VERSION = 1
-_VERDICT_DRAWS = 20_000
+_VERDICT_DRAWS = 10_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -254,6 +254,18 @@ class Record:
     skipped: list[str] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        names = [engine.backend for engine in self.engines]
+        if not names or not self.sessions or names != self.settings.backends:
+            raise ValueError("engines, sessions and backends do not go together")
+        if any(all(model.source != "target" for model in engine.models) for engine in self.engines):
+            raise ValueError("an engine has no target")
+        if "plain" not in self.settings.arms:
+            raise ValueError("there is no plain arm")
+        odd = next((s for s in self.samples if s.backend not in names or s.arm not in self.settings.arms), None)
+        if odd is not None:
+            raise ValueError(f"a sample of {odd.backend} {odd.arm} was not asked for")
+
     @property
     def title(self) -> str:
         """The models, in words."""
@@ -360,7 +372,7 @@ def _build(wanted: Any, value: Any, where: str) -> Any:
             return wanted(**found)  # type: ignore[operator]
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-        except TypeError:
+        except TypeError:  # what has no default is not there
             missing = [each.name for each in fields(wanted) if each.name not in found]
             raise ValueError(f"{where} lacks {', '.join(missing)}") from None
     origin, inner = typing.get_origin(wanted), typing.get_args(wanted)

@@ -3,11 +3,13 @@
 The unit is the question. A question's value is the median over its repeats, a table's the median over its questions.
 Intervals are percentiles of that median when the questions are drawn again with replacement (Efron 1979). Only they
 are: the noise between repeats is in their values already, and drawing repeats too would count it twice (Davison &
-Hinkley 1997, section 3.8). So intervals say what to expect of questions like these, not only of these.
+Hinkley 1997, section 3.8). So intervals say what to expect of questions like these, not only of these. The bootstrap
+of a median promises a little too much for few values, the more so at high levels; an interval is therefore never
+narrower than the one between order statistics whose level is exact for any distribution (the sign test's).
 
-Of few questions no such interval can promise 95 %: the median lies between the smallest and the largest of n values
-with probability 1 - 2^(1-n) only, which passes 95 % at six. With fewer, the interval is the whole range, and says for
-how much it is good.
+Of few questions no interval can promise 95 %: the median lies between the smallest and the largest of n values with
+probability 1 - 2^(1-n) only, which passes 95 % at six. With fewer, the interval is the whole range, and says for how
+much it is good.
 """
 
 from __future__ import annotations
@@ -87,7 +89,21 @@ def estimate(values: Values, level: float = LEVEL, draws: int = DRAWS) -> Estima
         medians = [statistics.median(each) for each in values.values()]
         return Estimate(middle(values), min(medians), max(medians), range_level(n), n)
     low, high = _percentiles(medians_drawn(values, draws), level)
-    return Estimate(middle(values), low, high, level, n)
+    exact_low, exact_high = order_statistics([statistics.median(each) for each in values.values()], level)
+    return Estimate(middle(values), min(low, exact_low), max(high, exact_high), level, n)
+
+
+def order_statistics(values: Sequence[float], level: float) -> tuple[float, float]:
+    """The narrowest interval between the k-th smallest and the k-th largest value that covers the median of any
+    distribution with at least this probability; the range where none does."""
+    n, below, k = len(values), 0.0, 0
+    while k < n // 2:
+        below += math.comb(n, k) / 2**n  # P(fewer than k + 1 of n values lie under the median)
+        if 2 * below > 1.0 - level + 1e-12:
+            break
+        k += 1
+    ordered, k = sorted(values), max(1, k)
+    return ordered[k - 1], ordered[n - k]
 
 
 def estimate_quotient(over: Values, under: Values, level: float = LEVEL, draws: int = DRAWS) -> Estimate | None:
