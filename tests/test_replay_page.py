@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 import socket
 import sys
 import threading
@@ -19,13 +18,8 @@ from localspec.repl.conversation import Conversation, SavedChat, Turn, save
 from localspec.replay.page import render
 from localspec.replay.recording import read
 from localspec.sampling import SamplingParams
+from tests.browsing import CONTRAST, PATIENCE, WIDE, chromium
 from tests.test_replay import EVENTS, a_round, emitted, events, guess
-
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-PATIENCE = 20_000
-"""Milliseconds until something that should have happened counts as missing. No speed is tested."""
-
-WIDE = {"width": 1280, "height": 860}
 
 HOSTILE = (
     "</script><script>window.hacked = 1</script>",
@@ -85,16 +79,8 @@ class Tab:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """A headless Chromium; the tests are skipped where there is none."""
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (it is in the extra 'dev')")
-    program = next(filter(None, map(shutil.which, NAMES)), None)
-    if program is None:
-        pytest.skip(f"no Chromium here: none of {', '.join(NAMES)} is on the PATH (apt-get install chromium)")
-    with api.sync_playwright() as playwright:
-        # In a container we are root, and there Chromium's own sandbox cannot start.
-        running = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
+    with chromium() as running:
         yield running
-        running.close()
 
 
 @pytest.fixture(scope="module")
@@ -495,29 +481,6 @@ def test_light_and_dark_differ_and_both_can_be_read(tab: Callable[[Path], Tab], 
                 assert ratio >= 4.5, (scheme, state, text, ratio)
         pictures.append(it.page.screenshot())
     assert pictures[0] != pictures[1]
-
-
-CONTRAST = """() => {
-    const parse = (colour) => { const [r, g, b, a = 1] = colour.match(/[0-9.]+/g).map(Number); return [r, g, b, a]; };
-    const luminance = ([r, g, b]) => [r, g, b].map((c) => c / 255)
-        .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
-        .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
-    const found = [];
-    for (const element of document.querySelectorAll("body *")) {
-        const text = [...element.childNodes].map((node) => (node.nodeType === 3 ? node.data : "")).join("").trim();
-        const style = getComputedStyle(element);
-        const seen = element.getClientRects().length && style.visibility === "visible" && !element.closest(".sr");
-        if (!text || !seen) continue;
-        let ground = null;
-        for (let up = element; up && !ground; up = up.parentElement) {
-            const colour = parse(getComputedStyle(up).backgroundColor);
-            if (colour[3] > 0) ground = colour;
-        }
-        const [high, low] = [luminance(parse(style.color)), luminance(ground)].sort((a, b) => b - a);
-        found.push([`${element.tagName}.${element.className}: ${text.slice(0, 20)}`, (high + 0.05) / (low + 0.05)]);
-    }
-    return found;
-}"""
 
 
 def test_colour_is_never_the_only_sign(tab: Callable[[Path], Tab], tmp_path: Path) -> None:

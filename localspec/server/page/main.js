@@ -73,6 +73,7 @@ function open(tab) {
     each.tabIndex = chosen ? 0 : -1;
     $(each.getAttribute("aria-controls")).hidden = !chosen;
   }
+  document.body.classList.toggle("racing", tab === $("race-tab"));
 }
 
 for (const [i, tab] of tabs.entries()) {

@@ -107,9 +107,10 @@ export class Race {
     this.running?.abort();
   }
 
-  /* The track is as long as the longest answer so far. */
+  /* The track is as long as the longer answer; before there is a whole one, nobody knows how long that is. */
   measure() {
-    const longest = Math.max(1, ...this.lanes.map((lane) => lane.total));
+    const known = this.lanes.some((lane) => lane.complete);
+    const longest = known ? Math.max(1, ...this.lanes.map((lane) => lane.total)) : Infinity;
     for (const lane of this.lanes) lane.run(longest);
   }
 
