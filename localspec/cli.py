@@ -36,7 +36,10 @@ Draft = Annotated[
     ),
 ]
 DraftLength = Annotated[str, typer.Option(metavar="auto|N", help="Guesses per round.")]
-Backend = Annotated[str, typer.Option(metavar="auto|llama-cpp|ik-llama|reference", help="The engine.")]
+Backend = Annotated[str, typer.Option(metavar="auto|llama-cpp|ik-llama|mlx|reference", help="The engine.")]
+DraftBackend = Annotated[
+    str | None, typer.Option(metavar="auto|llama-cpp|…", help="The engine of draft models.", show_default="--backend")
+]
 Temperature = Annotated[
     float | None, typer.Option(help="0 always takes the likeliest token.", show_default="the model's")
 ]
@@ -117,6 +120,7 @@ def _options(given: dict[str, Any]) -> Callable[[], Any]:
         "model",
         "draft_length",
         "backend",
+        "draft_backend",
         "ctx",
         "threads",
         "gpu_layers",
@@ -125,6 +129,8 @@ def _options(given: dict[str, Any]) -> Callable[[], Any]:
         "system",
         "verbose",
     )
+
+    given = {"draft_backend": None} | given
 
     def build() -> Any:
         from localspec.options import RunOptions
@@ -140,6 +146,7 @@ def chat(
     draft: Draft = None,
     draft_length: DraftLength = "auto",
     backend: Backend = "auto",
+    draft_backend: DraftBackend = None,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
@@ -180,6 +187,7 @@ def generate(
     draft: Draft = None,
     draft_length: DraftLength = "auto",
     backend: Backend = "auto",
+    draft_backend: DraftBackend = None,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
@@ -304,6 +312,7 @@ def serve(
     draft: Draft = None,
     draft_length: DraftLength = "auto",
     backend: Backend = "auto",
+    draft_backend: DraftBackend = None,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,

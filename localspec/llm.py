@@ -40,13 +40,14 @@ class LLM:
         draft: ``auto`` (the catalogue's draft for the target if it is on disk, and n-grams), None, or one or several of
             ``ngram`` and models as above.
         draft_length: ``auto`` weighs cost and acceptance token by token; a number drafts that many tokens each round.
-        backend: ``auto``, ``llama-cpp``, ``ik-llama`` or ``reference``.
+        backend: ``auto``, ``llama-cpp``, ``ik-llama``, ``mlx`` or ``reference``.
         n_ctx: context size in tokens, answer included; None is 8192, or what the model was trained for if less.
         n_threads: CPU threads; None takes the physical cores.
         n_gpu_layers: layers on the GPU; None takes all if the engine was built for one.
         kv_cache_type: f16, f32, q8_0 or q4_0.
         light_draft: let a draft model on the CPU be replaced by a lighter copy of it where that drafts faster; made and
             compared at the first load, kept on disk. It cannot change what is said.
+        draft_backend: the engine for draft models; None is ``backend``.
         remember: keep on disk how often guesses were right, for the next run.
         max_queue: most requests that may wait (the one that runs not counted); beyond it a request raises
             ``QueueFull`` at once. None is any number.
@@ -72,6 +73,7 @@ class LLM:
         kv_cache_type: str = "f16",
         light_draft: bool = True,
         remember: bool = True,
+        draft_backend: str | None = None,
         max_queue: int | None = None,
         progress: Report | None = None,
         cancel: threading.Event | None = None,
@@ -83,7 +85,9 @@ class LLM:
                 raise UsageError(f"{name} must be over 0, not {value}")
         path = Catalog.load().resolve(str(model))
         self.model_name = str(model) if not str(model).endswith(".gguf") else path.name.removesuffix(".gguf")
-        options = PairOptions(backend, n_ctx, n_threads, n_gpu_layers, kv_cache_type, light_draft, remember)
+        options = PairOptions(
+            backend, n_ctx, n_threads, n_gpu_layers, kv_cache_type, light_draft, remember, draft_backend
+        )
         self._worker = Worker(_checked_bound(max_queue))
         self._pair = self._load(path, _specs(draft), options, cancel or threading.Event())
         target = self._pair.target

@@ -36,6 +36,7 @@ class RunOptions:
     draft: Sequence[str] = ()
     draft_length: str = "auto"
     backend: str = "auto"
+    draft_backend: str | None = None
     ctx: int | None = None
     threads: int | None = None
     gpu_layers: int | None = None
@@ -99,6 +100,7 @@ class RunOptions:
             self.drafters(),
             draft_length=self.length(),
             backend=self.backend,
+            draft_backend=self.draft_backend,
             n_ctx=self.ctx,
             n_threads=self.threads,
             n_gpu_layers=self.gpu_layers,

@@ -51,6 +51,7 @@ class PairOptions:
     kv_type: str = "f16"
     light_draft: bool = True
     remember: bool = True
+    draft_backend: str | None = None
 
 
 class Pair:
@@ -70,6 +71,7 @@ class Pair:
         self._draft_choices = Ledger(home() / "drafts", 1)
         self._draft_times: dict[str, PassTimes] = {}
         self._last: Controller | None = None
+        backends.check_name(options.draft_backend or "auto")
         self.target = self._load(path, report)
         try:
             n_ctx = options.n_ctx or min(DEFAULT_CTX, self.target.n_ctx_train or DEFAULT_CTX)
@@ -85,7 +87,7 @@ class Pair:
             self.close()
             raise
 
-    def _load(self, path: Path, report: Report, *, check: bool = True) -> Model:
+    def _load(self, path: Path, report: Report, *, backend: str | None = None, check: bool = True) -> Model:
         cancel: list[BaseException] = []
 
         def progress(fraction: float) -> bool:
@@ -99,7 +101,7 @@ class Pair:
         try:
             return backends.load(
                 path,
-                self.options.backend,
+                backend or self.options.backend,
                 n_threads=self.options.n_threads,
                 n_gpu_layers=self.options.n_gpu_layers,
                 kv_type=self.options.kv_type,
@@ -206,6 +208,8 @@ class Pair:
             "target": fingerprint(self.target.path),
             "draft": fingerprint(path),
         }
+        if self.options.draft_backend is not None:
+            key["draft engine"] = self.options.draft_backend
         known = self._draft_choices.get(key) if self.options.light_draft else None
         if known is not None and known.get("light"):
             light = lighter_copy(path, key["draft"], lambda line: report(line, None))
@@ -243,7 +247,7 @@ class Pair:
         return lighter if prefers_light else published
 
     def _open_draft(self, path: Path, report: Report, *, check: bool = True) -> tuple[Model, Context]:
-        model = self._load(path, report, check=check)
+        model = self._load(path, report, backend=self.options.draft_backend, check=check)
         try:
             self._check_draft(model)
             return model, model.new_context(self.context.n_ctx)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from localspec.backends.base import Capabilities, Context, Forward, Model, Progress
-from localspec.errors import EngineError, EngineUnavailable, LocalspecError, UsageError
+from localspec.errors import EngineError, EngineUnavailable, LocalspecError, UnsupportedModel, UsageError
 
 __all__ = ["BACKENDS", "Capabilities", "Context", "Forward", "Model", "candidates", "load", "unavailable_reason"]
 
 BACKENDS = {
     "ik-llama": "localspec.backends.ik_llama",
     "llama-cpp": "localspec.backends.llama_cpp",
+    "mlx": "localspec.backends.mlx",
     "reference": "localspec.backends.reference",
 }
 """Backend name -> module with ``load`` and, where the engine may be missing, ``binding``."""
@@ -31,8 +33,22 @@ def unavailable_reason(backend: str) -> str | None:
     return None
 
 
+def check_name(backend: str) -> None:
+    """Refuse a backend that does not exist.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if backend not in ("auto", *BACKENDS):
+        raise UsageError(f"unknown backend {backend!r}: use auto, {', '.join(BACKENDS)}")
+
+
 def candidates(n_gpu_layers: int | None = None) -> list[str]:
     """Usable engines for real models, the fastest for where the model will run first.
+
+    A GPU goes before the CPU, and on a Mac both llama.cpp and MLX can have it. llama.cpp comes first: whoever compiled
+    it for Metal wanted it, it reads every architecture, and it computes with the file's own bits. MLX comes next,
+    before the engines on the CPU. On Linux, where it is there to be tested, MLX is used only when asked for by name.
 
     Args:
         n_gpu_layers: None or positive prefers an engine with a GPU if there is one; 0 keeps the model on the CPU.
@@ -42,22 +58,26 @@ def candidates(n_gpu_layers: int | None = None) -> list[str]:
     """
     reasons = {name: unavailable_reason(name) for name in ("ik-llama", "llama-cpp")}
     usable = [name for name, reason in reasons.items() if reason is None]
-    if not usable:
-        raise EngineUnavailable("no engine can be used here: " + "; ".join(str(reason) for reason in reasons.values()))
-    if "llama-cpp" in usable and n_gpu_layers != 0:
+    on_gpu = []
+    if n_gpu_layers != 0 and "llama-cpp" in usable:
         from localspec.backends import llama_cpp
 
-        if llama_cpp.binding().gpu:
-            return ["llama-cpp"] if n_gpu_layers else ["llama-cpp", *(n for n in usable if n != "llama-cpp")]
-        if n_gpu_layers:
+        on_gpu += ["llama-cpp"] if llama_cpp.binding().gpu else []
+    if n_gpu_layers != 0 and sys.platform == "darwin" and unavailable_reason("mlx") is None:
+        from localspec.backends import mlx
+
+        on_gpu += ["mlx"] if mlx.binding().gpu else []
+    if not usable and not on_gpu:
+        raise EngineUnavailable("no engine can be used here: " + "; ".join(str(reason) for reason in reasons.values()))
+    if n_gpu_layers and not on_gpu:
+        if "llama-cpp" in usable:
             raise EngineUnavailable(
                 "--gpu-layers needs llama-cpp-python built for your GPU; the README has the command for each kind"
             )
-    elif n_gpu_layers:
         raise EngineUnavailable(
             "--gpu-layers needs llama-cpp-python built for your GPU: pip install 'localspec[llama-cpp]'"
         )
-    return usable
+    return on_gpu if n_gpu_layers else [*on_gpu, *(name for name in usable if name not in on_gpu)]
 
 
 def load(
@@ -93,8 +113,7 @@ def load(
     """
     from localspec.backends import trust
 
-    if backend not in ("auto", *BACKENDS):
-        raise UsageError(f"unknown backend {backend!r}: use auto, {', '.join(BACKENDS)}")
+    check_name(backend)
     names = candidates(n_gpu_layers) if backend == "auto" else [backend]
     failure: LocalspecError | None = None
     for name in names:
@@ -106,7 +125,9 @@ def load(
                 model: Model = import_module(BACKENDS[name]).load(path, **options)
                 return model
             return trust.load_checked(name, path, options, say, warn)
-        except EngineError as error:
+        except (EngineError, UnsupportedModel) as error:
+            if isinstance(error, UnsupportedModel) and name != "mlx":
+                raise
             failure = failure or error
             if name != names[-1]:
                 warn(f"{error}; trying {names[names.index(name) + 1]}")

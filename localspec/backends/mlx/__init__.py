@@ -93,6 +93,9 @@ def load(
         UsageError: an unknown type of cache, or layers on both CPU and GPU.
     """
     binding()
+    from localspec.backends.mlx.library import defer_mlx_lm
+
+    defer_mlx_lm()
     from localspec.backends.mlx.model import MLXModel
 
     return MLXModel(Path(path), n_gpu_layers=n_gpu_layers, kv_type=kv_type, progress=progress)

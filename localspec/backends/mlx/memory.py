@@ -1,0 +1,211 @@
+"""What a context remembers in MLX's arrays: keys and values that can be taken back, and states that are restored.
+
+mlx-lm's cache for sliding windows overwrites old rows once it is full and cannot be rewound after that; one rejected
+guess would leave it wrong. Here every row is kept, and a layer with a window is *shown* only those that its new tokens
+can see, so attention costs what the window costs and rewinding is a matter of a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.base import create_causal_mask
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
+
+from localspec.backends.mlx.network import Network
+from localspec.errors import EngineError, UsageError
+
+KV_BITS = {"f32": None, "f16": None, "q8_0": 8, "q4_0": 4}
+"""Type of the KV cache -> bits per value; None keeps keys and values as they are computed."""
+
+KV_GROUP = 32
+"""Values that share a scale and an offset in a quantised cache: ggml's number too."""
+
+_N_CHECKPOINTS = 4
+
+State = list[Any]
+
+
+class _Windowed:
+    """Shows attention the rows that its new tokens can see, of all that are kept. Mixed into mlx-lm's caches."""
+
+    window: int | None
+    offset: int
+
+    def _first_visible(self) -> int:
+        """The oldest row that a token at position ``offset`` sees."""
+        return 0 if self.window is None else max(0, self.offset + 1 - self.window)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        first = self._first_visible()
+        kept = super().update_and_fetch(keys, values)  # type: ignore[misc]
+        return kept if first == 0 else tree_map(lambda rows: rows[..., first:, :], kept)
+
+    def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        if window_size is not None and window_size != self.window:
+            raise EngineError(f"a layer asks for a window of {window_size} tokens and was given {self.window}")
+        if n == 1:
+            return None  # the only token sees every row that is shown
+        if self.window is not None and self.offset + n > self.window:
+            first = self._first_visible()
+            return create_causal_mask(n, self.offset - first, window_size=self.window)
+        return create_causal_mask(n, self.offset) if return_array else "causal"
+
+
+class PlainRows(_Windowed, KVCache):  # type: ignore[misc]
+    """Keys and values of one layer, in the type they are computed in."""
+
+    def __init__(self, window: int | None) -> None:
+        super().__init__()
+        self.window = window
+
+
+class QuantizedRows(_Windowed, QuantizedKVCache):  # type: ignore[misc]
+    """Keys and values of one layer, in ``bits`` bits with a scale and an offset for every ``KV_GROUP`` of them."""
+
+    def __init__(self, window: int | None, bits: int) -> None:
+        super().__init__(group_size=KV_GROUP, bits=bits)
+        self.window = window
+
+
+class Memory:
+    """The memory of one sequence. Only to be touched by the thread that computes.
+
+    Attributes:
+        layers: one cache per layer, as mlx-lm's models take them.
+        n_past: tokens in the memory.
+
+    Raises:
+        UsageError: the model's heads do not divide into the groups of a quantised cache, or it has no cache.
+    """
+
+    def __init__(self, network: Network, kv_type: str) -> None:
+        self._network = network
+        self._bits = KV_BITS[kv_type]
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        network, bits = self._network, self._bits
+        self.n_past = 0
+        self._checkpoints: dict[int, list[State]] = {}
+        self.layers: list[Any]
+        if network.recurrent:
+            self.layers = network.make_cache()
+        elif bits is None:
+            self.layers = [PlainRows(window) for window in network.layer_windows]
+        else:
+            self.layers = [QuantizedRows(window, bits) for window in network.layer_windows]
+
+    def checkpoint(self) -> None:
+        """Remember the state, where rewinding will need it: arrays are never changed in place, so that is free."""
+        if self._network.recurrent:
+            self._checkpoints[self.n_past] = [list(layer.cache) for layer in self.layers]
+            for old in sorted(self._checkpoints)[:-_N_CHECKPOINTS]:
+                del self._checkpoints[old]
+
+    def rewind(self, n: int) -> None:
+        """Keep at most the first n tokens: exactly those, or as many of them as a checkpoint allows."""
+        if n >= self.n_past:
+            return
+        if not self._network.recurrent:
+            for layer in self.layers:
+                layer.offset = min(layer.offset, n)
+            self.n_past = n
+            return
+        usable = {position: state for position, state in self._checkpoints.items() if position <= n}
+        if not usable:
+            self.clear()
+            return
+        self._checkpoints = usable
+        self.n_past = max(usable)
+        for layer, state in zip(self.layers, usable[self.n_past], strict=True):
+            layer.cache = list(state)
+
+    def arrays(self) -> list[mx.array]:
+        """Every array there is."""
+        return [array for _, array in self._named()]
+
+    def _named(self) -> Iterator[tuple[str, mx.array]]:
+        for i, layer in enumerate(self.layers):
+            parts = layer.cache if self._network.recurrent else [layer.keys, layer.values]
+            for name, array in tree_flatten([part for part in parts if part is not None]):
+                yield f"{i}.{name}", array
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of what ``export`` gives [bytes]."""
+        if self._network.recurrent:
+            return sum(array.nbytes for array in self.arrays())
+        return sum(array.nbytes // array.shape[-2] * self.n_past for array in self.arrays())
+
+    # -- as plain arrays -------------------------------------------------------------------------------------------
+
+    def export(self) -> dict[str, npt.NDArray[Any]]:
+        """Copies of the rows in use, by layer and part; bfloat16, which NumPy lacks, as unsigned integers."""
+        exported = {}
+        for name, array in self._named():
+            used = array if self._network.recurrent else array[..., : self.n_past, :]
+            exported[name] = np.array(used.view(mx.uint16) if used.dtype == mx.bfloat16 else used)
+        return exported
+
+    def restore(self, arrays: dict[str, npt.NDArray[Any]], n_past: int, like: Memory) -> None:
+        """Hold what was exported.
+
+        Args:
+            arrays: what ``export`` gave.
+            n_past: tokens they belong to.
+            like: a memory of the same model that holds one token, for the shapes and types.
+
+        Raises:
+            EngineError: the arrays do not fit.
+        """
+        self.clear()
+        if not n_past and not arrays:
+            return
+        wanted = dict(like._named())
+        if arrays.keys() != wanted.keys():
+            raise EngineError("the saved state is of another model, or of another type of cache")
+        taken: dict[str, mx.array] = {}
+        for name, template in wanted.items():
+            is_bfloat16 = template.dtype == mx.bfloat16
+            array = mx.array(arrays[name])
+            array = array.view(mx.bfloat16) if is_bfloat16 and array.dtype == mx.uint16 else array
+            shape = list(template.shape)
+            if not self._network.recurrent:
+                shape[-2] = n_past
+            if list(array.shape) != shape or array.dtype != template.dtype:
+                raise EngineError("the saved state does not have the shape of this model's")
+            taken[name] = array
+        for i, layer in enumerate(self.layers):
+            parts = [array for name, array in taken.items() if name.partition(".")[0] == str(i)]
+            if self._network.recurrent:
+                layer.cache = parts
+            else:
+                half = len(parts) // 2
+                layer.keys, layer.values = (parts[:half], parts[half:]) if half > 1 else parts
+                layer.offset = n_past
+        mx.eval(list(taken.values()))
+        self.n_past = n_past
+
+
+def check_kv_type(kv_type: str, network: Network) -> None:
+    """Refuse a type of cache that this model cannot have.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    if kv_type not in KV_BITS:
+        raise UsageError(f"KV cache type {kv_type!r} is not one of {', '.join(KV_BITS)}")
+    if KV_BITS[kv_type] is None or network.recurrent:
+        return
+    d_head = getattr(network.args, "head_dim", None) or network.n_embd // network.args.num_attention_heads
+    if d_head % KV_GROUP:
+        raise UsageError(
+            f"--kv-cache {kv_type} divides keys into groups of {KV_GROUP}, which heads of {d_head} do not; use f16"
+        )

@@ -1,0 +1,116 @@
+"""A model loaded by MLX; see ``backends.base.Model``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+
+from localspec.backends.base import Capabilities, Model, Progress
+from localspec.backends.mlx import NAME, binding
+from localspec.backends.mlx.context import MLXContext
+from localspec.backends.mlx.memory import check_kv_type
+from localspec.backends.mlx.network import Network, load_network
+from localspec.backends.mlx.owner import owner
+from localspec.backends.mlx.tokenizer import Tokenizer
+from localspec.errors import Closed, EngineUnavailable, UsageError
+from localspec.gguf_file import GGUFFile
+from localspec.vocab import Vocab
+
+
+class MLXModel(Model):
+    """Weights in MLX's arrays, on one device.
+
+    Attributes:
+        architecture: the file's name for it.
+        kv_type: type of the KV cache of its contexts.
+        bytes_per_token: bytes of weights that a pass over one token reads.
+        device: where it computes.
+        owner: the thread that everything of MLX is done on.
+    """
+
+    def __init__(
+        self, path: Path, *, n_gpu_layers: int | None = None, kv_type: str = "f16", progress: Progress | None = None
+    ) -> None:
+        engine = binding()
+        self.owner = owner()
+        with GGUFFile(path) as file:
+            file.check_generates_text()
+            self.device = _device(file, n_gpu_layers)
+            self.vocab = Vocab.from_gguf(file)
+            self._tokenizer = Tokenizer(file, self.vocab)
+            network = self.owner.run(lambda: _load(file, self.device, progress))
+            template = file.metadata.get("tokenizer.chat_template")
+            self.n_ctx_train = file.n_ctx_train
+        self._network: Network | None = network
+        check_kv_type(kv_type, network)
+        self.path = path
+        self.backend = NAME
+        self.engine = f"{NAME} {engine.version}"
+        self.chat_template = str(template) if template is not None else None
+        self.size_bytes = path.stat().st_size
+        self.architecture = network.architecture
+        self.bytes_per_token = network.bytes_per_token
+        self.kv_type = kv_type
+        self.n_threads = 1  # MLX has no setting for it
+        self.n_vocab = network.n_vocab
+        self.capabilities = Capabilities(
+            rollback="replay" if network.recurrent else "exact",
+            device="gpu" if self.device == mx.Device(mx.gpu) else "cpu",
+            saves_state=True,
+        )
+
+    @property
+    def network(self) -> Network:
+        """The loaded weights; only the owner thread may compute with them.
+
+        Raises:
+            Closed: the model was closed.
+        """
+        if self._network is None:
+            raise Closed("this model was closed")
+        return self._network
+
+    def new_context(self, n_ctx: int, *, n_threads: int | None = None) -> MLXContext:
+        network = self.network
+        if n_ctx <= 0:
+            raise UsageError(f"the context size must be over 0, not {n_ctx}")
+        if network.max_context is not None and n_ctx > network.max_context:
+            raise UsageError(
+                f"MLX computes {self.path.name} up to {network.max_context} tokens of context; "
+                f"use --ctx {network.max_context}, or --backend llama-cpp"
+            )
+        return MLXContext(self, n_ctx)
+
+    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
+        if self._network is None:
+            raise Closed("this model was closed")
+        try:
+            return self._tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
+        except UnicodeEncodeError:
+            raise UsageError("the text holds a lone surrogate, which is not valid Unicode") from None
+
+    def close(self) -> None:
+        if self._network is not None:
+            self._network = None
+            self.owner.run(mx.clear_cache)
+
+
+def _device(file: GGUFFile, n_gpu_layers: int | None) -> mx.Device:
+    gpu = binding().gpu
+    if not n_gpu_layers:
+        return mx.Device(mx.gpu if gpu and n_gpu_layers is None else mx.cpu)
+    if not gpu:
+        raise EngineUnavailable("MLX has no GPU here; leave --gpu-layers away, or use --backend llama-cpp")
+    n_layer = file.field("block_count", 0)
+    if 0 < n_gpu_layers < n_layer:
+        raise UsageError(
+            f"MLX does not divide a model: --gpu-layers 0 or all {n_layer}; --backend llama-cpp can divide it"
+        )
+    return mx.Device(mx.gpu)
+
+
+def _load(file: GGUFFile, device: mx.Device, progress: Progress | None) -> Network:
+    # The default belongs to the thread, and everything that loading makes goes there.
+    mx.set_default_device(device)
+    return load_network(file, progress=progress)
