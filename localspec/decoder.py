@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from localspec.backends.base import Context
 from localspec.controller import Controller
@@ -16,6 +17,9 @@ from localspec.rounds import EmittedToken, FinishReason, Round, TokenKind
 from localspec.sampling import Noise, SamplingParams
 from localspec.text import TextAssembler
 from localspec.verification import verify
+
+if TYPE_CHECKING:
+    from localspec.structured.constraint import Constraint
 
 PREFILL_CHUNK = 128
 """Prompt tokens fed between two looks at the cancel flag: about a second on a slow laptop."""
@@ -67,6 +71,7 @@ class SpeculativeDecoder:
         *,
         cancelled: Callable[[], bool] = lambda: False,
         n_logprobs: int | None = None,
+        constraint: Constraint | None = None,
     ) -> Iterator[Round]:
         """Decode round by round until an end token, a stop string, the budget or the cancel flag.
 
@@ -78,12 +83,13 @@ class SpeculativeDecoder:
             text: turns settled tokens into text and watches for stop strings.
             cancelled: polled once a round.
             n_logprobs: judge every emitted token by the target's row, naming that many alternatives; None does not.
+            constraint: the grammar that the answer follows, at its beginning.
 
         Yields:
             One ``Round`` per target pass; the last one carries ``finish_reason``.
         """
         tokens, noise = list(prompt), Noise(params.seed)
-        proposer = SamplingProposer(params, noise)
+        proposer = SamplingProposer(params, noise, constraint)
         end_tokens = frozenset() if params.ignore_eos else self.target.model.vocab.eog
         budget = min(params.max_tokens or self.target.n_ctx, self.target.n_ctx - len(tokens))
         self.drafters.begin(tokens)
@@ -96,7 +102,8 @@ class SpeculativeDecoder:
             drafted = time.perf_counter()
             forward = self.target.decode([tokens[-1], *draft.ids])
             passed = time.perf_counter()
-            verdict = verify(draft, forward.logits, tokens, params, noise)
+            masked = constraint.rows(forward.logits, draft.ids, params) if constraint else forward.logits
+            verdict = verify(draft, masked, tokens, params, noise)
             self.controller.watch(forward.logits[verdict.n_accepted])
             self.drafters.process([tokens[-1], *draft.ids], forward)
             rows = forward.logits  # a rollback may decode again and overwrite them
@@ -114,9 +121,10 @@ class SpeculativeDecoder:
                 ends = token in end_tokens
                 if not ends:
                     spans += text.push(token, kind, source)
+                whole = constraint.settle(token) if constraint else False
                 logprobs = None if n_logprobs is None else token_logprobs(rows[len(emitted)], token, n_logprobs)
                 emitted.append(EmittedToken(token, kind, source, "" if ends else text.token_text, logprobs))
-                finish = _finish_reason(ends or text.stopped, budget)
+                finish = _finish_reason(ends or whole or text.stopped, budget)
                 if finish:
                     spans += text.finish()
                     break

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from localspec.sampling import Distribution, Noise, Row, SamplingParams, distribution, edit_logits
 from localspec.verification import STREAM_DRAFT, STREAM_TARGET
+
+if TYPE_CHECKING:
+    from localspec.structured.constraint import Constraint
 
 
 class SamplingProposer:
@@ -20,16 +24,33 @@ class SamplingProposer:
     * Without a seed: a sample from q with noise of its own, for rejection sampling, which accepts it with probability
       sum(min(p, q)); or the most probable token, accepted with p(x). Which is more depends on how alike p and q are and
       how peaked; the plan says which to take.
+
+    Where the answer follows a grammar, q is masked by it as the target's p is: a guess never breaks it, and a sampled
+    one stays honest about its law.
     """
 
-    def __init__(self, params: SamplingParams, noise: Noise) -> None:
+    def __init__(self, params: SamplingParams, noise: Noise, constraint: Constraint | None = None) -> None:
         self.params = params
         self.noise = noise
+        self.constraint = constraint
         self._guess: int | Distribution = 0
         self._n_sampled = 0
 
-    def confidence(self, row: Row, history: Sequence[int]) -> float:
+    def n_legal(self, guesses: Sequence[int]) -> int:
+        """How many of these guesses, from the first, may follow the draft so far."""
+        return len(guesses) if self.constraint is None else self.constraint.n_legal(guesses)
+
+    def extend(self, guess: int) -> bool:
+        """The guess is part of the draft. Returns whether no other can follow it."""
+        if self.constraint is None:
+            return False
+        self.constraint.advance(guess)
+        return self.constraint.complete
+
+    def confidence(self, row: Row, history: Sequence[int], behind: int = 0) -> float:
         """The draft's probability for its most probable token, in [0, 1]; see ``drafters.base.Proposer``."""
+        if self.constraint is not None:
+            row = self.constraint.masked(row, behind)
         if self.params.greedy:
             row = edit_logits(row, history, self.params)
             best = int(np.argmax(row))

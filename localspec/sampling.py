@@ -15,6 +15,7 @@ import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +47,12 @@ class SamplingParams:
         max_tokens: token budget of the answer; None is what the context has room for.
         stop: strings that end the answer; neither they nor what follows is part of the text.
         ignore_eos: do not stop at end tokens (for benchmarks).
+        response_format: the form of the answer, as OpenAI has it: ``{"type": "json_object"}``, ``{"type":
+            "json_schema", "json_schema": {"schema": …}}``, or ``{"type": "text"}``; see ``structured.request``.
+        grammar: a GBNF grammar that the answer follows, instead of ``response_format``.
+
+    Raises:
+        UsageError: a value is out of range, or the schema or the grammar cannot be followed.
     """
 
     temperature: float = 0.0
@@ -61,6 +68,8 @@ class SamplingParams:
     max_tokens: int | None = None
     stop: Sequence[str] = ()
     ignore_eos: bool = False
+    response_format: Mapping[str, Any] | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         def check(ok: bool, name: str, rule: str) -> None:
@@ -81,6 +90,11 @@ class SamplingParams:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         check(all(isinstance(s, str) and s for s in self.stop), "stop", "non-empty strings")
+        if self.response_format is not None or self.grammar is not None:
+            from localspec.structured.request import grammar_of
+
+            constrained = grammar_of(self.response_format, self.grammar) is not None
+            check(not (constrained and self.ignore_eos), "ignore_eos", "off where a grammar says where the answer ends")
 
     @property
     def greedy(self) -> bool:

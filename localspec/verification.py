@@ -15,10 +15,10 @@ Sampled: two exact rules, chosen per guess.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
-from localspec.backends.base import FloatArray
 from localspec.rounds import Draft, Verdict
-from localspec.sampling import Noise, SamplingParams, distribution, greedy_token
+from localspec.sampling import Noise, Row, SamplingParams, distribution, greedy_token
 
 # Noise streams: independent randomness for the draws that must not depend on one another at one position.
 STREAM_TARGET = 0
@@ -27,10 +27,16 @@ STREAM_RESIDUAL = 2
 STREAM_DRAFT = 3
 
 
-def verify(draft: Draft, logits: FloatArray, tokens: Sequence[int], params: SamplingParams, noise: Noise) -> Verdict:
+class Rows(Protocol):
+    """Logits by position in the draft: an array [k + 1, n_vocab], or what masks its rows when they are asked for."""
+
+    def __getitem__(self, index: int, /) -> Row: ...
+
+
+def verify(draft: Draft, logits: Rows, tokens: Sequence[int], params: SamplingParams, noise: Noise) -> Verdict:
     """Compare a draft with the target's pass over it.
 
-    Rows are looked at only as far as guesses are accepted.
+    Rows are looked at in order, and only as far as guesses are accepted.
 
     Args:
         draft: k guesses; may be empty.

@@ -195,6 +195,25 @@ class Vocab:
             return b"".join(table.get(c) or c.encode() for c in raw.decode("utf-8", "replace"))
         return raw.replace("\u2581".encode(), b" ")
 
+    def token_table(self) -> list[bytes]:
+        """``token_bytes`` of every token [n_tokens]: all at once, several times as fast."""
+        if self.kind != "gpt2":
+            return [self._decode(token) for token in range(self.n_tokens)]
+        table = dict.fromkeys(range(0x80, 0x100), 0xFFFD)  # of those, what stands for no byte is left to _decode
+        table |= {ord(character): byte[0] for character, byte in byte_of_character().items()}
+        plain = self.types == NORMAL
+        plain[list(self._hidden | self._shown)] = False
+        texts: list[bytes] = []
+        for token, is_plain in enumerate(plain.tolist()):
+            if is_plain:
+                try:
+                    texts.append(self._tokens.bytes_at(token).decode().translate(table).encode("latin-1"))
+                    continue
+                except UnicodeError:  # characters that stand for no byte, or no characters at all
+                    pass
+            texts.append(self._decode(token))
+        return texts
+
     @property
     def special_texts(self) -> list[str]:
         """Texts that a tokenizer reading special tokens would not read as text."""

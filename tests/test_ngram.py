@@ -13,9 +13,14 @@ from hypothesis import strategies as st
 
 from localspec.drafters.ngram import NgramDrafter
 from localspec.drafters.suffix_automaton import MAX_WALK, SuffixAutomaton
+from localspec.proposer import SamplingProposer
 from localspec.rounds import DraftToken
+from localspec.sampling import Noise, SamplingParams
 
 TOKENS = st.lists(st.integers(0, 2), max_size=40)
+
+ANYTHING = SamplingProposer(SamplingParams(), Noise(0))
+"""A request without a grammar: every guess is legal."""
 
 
 class FixedPlan:
@@ -65,7 +70,7 @@ def occurs(part: Sequence[int], whole: Sequence[int]) -> int:
 
 
 def drafted(drafter: NgramDrafter, tokens: Sequence[int], n: int, least: float = 0.0) -> list[int]:
-    guesses = drafter.draft(tokens, FixedPlan(n, least), None)  # type: ignore[arg-type]
+    guesses = drafter.draft(tokens, FixedPlan(n, least), ANYTHING)
     return [guess.id for guess in guesses]
 
 
@@ -136,7 +141,7 @@ class TestNgramDrafter:
     def test_copies_what_followed(self) -> None:
         drafter = NgramDrafter()
         drafter.begin(self.TEXT)
-        guesses = drafter.draft(self.TEXT, FixedPlan(4), None)  # type: ignore[arg-type]
+        guesses = drafter.draft(self.TEXT, FixedPlan(4), ANYTHING)
         assert [guess.id for guess in guesses] == [4, 5, 6, 9]
         assert all(guess.source == "ngram" and guess.dist is None for guess in guesses)
         assert [guess.expected for guess in guesses] == [guess.prob / 2 for guess in guesses]
@@ -145,7 +150,7 @@ class TestNgramDrafter:
         drafter = NgramDrafter()
         drafter.begin([*range(30), 99, 0])
         plan = FixedPlan(25)
-        drafter.draft([*range(30), 99, 0], plan, None)  # type: ignore[arg-type]
+        drafter.draft([*range(30), 99, 0], plan, ANYTHING)
         assert plan.asked == sorted(plan.asked)
         assert plan.asked[0] < 0.35
         assert plan.asked[-1] > 0.85
@@ -236,7 +241,7 @@ class TestNgramDrafter:
                 a, b = next(fresh), next(fresh)
                 drafter.accept([a, b, next(fresh), a])  # a, b seen once: the next guess after a is b
                 tokens = list(drafter._tokens)
-                guess: DraftToken = drafter.draft(tokens, FixedPlan(1), None)[0]  # type: ignore[arg-type]
+                guess: DraftToken = drafter.draft(tokens, FixedPlan(1), ANYTHING)[0]
                 assert guess.id == b
                 estimates.append(guess.prob)
                 drafter.accept([b if rng.random() < p else next(fresh)])

@@ -66,8 +66,20 @@ class Proposer(Protocol):
     params: SamplingParams
     noise: Noise
 
-    def confidence(self, row: Row, history: Sequence[int]) -> float:
-        """The draft's confidence [0, 1] in the guess that ``choose`` would make; independent of fresh randomness."""
+    def n_legal(self, guesses: Sequence[int]) -> int:
+        """How many of these guesses, from the first, may follow the draft so far: all, unless there is a grammar."""
+
+    def extend(self, guess: int) -> bool:
+        """The guess is part of the draft. Returns whether no other can follow it."""
+
+    def confidence(self, row: Row, history: Sequence[int], behind: int = 0) -> float:
+        """The draft's confidence [0, 1] in the guess that ``choose`` would make; independent of fresh randomness.
+
+        Args:
+            row: the draft model's logits [n_vocab].
+            history: the tokens before the one to guess.
+            behind: how many tokens are known already from that one on; 0 guesses the next.
+        """
 
     def best(self) -> int:
         """The most probable token of the row last given to ``confidence``."""

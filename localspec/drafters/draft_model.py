@@ -82,7 +82,8 @@ class DraftModelDrafter(Drafter):
         logits: FloatArray = self.context.decode(tokens[first:], "all").logits
         for i in range(n_witness):
             token = tokens[first + i + 1]
-            confidence = proposer.confidence(logits[i], tokens[: first + i + 1])
+            at = first + i + 1
+            confidence = proposer.confidence(logits[i], tokens[:at], behind=len(tokens) - at)
             plan.witness(self.source, confidence, proposer.best() == token)
         behind_last: Row = logits[-1]
         return behind_last

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from localspec.backends.base import Forward
 from localspec.drafters.base import Drafter, Plan, Proposer
-from localspec.rounds import Draft
+from localspec.errors import EngineError
+from localspec.rounds import Draft, DraftToken
 
 
 class DrafterGroup:
@@ -36,7 +37,7 @@ class DrafterGroup:
         try:
             while plan.room > 0:
                 for drafter in self.drafters:
-                    guesses = drafter.draft(tokens, plan, proposer)
+                    guesses = _legal(drafter.draft(tokens, plan, proposer), proposer)
                     if guesses:
                         break
                 else:
@@ -44,7 +45,7 @@ class DrafterGroup:
                 for guess in guesses:
                     draft.append(guess)
                     tokens.append(guess.id)
-                    if guess.id in end_tokens:
+                    if proposer.extend(guess.id) or guess.id in end_tokens:
                         return draft
         finally:
             del tokens[settled:]
@@ -57,3 +58,15 @@ class DrafterGroup:
     def close(self) -> None:
         for drafter in self.drafters:
             drafter.close()
+
+
+def _legal(guesses: list[DraftToken], proposer: Proposer) -> list[DraftToken]:
+    """Guesses up to the first that the grammar forbids.
+
+    Dropping a guess for what it is leaves the law alone only if it was not sampled; a sample comes from a masked
+    distribution and cannot be forbidden.
+    """
+    n = proposer.n_legal([guess.id for guess in guesses]) if guesses else 0
+    if n < len(guesses) and guesses[n].dist is not None:
+        raise EngineError(f"the drafter {guesses[n].source} sampled a token that the grammar forbids")
+    return guesses[:n]

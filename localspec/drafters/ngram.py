@@ -97,6 +97,10 @@ class NgramDrafter(Drafter):
                 plan.nothing(self.source)
                 break
             token = found[0]
+            run = [*(guess.id for guess in guesses), token]
+            if proposer.n_legal(run) < len(run):
+                plan.nothing(self.source)
+                break
             confidence = self._hits.rate(_kind(*found[1:]))
             expected = plan.keep(self.source, confidence)
             if expected is None:
