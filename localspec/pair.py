@@ -28,6 +28,8 @@ from localspec.kv_memory import kv_shape
 from localspec.ledger import Ledger
 from localspec.rounds import Round
 from localspec.sampling import SamplingParams
+from localspec.structured.constraint import constraint_for
+from localspec.structured.drafter import GrammarDrafter
 from localspec.text import TextAssembler
 
 log = logging.getLogger("localspec")
@@ -326,16 +328,20 @@ class Pair:
         ``drafters`` and ``prediction``: see ``drafters_for``.
         """
         chosen = self.drafters_for(drafters, prediction)
-        controller = self._last = self.controller(draft_length, params, chosen)
+        constraint = constraint_for(params, self.target.vocab)
+        forced = [GrammarDrafter(constraint, self.target.tokenize)] if constraint is not None and chosen else []
+        controller = self._last = self.controller(draft_length, params, [*chosen, *forced])
         plain = isinstance(controller, FixedController) and controller.length == 0
-        decoder = SpeculativeDecoder(self.context, [] if plain else chosen, controller)
+        decoder = SpeculativeDecoder(self.context, [] if plain else [*forced, *chosen], controller)
         contexts = self._contexts()
         for context in contexts:
             context.interrupted = cancelled
         try:
             on_prefilled(decoder.prefill(prompt, cancelled))
             text = TextAssembler(self.target.vocab, params.stop)
-            for round_ in decoder.rounds(prompt, params, text, cancelled=cancelled, n_logprobs=n_logprobs):
+            for round_ in decoder.rounds(
+                prompt, params, text, cancelled=cancelled, n_logprobs=n_logprobs, constraint=constraint
+            ):
                 round_.draft_texts = [self.token_text(token) for token in round_.draft.ids]
                 yield round_
         except Cancelled:
