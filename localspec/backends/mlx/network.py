@@ -15,6 +15,7 @@ import numpy as np
 from localspec.backends.base import Progress
 from localspec.backends.mlx.architecture import Architecture, common_arguments, find_architecture, read_attention
 from localspec.backends.mlx.header import Header
+from localspec.backends.mlx.library import defer_mlx_lm
 from localspec.backends.mlx.placement import ROPE_TENSORS, fill
 from localspec.backends.mlx.rope import Rope, RopeScaling
 from localspec.backends.mlx.weights import Format
@@ -130,6 +131,7 @@ def _load(file: GGUFFile, compute_dtype: str | None, progress: Progress | None) 
     header.ignore(architecture.ignored)
     header.refuse_unread()
 
+    defer_mlx_lm()
     models = import_module(f"mlx_lm.models.{architecture.module}")
     args = models.ModelArgs.from_dict(arguments)
     _check_head_size(header, architecture, args)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import mlx.core as mx
@@ -156,7 +156,7 @@ def _put(
         owner[place.parameter] = stored.weight
     else:
         _replace(module, place.path, _packed(owner, stored))
-    return stored.format
+    return replace(stored.format, parameter=place.full)
 
 
 def _minus_one(stored: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -28,6 +28,7 @@ class Format:
         dtype: of the numbers, or of scales and biases: ``float32``, ``float16`` or ``bfloat16``.
         exact: whether it holds the file's values to the last bit.
         n_bytes: bytes in memory.
+        parameter: the path of the model's parameter that holds it.
     """
 
     ggml_type: str
@@ -36,6 +37,7 @@ class Format:
     dtype: str
     exact: bool
     n_bytes: int
+    parameter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
