@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -30,7 +32,21 @@ class Server:
     def service(self) -> Service:
         return self.runner.service
 
-    def wait_idle(self, seconds: float = 10.0) -> None:
+    def ask(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, dict[str, str], bytes]:
+        """A request by the standard library: (status, headers in lower case, body). Text and bytes go as they are."""
+        headers = {"Content-Type": "application/json"} | (headers or {})
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            connection.request(method, path, data, {name: value for name, value in headers.items() if value})
+            response = connection.getresponse()
+            return response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
+        finally:
+            connection.close()
+
+    def wait_idle(self, seconds: float = 60.0) -> None:
         """Until nothing runs and nobody waits, in the server and in the engine."""
         turns, llm = self.service.turns, self.service.llm
         end = time.monotonic() + seconds

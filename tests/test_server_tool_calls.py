@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -132,7 +133,7 @@ def read(text: str, cuts: list[int]) -> tuple[str, list[tuple[str, Any]]]:
     """Text and calls, with the text fed in pieces."""
     reader = ToolCallReader(TOOLS)
     bounds = [0, *sorted(cuts), len(text)]
-    pieces = [piece for a, b in zip(bounds, bounds[1:], strict=False) for piece in reader.push(text[a:b])]
+    pieces = [piece for a, b in pairwise(bounds) for piece in reader.push(text[a:b])]
     pieces += reader.finish()
     said, calls, ids = "", [], set()
     for piece in pieces:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from localspec.server.disconnects import while_connected
-from localspec.server.errors import ApiError, as_api_error, log_failure
+from localspec.server.errors import as_api_error, log_failure
 
 KEEP_ALIVE_SECONDS = 10.0
 
@@ -44,6 +44,7 @@ class EventStream(Response):
         self._events = events
         self._ending = ending
         self._begun = False
+        self._ended = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -56,7 +57,8 @@ class EventStream(Response):
             if not self._begun:
                 await refusal.response()(scope, receive, send)
                 return
-            await self._send_error(send, refusal)
+            if not self._ended:
+                await send({"type": "http.response.body", "body": event(refusal.as_dict()), "more_body": False})
 
     async def _send_all(self, send: Send) -> None:
         queue: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue()
@@ -65,7 +67,9 @@ class EventStream(Response):
         try:
             while True:
                 try:
-                    item = await asyncio.wait_for(queue.get(), KEEP_ALIVE_SECONDS)
+                    # Not wait_for: in Python 3.11 it swallows a cancellation when an item is there as well.
+                    async with asyncio.timeout(KEEP_ALIVE_SECONDS):
+                        item = await queue.get()
                 except TimeoutError:
                     item = b": waiting\n\n"
                 if item is None:
@@ -75,6 +79,7 @@ class EventStream(Response):
                 await self._begin(send)
                 await send({"type": "http.response.body", "body": item, "more_body": True})
             await self._begin(send)
+            self._ended = True
             await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
         finally:
             reader.cancel()
@@ -96,6 +101,3 @@ class EventStream(Response):
         if not self._begun:
             self._begun = True
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-
-    async def _send_error(self, send: Send, error: ApiError) -> None:
-        await send({"type": "http.response.body", "body": event(error.as_dict()), "more_body": False})

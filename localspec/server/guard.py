@@ -141,7 +141,7 @@ class Guard:
     def _check_key(self, headers: Headers) -> None:
         assert self._key is not None
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("utf-8", "replace"), self._key):
+        if scheme.lower() == "bearer" and hmac.compare_digest(given.strip(" \t").encode("latin-1"), self._key):
             return
         message = "this server needs an API key: send it as Authorization: Bearer KEY"
         if given:

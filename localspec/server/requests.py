@@ -186,7 +186,8 @@ def _params(fields: Fields, served: Served) -> SamplingParams:
     try:
         return replace(served.params, **{name: value for name, value in given.items() if value is not None})
     except UsageError as error:
-        param = next((name for name in given if str(error).startswith(name)), None)
+        formats = [name for name in ("response_format", "grammar") if given.get(name) is not None]
+        param = next((name for name in given if str(error).startswith(name)), formats[0] if formats else None)
         raise invalid(str(error), param) from None
 
 
