@@ -17,7 +17,11 @@ CALIBRATED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24)
 WIDE = 64
 """A width at which the engines' kernels for many tokens are at work: what reading a text costs, per token."""
 
-_FORMAT = 4
+NOISY = 1.15
+"""Passes whose median is this many times their minimum were disturbed: another program had the CPU."""
+
+_MAX_DISTURBED = 3
+_FORMAT = 5
 
 
 @dataclass(slots=True)
@@ -35,6 +39,7 @@ class PassTimes:
         growth: relative increase per token in the memory: its bytes in the KV cache over the bytes of the weights.
         n_past: tokens in the memory now.
         scale, slope, trim, beyond: the corrections; 1 is none.
+        noisy: whether the calibration was disturbed.
     """
 
     base: dict[int, float]
@@ -44,6 +49,7 @@ class PassTimes:
     slope: float = 1.0
     beyond: float = 1.0
     trim: dict[int, float] = field(default_factory=dict)
+    noisy: bool = False
     _n_observed: int = 0
     _drift: float = 0.0
 
@@ -101,10 +107,13 @@ def calibrate(
 ) -> PassTimes:
     """Measure t(w) on a context.
 
+    Other programs can only make a pass longer, so the shortest of the repeats counts; where the repeats differ much,
+    there are up to three times as many.
+
     Args:
         context: used and left empty.
         tokens: any ordinary text's token ids; the first part fills the context, the rest is what is timed.
-        repeats: timed passes per width; the median counts.
+        repeats: timed passes per width.
         tick: called between passes (for progress); whatever it raises ends the calibration.
     """
     widths = [w for w in CALIBRATED_WIDTHS if w + 8 <= context.n_ctx]
@@ -116,15 +125,23 @@ def calibrate(
     samples: dict[int, list[float]] = {width: [] for width in [*widths, *wide]}
     context.decode(tokens[fill : fill + 2])  # the first pass of a kind allocates
     context.truncate(fill)
-    for repeat in range(repeats):
-        for width in widths if repeat else [*widths, *wide]:  # a wide pass takes long, and is less noisy
+    for repeat in range(3 * repeats):
+        if repeat >= repeats and not _is_noisy(samples):
+            break
+        for width in widths if repeat > 1 else [*widths, *wide]:  # a wide pass takes long, and is less noisy
             tick()
             started = time.perf_counter()
             context.decode(tokens[fill : fill + width])
             samples[width].append((time.perf_counter() - started) * 1e3)
             context.truncate(fill)
     context.truncate(0)
-    return PassTimes({width: statistics.median(times) for width, times in samples.items()})
+    times = PassTimes({width: min(times) for width, times in samples.items()})
+    times.noisy = _is_noisy(samples)
+    return times
+
+
+def _is_noisy(samples: dict[int, list[float]]) -> bool:
+    return sum(map(statistics.median, samples.values())) > NOISY * sum(map(min, samples.values()))
 
 
 class CalibrationCache:
@@ -137,18 +154,32 @@ class CalibrationCache:
         self._ledger = Ledger(folder, _FORMAT)
 
     def get(self, key: Key) -> PassTimes | None:
-        """The stored curve, or None when there is none, it cannot be read, or it was found not to fit any more."""
+        """The stored curve; None where there is none, it cannot be read, or was found not to fit any more.
+
+        One that was disturbed is ``noisy``: measure again, and ``put`` keeps the best of both.
+        """
+        stored = self._ledger.get(key) or {}
         try:
-            base = {int(width): float(ms) for width, ms in (self._ledger.get(key) or {})["ms"].items()}
+            base = {int(width): float(ms) for width, ms in stored["ms"].items()}
+            n_disturbed = int(stored.get("disturbed", 0))
         except (ValueError, KeyError, TypeError, AttributeError):
             return None
         if 1 not in base or any(not (math.isfinite(ms) and ms > 0) for ms in base.values()):
             return None
-        return PassTimes(base)
+        return PassTimes(base, noisy=0 < n_disturbed < _MAX_DISTURBED)
 
     def put(self, key: Key, times: PassTimes) -> None:
-        """Store a curve; a full or read-only disk only means that it is measured again next time."""
-        self._ledger.put(key, {"ms": {str(width): round(ms, 4) for width, ms in times.base.items()}})
+        """Store a curve; a full or read-only disk only means that it is measured again next time.
+
+        Of disturbed measurements the shortest times are kept, and after three that is taken for the machine's nature.
+        """
+        known, n_disturbed = self.get(key), 0
+        if times.noisy:
+            n_disturbed = 1
+            if known is not None and known.noisy:
+                n_disturbed += int((self._ledger.get(key) or {})["disturbed"])
+                times.base = {width: min(ms, known.base.get(width, ms)) for width, ms in times.base.items()}
+        self._ledger.put(key, {"ms": {str(w): round(ms, 4) for w, ms in times.base.items()}, "disturbed": n_disturbed})
 
     def drop(self, key: Key) -> None:
         """Forget a curve, so that it is measured again at the next load."""

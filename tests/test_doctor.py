@@ -276,6 +276,7 @@ def rewrite_curves(change: Callable[[int, float], float]) -> int:
         stored = json.loads(path.read_text())
         curve = stored["value"]["ms"]
         stored["value"]["ms"] = {width: change(int(width), ms) for width, ms in curve.items()}
+        stored["value"]["disturbed"] = 0  # what was disturbed is measured again at the next load
         path.write_text(json.dumps(stored))
     return len(paths)
 
@@ -300,6 +301,7 @@ def test_calibrate_remakes_the_calibration(doctor: Doctor, tiny: TinyFiles) -> N
         old, new = (found["pair"]["cost"][model] for found in (wrong, right))
         old, new = (each[0] if isinstance(each, list) else each for each in (old, new))
         assert new["ms"]["1"] < old["ms"]["1"] / 20
+    rewrite_curves(lambda width, ms: ms)
     _, kept = doctor.json(*arguments)
     assert kept["pair"]["cost"]["target"]["ms"] == right["pair"]["cost"]["target"]["ms"]
 
