@@ -16,7 +16,7 @@ from typing import Any
 
 from localspec.bench.markdown import table
 from localspec.bench.record import Record, Sample
-from localspec.bench.remarks import has_doubts
+from localspec.bench.remarks import doubts
 from localspec.bench.results import ALL, Ratios, analyse, by_question, speedups
 from localspec.bench.screen import BenchScreen
 from localspec.bench.statistics import DRAWS, LEVEL, Estimate, estimate, estimate_quotient, middle, range_level
@@ -95,13 +95,12 @@ def comparison(a: Record, b: Record, names: tuple[str, str]) -> Comparison:
     n_overall = sum(category == ALL for _, category, *_ in measured)
     levels = tuple(1.0 - (1.0 - LEVEL) / max(1, n) for n in (n_overall, len(measured) - n_overall))
     lines = [_line(*each, levels[each[1] != ALL]) for each in measured]
-    doubts = [
-        f"{name}: {remark}"
-        for name, record in zip(names, (a, b), strict=True)
-        if has_doubts(record, analyse(record).drift)
-        for remark in analyse(record).remarks
+    why = [
+        f"{letter}: {remark}"
+        for letter, record in zip("AB", (a, b), strict=True)
+        for remark in doubts(record, analyse(record).drift)
     ]
-    return Comparison(names, (title(a), title(b)), list(_differences(a, b)), doubts, (levels[0], levels[1]), lines)
+    return Comparison(names, (title(a), title(b)), list(_differences(a, b)), why, (levels[0], levels[1]), lines)
 
 
 def _engines(a: Record, b: Record) -> list[tuple[str, str]]:

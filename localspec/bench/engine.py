@@ -12,6 +12,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from localspec.bench.record import Engine, ModelFile, Sample
 from localspec.cost_model import PassTimes, calibrate
 from localspec.doctor.costs import WIDTHS, Watch
 from localspec.drafters.ngram import NgramDrafter
-from localspec.errors import ModelFileError
+from localspec.errors import ModelFileError, PromptTooLong
 from localspec.gguf_file import GGUFFile
 from localspec.home import home
 from localspec.kv_memory import kv_shape
@@ -131,7 +132,10 @@ class EngineUnderTest:
         """Decode a little in every arm: the first pass of a width allocates."""
         for arm in self.arms:
             self.llm._call(partial(self._become, arm))
-            self._answer([{"role": "user", "content": _WARM_UP}], SamplingParams(max_tokens=8, ignore_eos=True), arm)
+            with suppress(PromptTooLong):  # a very small context
+                self._answer(
+                    [{"role": "user", "content": _WARM_UP}], SamplingParams(max_tokens=8, ignore_eos=True), arm
+                )
         self.forget()
 
     def n_tokens(self, question: Question) -> int:

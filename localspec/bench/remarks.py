@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 def remarks(record: Record, rows: Sequence[Row], drift: Sequence[Drift]) -> list[str]:
     """In sentences, the gravest first."""
-    return [*_ending(record), *_machine(record), *_drifting(drift), *_clock(record), *_thin(record, rows)]
+    return [*_ending(record), *doubts(record, drift), *_thin(record, rows)]
 
 
-def has_doubts(record: Record, drift: Sequence[Drift]) -> bool:
-    """Whether something about the machine makes the timings doubtful."""
-    return any(True for _ in (*_machine(record), *_drifting(drift), *_clock(record)))
+def doubts(record: Record, drift: Sequence[Drift]) -> list[str]:
+    """Those that make timings doubtful: what the machine was like."""
+    return [*_machine(record), *_drifting(drift), *_clock(record)]
 
 
 def _ending(record: Record) -> Iterator[str]:

@@ -247,10 +247,10 @@ class Run:
 
     def _ask(self, subjects: Sequence[EngineUnderTest], record: Record) -> Ending:
         mode, settings = self.plan.mode, record.settings
+        questions = self._that_fit(subjects, record)
         self._progress.report("warming up", None)
         for subject in subjects:
             subject.warm_up()
-        questions = self._that_fit(subjects, record)
         todo = list(blocks(questions, mode.repeats))
         clock = Clock(self._began, None if mode.minutes is None else mode.minutes * 60, len(todo))
         done = {sample.key for sample in record.samples}
