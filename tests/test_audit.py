@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -57,6 +58,7 @@ def warm_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _warm(warm_home: Path, isolated_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCALSPEC_HOME", str(warm_home))
+    monkeypatch.setattr("localspec.sampling.secrets.randbits", random.Random(5).getrandbits)
 
 
 @contextmanager
@@ -536,7 +538,7 @@ def options_for(tiny: TinyFiles, **sampling: Any) -> RunOptions:
 
 
 FIELDS = (
-    "format version lossless verdict interrupted model backend engine draft settings seconds noise arms memory "
+    "format version lossless verdict interrupted model backend engine draft exact settings seconds noise arms memory "
     "sensitivity verification_law decoding_law ties rechecked defects"
 )
 
@@ -574,7 +576,7 @@ def test_a_defect_is_exit_status_1(
     assert verify_command(options_for(tiny), prompts=1, quick=True) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].startswith("NOT lossless here: ")
-    assert any(line.startswith("DEFECT (decision)") for line in lines)
+    assert any(line.split()[:2] == ["✗", "decision"] for line in lines)
 
 
 def test_ctrl_c_prints_what_was_checked(tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ class Audit:
             backend=self.target.backend,
             engine=self.target.engine,
             draft=self.pair.draft_names,
+            exact=self.noise.exact,
             settings=self._settings(len(questions)),
         )
         self._total = sum(self._expected_ms(tokens) for _, tokens in questions) + self._law_ms
@@ -174,19 +175,18 @@ class Audit:
         drafters = self.pair._drafters
         everybody = [*drafters, self.adversary]
         models = [each for each in drafters if isinstance(each, DraftModelDrafter)]
-        how = f"temperature {params.temperature:g}"
         fresh = replace(params, seed=None)
         if number % 3 == 2 and drafters:
             length = self.options.draft_length
-            yield Arm(f"{_names(drafters)} ×{length}, {how}", drafters, self.pair.controller(length, fresh)), fresh
+            yield Arm(f"{_names(drafters)} ×{length}", drafters, self.pair.controller(length, fresh)), fresh
         else:
             # A draft model samples its guesses; everybody else guesses deterministically, as the adversary always does.
             asked: list[Drafter] = everybody
             if models:
                 asked = [HotDraftModel(models[0].context) if number % 3 else models[0]]
-            yield Arm(f"{_names(asked)} ×{SAMPLED_LENGTH}, {how}", asked, FixedController(SAMPLED_LENGTH)), fresh
+            yield Arm(f"{_names(asked)} ×{SAMPLED_LENGTH}", asked, FixedController(SAMPLED_LENGTH)), fresh
         seeded = replace(params, max_tokens=self.options.n_tokens, seed=((params.seed or 11) + number) % 2**63)
-        arm = Arm(f"{_names(everybody)} ×{SAMPLED_LENGTH}, {how}, seeded", everybody, FixedController(SAMPLED_LENGTH))
+        arm = Arm(f"{_names(everybody)} ×{SAMPLED_LENGTH}, seeded", everybody, FixedController(SAMPLED_LENGTH))
         yield arm, seeded
 
     def _verification_law(self) -> verification_law.VerificationLaw | None:

@@ -40,9 +40,12 @@ ABOUT_ROWS = {
     "sharper": "the text is too likely, as if the temperature were lower by a fifth",
     "flatter": "the text is too unlikely, as if the temperature were higher by a quarter",
 }
-SUSPICIONS = {
-    f"{name} ({rule})": words.format(rule) for rule in (SAMPLED, FIXED) for name, words in ABOUT_GUESSES.items()
-} | ABOUT_ROWS
+ON_Q = f"accepted on q ({SAMPLED})"
+SUSPICIONS = (
+    {f"{name} ({rule})": words.format(rule) for rule in (SAMPLED, FIXED) for name, words in ABOUT_GUESSES.items()}
+    | {ON_Q: "a sampled guess is accepted with the draft's probability for it, not by p / q"}
+    | ABOUT_ROWS
+)
 """What the bettors suspect. The two rules of verification are code of their own, so each has bettors of its own."""
 
 MIXTURES = {"": 0.5, " a little": 0.05}
@@ -170,6 +173,8 @@ def _suspected(p: Distribution, guess: Distribution | None, before: Distribution
         if rest.sum() > 1e-9:
             laws["avoided" + rule] = 0.5 * probs + 0.5 * rest / rest.sum()
         laws["no residual" + rule] = overlap + (1 - overlap.sum()) * probs
+        if len(guess.ids) > 1 and rest.sum() > 1e-9:
+            laws[ON_Q] = q * q + (1 - (guess.probs**2).sum()) * rest / rest.sum()
     if before is not None:
         earlier = _on_support(before, p)
         for suffix, share in MIXTURES.items():

@@ -11,6 +11,7 @@ without another version):
 ``settings``              ``prompts, tokens`` (longest answer), ``draft_length, longest_draft``, ``sampling`` (the chain
                           of the laws)
 ``seconds``               wall time of the audit, without loading
+``exact``                 whether the engine claims that the width of a pass changes nothing, so that the bound is 0
 ``noise``                 ``rows, widths, median, largest, bound, gap_bound`` (logits), ``mean_kl, mean_kl_limit``
                           (nats), ``argmax_flips, false_alarm``
 ``arms[]``                ``arm, sampled, answers, complete, tokens, rounds, drafted, accepted, widths, rejected_at,
@@ -53,6 +54,7 @@ class Report:
     backend: str
     engine: str
     draft: list[str]
+    exact: bool
     settings: dict[str, Any]
     interrupted: bool = False
     seconds: float = 0.0
@@ -158,6 +160,7 @@ class Report:
             "backend": self.backend,
             "engine": self.engine,
             "draft": self.draft,
+            "exact": self.exact,
             "settings": self.settings,
             "seconds": round(self.seconds, 2),
             "noise": self.noise,
