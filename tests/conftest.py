@@ -20,7 +20,7 @@ from tests import ggufs
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-ENGINES = ("llama-cpp", "ik-llama", "reference")
+ENGINES = ("llama-cpp", "ik-llama", "mlx", "reference")
 
 REAL_MODELS = {
     "qwen2.5-coder-1.5b": "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
