@@ -1,4 +1,4 @@
-"""``localspec bench`` as a person and a script run it, on tiny models: samples, outputs, Ctrl-C, resuming, bad input."""
+"""``localspec bench`` as people and scripts run it, on tiny models: samples, outputs, Ctrl-C, resuming, bad files."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from xml.etree import ElementTree
 import pytest
 
 from localspec.__main__ import run
-from localspec.bench import record as record_module
 from localspec.bench import results as results_module
-from localspec.bench.record import Record, read_record, to_json
+from localspec.bench import storage
+from localspec.bench.record import Record
 from localspec.bench.results import analyse
+from localspec.bench.storage import read_record, to_json
 from localspec.doctor import power
 from tests.conftest import TinyFiles, open_backend
 
@@ -531,7 +532,7 @@ def test_a_disk_that_refuses_is_one_line(
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(record_module.os, "replace", refuse)
+    monkeypatch.setattr(storage.os, "replace", refuse)
     status, _, errors = bench("show", made / "run.json", "--svg", tmp_path / "plot.svg")
     assert status == 1
     assert "No space left" in errors

@@ -11,11 +11,16 @@ from typing import Any
 
 from localspec.bench import questions, schedule
 from localspec.bench.arms import parse_arms
-from localspec.bench.record import Record, RecordError, read_record, to_json, write, write_record
+from localspec.bench.charts import speedup_file
+from localspec.bench.compare import comparison, comparison_json, comparison_markdown, print_comparison
+from localspec.bench.markdown import markdown
+from localspec.bench.page import render
+from localspec.bench.record import Record
 from localspec.bench.results import Results, analyse
 from localspec.bench.runner import Plan, Run
 from localspec.bench.schedule import Mode
 from localspec.bench.screen import BenchScreen
+from localspec.bench.storage import RecordError, read_record, to_json, write, write_record
 from localspec.errors import UsageError
 from localspec.options import RunOptions, check_text
 from localspec.progress import Progress
@@ -152,8 +157,6 @@ def show_command(words: Sequence[str], outputs: Outputs) -> int:
 
 def compare_command(words: Sequence[str], outputs: Outputs) -> int:
     """Set two stored runs against each other."""
-    from localspec.bench.compare import comparison, comparison_json, comparison_markdown, print_comparison
-
     if len(words) != 2:
         raise UsageError("bench compare takes two files of bench --json: what was, and what is to be compared with it")
     if outputs.html or outputs.svg:
@@ -170,10 +173,6 @@ def compare_command(words: Sequence[str], outputs: Outputs) -> int:
 
 def deliver(record: Record, outputs: Outputs) -> None:
     """Write the files that were asked for, and print the table unless one of them is standard output."""
-    from localspec.bench.charts import speedup_file
-    from localspec.bench.markdown import markdown
-    from localspec.bench.page import render
-
     if not record.samples:
         raise RecordError("nothing was measured in this run")
     results = analyse(record)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 from localspec.bench.record import Record
-from localspec.bench.results import ALL, Results
+from localspec.bench.results import ALL, Position, Results
 from localspec.bench.words import (
     arm_name,
     ending,
@@ -138,10 +138,8 @@ def _acceptance(record: Record, results: Results) -> Iterator[str]:
         )
 
 
-def _source(found: object) -> str:
-    from localspec.bench.results import Position
-
-    return f"{found.accepted} of {found.drafted}" if isinstance(found, Position) else "–"
+def _source(found: Position | None) -> str:
+    return f"{found.accepted} of {found.drafted}" if found is not None else "–"
 
 
 def _passes(record: Record, results: Results) -> Iterator[str]:

@@ -12,6 +12,12 @@ from localspec.bench.schedule import needed_for_an_interval
 if TYPE_CHECKING:
     from localspec.bench.results import Drift, Row
 
+BUSY = 0.10
+"""Share of the CPUs' time in others' hands from which an answer counts as disturbed."""
+
+DRIFT = 0.05
+"""Change of plain decoding's speed, from the first third of a run to the last, that is worth a remark."""
+
 
 def remarks(record: Record, rows: Sequence[Row], drift: Sequence[Drift]) -> list[str]:
     """In sentences, the gravest first."""
@@ -35,8 +41,6 @@ def _ending(record: Record) -> Iterator[str]:
 
 
 def _machine(record: Record) -> Iterator[str]:
-    from localspec.bench.results import BUSY
-
     shares = [sample.others_share for sample in record.samples if sample.others_share is not None]
     disturbed = sum(share > BUSY for share in shares)
     if shares and disturbed > len(shares) / 10:
@@ -63,8 +67,6 @@ def _machine(record: Record) -> Iterator[str]:
 
 
 def _drifting(drift: Sequence[Drift]) -> Iterator[str]:
-    from localspec.bench.results import DRIFT
-
     for each in drift:
         name = f" with {each.backend}" if len(drift) > 1 else ""
         if each.change is None or each.noise is None:

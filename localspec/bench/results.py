@@ -11,18 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from localspec.bench.record import Engine, Record, Sample
+from localspec.bench.remarks import remarks
 from localspec.bench.statistics import Estimate, Reliability, estimate, middle, reliability
 from localspec.cost_model import PassTimes
 from localspec.doctor.payoff import LENGTHS, break_even
 
 ALL = "all"
 """The row over all categories."""
-
-BUSY = 0.10
-"""Share of the CPUs' time in others' hands from which an answer counts as disturbed."""
-
-DRIFT = 0.05
-"""Change of plain decoding's speed, from the first third of a run to the last, that is worth a remark."""
 
 Ratios = dict[str, list[float]]
 
@@ -187,8 +182,6 @@ class Results:
 
 def analyse(record: Record) -> Results:
     """Draw the conclusions."""
-    from localspec.bench.remarks import remarks
-
     samples = record.samples
     categories = list(dict.fromkeys(sample.category for sample in samples))
     groups = {ALL: samples} | {name: [s for s in samples if s.category == name] for name in categories}

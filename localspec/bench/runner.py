@@ -18,7 +18,7 @@ from localspec.bench import conditions
 from localspec.bench.arms import Arm
 from localspec.bench.engine import EngineUnderTest, Stopped
 from localspec.bench.questions import Question
-from localspec.bench.record import Ending, Record, RecordError, Session, Settings
+from localspec.bench.record import Ending, Record, Session, Settings
 from localspec.bench.results import speedups
 from localspec.bench.schedule import (
     Block,
@@ -30,6 +30,7 @@ from localspec.bench.schedule import (
     time_text,
     turns,
 )
+from localspec.bench.storage import RecordError
 from localspec.catalog import Catalog
 from localspec.doctor import machine, power
 from localspec.doctor.costs import Watch
@@ -140,14 +141,17 @@ class Run:
                 except Stopped:
                     record.ended = "interrupted"
             self._progress.clear()
-        session.seconds = round(time.monotonic() - self._began, 1)
+        self._note_time(session)
         session.on_battery = session.on_battery or power.on_battery()
         session.throttled = power.throttled(throttle, power.throttle_count())
-        session.peak_memory_bytes = conditions.peak_memory_bytes()
         if not record.samples:
             return None
         self.plan.save(record)
         return record
+
+    def _note_time(self, session: Session) -> None:
+        session.seconds = round(time.monotonic() - self._began, 1)
+        session.peak_memory_bytes = conditions.peak_memory_bytes()
 
     def _stop_now(self) -> None:
         self._stop.set()
@@ -267,6 +271,7 @@ class Run:
                     return "time"
                 self._block(block, wanted, record, clock, number)
                 clock.add(time.monotonic() - began)
+                self._note_time(record.sessions[-1])
                 self.plan.save(record)
             pairs = [(backend, arm) for backend in settings.backends for arm in settings.arms if arm != "plain"]
             found = speedups(record.samples)

@@ -7,6 +7,7 @@ from localspec.bench.results import ALL, Results, Row
 from localspec.bench.schedule import time_text
 from localspec.bench.statistics import Estimate
 from localspec.repl.status import short_name
+from localspec.sources.base import size_text
 
 
 def times_text(value: float | None) -> str:
@@ -39,7 +40,8 @@ def slower_text(row: Row) -> str:
 
 def arm_name(record: Record, backend: str, arm: str) -> str:
     """An arm, with its engine where there are several."""
-    return f"{backend} {arm}" if len(record.settings.backends) > 1 else arm
+    name = f"fixed {arm}" if arm.isdigit() else arm
+    return f"{backend} {name}" if len(record.settings.backends) > 1 else name
 
 
 def title(record: Record) -> str:
@@ -52,7 +54,8 @@ def scope(record: Record, results: Results) -> str:
     settings = record.settings
     questions = len({sample.question for sample in record.samples})
     repeats = max(sample.repeat for sample in record.samples) + 1
-    how = ", ".join(f"{name} {value}" for name, value in settings.sampling.items()) or "greedy"
+    given = {name: value for name, value in settings.sampling.items() if settings.sampling.get("temperature")}
+    how = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in given.items()) or "greedy"
     parts = [
         f"{questions} question{'s' * (questions != 1)}"
         + (f" of {len(results.categories)} categories" if results.categories else ""),
@@ -116,8 +119,6 @@ def engines_text(record: Record) -> str:
 
 def memory_text(record: Record) -> str:
     """Weights, contexts and the peak, in a line."""
-    from localspec.sources.base import size_text
-
     models = [model for engine in record.engines for model in engine.models]
     weights, kv = sum(model.bytes for model in models), sum(model.kv_bytes for model in models)
     peaks = [session.peak_memory_bytes for session in record.sessions if session.peak_memory_bytes]
