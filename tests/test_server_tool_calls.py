@@ -175,7 +175,7 @@ def test_what_is_no_call_is_text(text: str) -> None:
         assert read(text, cuts) == (text, [])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.text(alphabet='<tool_call>{}[]"name:,argumentsTOOL_CALLS/` \n', max_size=60), st.data())
 def test_no_text_is_lost_and_cuts_never_matter(text: str, data: st.DataObject) -> None:
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
