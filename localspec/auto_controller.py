@@ -115,10 +115,10 @@ class AutoController(Controller):
     """An answer must have come this far before a draft model reads the prompt: many are shorter, and how certain the
     target is of its first tokens foretells, for nothing, how the draft will fare."""
 
-    FORGIVEN_TOKENS = 4.0
+    FORGIVEN_TOKENS = 6.0
     """What reading a prompt may cost that nothing was saved for yet, once a request, in the time of plain tokens."""
 
-    CAUTION = 3.0
+    CAUTION = 2.0
     """What reading a prompt is expected to save must be this many times its cost: answers end early, and texts whose
     guesses would be right rarely are foretold too well."""
 
