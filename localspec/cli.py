@@ -481,6 +481,7 @@ def bench(
         ),
     ] = None,
     draft: Draft = None,
+    draft_backend: DraftBackend = None,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,

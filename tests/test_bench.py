@@ -370,7 +370,7 @@ def test_clock_heat_and_throttling_are_read(tmp_path: Path) -> None:
 # -- what a record says ------------------------------------------------------------------------------------------------
 
 SETTINGS = Settings(
-    model="m", draft=[], backends=["reference"], arms=["plain", "auto"], questions="own:report", categories=[],
+    model="m", draft=[], backends=["reference"], draft_backend=None, arms=["plain", "auto"], questions="own:report", categories=[],
     questions_sha256="0" * 64, max_tokens=10, sampling={}, ignore_eos=False, system=None, ctx=None, threads=None,
     gpu_layers=None, kv_cache="f16", light_draft=True, mode="default",
 )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +14,9 @@ from localspec.bench.page import render
 from localspec.bench.record import Engine, ModelFile, Record
 from localspec.bench.results import analyse
 from localspec.bench.svg import PALETTE, Scale, ticks
+from tests.browsing import PATIENCE, chromium
 from tests.test_bench import SETTINGS, answer, run_of, session
-from tests.test_replay_page import HOSTILE, NAMES, PATIENCE
+from tests.test_replay_page import HOSTILE
 
 ARMS = ["plain", "auto", "model:4"]
 
@@ -52,15 +52,8 @@ def write(path: Path, found: Record) -> Path:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """A headless Chromium; the tests are skipped where there is none."""
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (it is in the extra 'dev')")
-    program = next(filter(None, map(shutil.which, NAMES)), None)
-    if program is None:
-        pytest.skip(f"no Chromium here: none of {', '.join(NAMES)} is on the PATH")
-    with api.sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
+    with chromium() as running:
         yield running
-        running.close()
 
 
 class Opened:

@@ -48,15 +48,15 @@ def speedup_plot(record: Record, results: Results, *, heading: bool = False) -> 
     x = Scale(*_range(found), _LABELS, 544)
     bottom = top + height * len(categories)
     _legend(drawing, [arm_name(record, *arm) for arm in arms], _LABELS, top - 10)
+    if ALL in categories:
+        drawing.boxes([(0, top, 720, height)], "band")
     for tick in ticks(x.low, x.high):
-        drawing.line(x(tick), top, x(tick), bottom, "even" if tick == 1 else "grid")
+        drawing.line(x(tick), top, x(tick), bottom, "grid")
         drawing.text(x(tick), bottom + 16, f"×{label(tick)}", "mid muted")
     drawing.line(x(1), top, x(1), bottom, "even")
     drawing.text(x(1), bottom + 30, "plain", "mid muted")
     for i, category in enumerate(categories):
         y = top + i * height
-        if category == ALL:
-            drawing.boxes([(0, y, 720, height)], "band")
         drawing.text(4, y + height / 2 + 4, category, "strong" if category == ALL else "")
         for j, arm in enumerate(arms):
             row = rows.get((category, arm))

@@ -267,6 +267,7 @@ def _merged(options: RunOptions, then: Any) -> RunOptions:
         options,
         model=options.model or then.model,
         draft=options.draft or then.draft,
+        draft_backend=options.draft_backend or then.draft_backend,
         ctx=options.ctx or then.ctx,
         threads=options.threads or then.threads,
         gpu_layers=then.gpu_layers if options.gpu_layers is None else options.gpu_layers,

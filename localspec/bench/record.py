@@ -151,6 +151,7 @@ class Settings:
         model: as named on the command line.
         draft: ``--draft`` as given; empty is ``auto``.
         backends: engines, in the order asked for.
+        draft_backend: the engine for draft models; None: each target's own.
         arms: ``plain`` first.
         questions: ``own:report``, ``own:tuning``, or a file as named on the command line.
         categories: those that were named; empty: all.
@@ -166,6 +167,7 @@ class Settings:
     model: str
     draft: list[str]
     backends: list[str]
+    draft_backend: str | None
     arms: list[str]
     questions: str
     categories: list[str]
