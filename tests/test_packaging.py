@@ -55,7 +55,18 @@ PUBLIC = {
 }
 """Removing a name from here is a breaking change; adding one is a promise."""
 
-HEAVY = {"numpy", "gguf", "huggingface_hub", "llama_cpp", "ik_llama_cpp", "jinja2", "prompt_toolkit"}
+HEAVY = {
+    "numpy",
+    "gguf",
+    "huggingface_hub",
+    "llama_cpp",
+    "ik_llama_cpp",
+    "jinja2",
+    "prompt_toolkit",
+    "mlx",
+    "mlx_lm",
+    "transformers",
+}
 """Too slow to import for `localspec --help`."""
 
 
@@ -133,6 +144,26 @@ def test_exactly_one_engine_is_required_everywhere() -> None:
         chosen = [engine.name for engine in engines if engine.marker and engine.marker.evaluate(environment)]
         fits = (system, machine) in with_wheel and python == "cpython"
         assert chosen == ["ik-llama-cpp-python" if fits else "llama-cpp-python"], environment
+
+
+def test_the_mlx_extra_asks_for_mlx_where_there_are_builds_and_for_nothing_elsewhere() -> None:
+    requirements = [Requirement(line) for line in project()["optional-dependencies"]["mlx"]]
+    # Wheels: macOS 14 arm64 with Metal; manylinux_2_35 x86_64 and aarch64 for the CPU, by the extra of that name.
+    wanted = {
+        ("darwin", "arm64"): {"mlx", "mlx-lm"},
+        ("linux", "x86_64"): {"mlx[cpu]", "mlx-lm"},
+        ("linux", "aarch64"): {"mlx[cpu]", "mlx-lm"},
+    }
+    for system, machine in itertools.product(("linux", "darwin", "win32"), ("x86_64", "aarch64", "arm64", "AMD64")):
+        environment = {"sys_platform": system, "platform_machine": machine}
+        chosen = {
+            each.name + "".join(f"[{extra}]" for extra in each.extras)
+            for each in requirements
+            if each.marker and each.marker.evaluate(environment)
+        }
+        assert chosen == wanted.get((system, machine), set()), environment
+    (everything,) = (Requirement(line) for line in project()["optional-dependencies"]["all"])
+    assert everything.extras >= {"mlx", "llama-cpp"}
 
 
 def test_the_pinned_engine_is_the_one_the_binding_is_written_for() -> None:
