@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from localspec.logprobs import ScoredToken, TokenLogprobs
     from localspec.rounds import Draft, DraftToken, EmittedToken, Round, Span, SpecStats, Verdict
     from localspec.sampling import SamplingParams
+    from localspec.session import Session
     from localspec.stream import AsyncRoundStream, Reply, RoundStream
 
 __version__ = "0.1.0"
@@ -57,6 +58,7 @@ __all__ = [
     "RoundStream",
     "SamplingParams",
     "ScoredToken",
+    "Session",
     "SessionFileError",
     "Span",
     "SpecStats",
@@ -77,6 +79,7 @@ _HOMES = {
     ),
     **dict.fromkeys(("ScoredToken", "TokenLogprobs"), "localspec.logprobs"),
     "SamplingParams": "localspec.sampling",
+    "Session": "localspec.session",
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from localspec.errors import Cancelled, PromptTooLong, UsageError
@@ -24,7 +24,7 @@ class Request:
     """What is asked of a pair.
 
     Attributes:
-        prompt: text, messages or token ids.
+        prompt: text, messages or token ids; or what makes them when the request's turn comes.
         params: the sampling parameters.
         draft_length: ``auto``, or a number of tokens; 0 decodes plainly.
         n_logprobs: alternatives to name for every token; None names none and judges none.
@@ -32,7 +32,7 @@ class Request:
         drafters, prediction: see ``Pair.drafters_for``.
     """
 
-    prompt: Prompt
+    prompt: Prompt | Callable[[], Prompt]
     params: SamplingParams
     draft_length: DraftLength
     n_logprobs: int | None
@@ -64,7 +64,7 @@ def answer(request: Request, pair: Pair, encoder: PromptEncoder, job: Job) -> Re
     waited = time.monotonic() - job.submitted
     started = time.perf_counter()
     stats = SpecStats()
-    tokens = encoder.encode(request.prompt)
+    tokens = encoder.encode(request.prompt() if callable(request.prompt) else request.prompt)
     stats.prompt_tokens = len(tokens)
     text: list[str] = []
     emitted: list[EmittedToken] = []

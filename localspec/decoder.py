@@ -116,13 +116,13 @@ class SpeculativeDecoder:
             ]
             kinds.append((verdict.next_token, verdict.kind, "target"))
             emitted, spans, finish = [], [], None
-            for token, kind, source in kinds:
+            for i, (token, kind, source) in enumerate(kinds):
                 budget -= 1
                 ends = token in end_tokens
                 if not ends:
                     spans += text.push(token, kind, source)
                 whole = constraint.settle(token) if constraint else False
-                logprobs = None if n_logprobs is None else token_logprobs(rows[len(emitted)], token, n_logprobs)
+                logprobs = None if n_logprobs is None else token_logprobs(rows[i], token, n_logprobs)
                 emitted.append(EmittedToken(token, kind, source, "" if ends else text.token_text, logprobs))
                 finish = _finish_reason(ends or whole or text.stopped, budget)
                 if finish:

@@ -153,12 +153,10 @@ class FairQueue:
         """The next job, once there is one; None when the queue was closed and is empty."""
         with self._changed:
             while True:
-                if self._served is not None:
+                if self._served is not None and self._served[1]:
                     # Its conversation had its turn, and lines up behind those that came meanwhile.
-                    conversation, lane = self._served
-                    self._served = None
-                    if lane:
-                        self._lanes[conversation] = lane
+                    self._lanes[self._served[0]] = self._served[1]
+                self._served = None
                 if self._lanes:
                     conversation = next(iter(self._lanes))
                     lane = self._lanes.pop(conversation)
@@ -206,7 +204,7 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="localspec", daemon=True)
         self._thread.start()
 
-    def call(self, function: Callable[[], Any]) -> Any:
+    def call(self, function: Callable[[], Any], *, conversation: Hashable | None = None) -> Any:
         """Run a function on the thread, in its turn, and wait for what it returns.
 
         Raises:
@@ -220,7 +218,12 @@ class Worker:
         def work(job: Job) -> None:
             good.append(function())
 
-        job = Job(work, done.put, abandoned=lambda job: Cancelled("the LLM was closed before its turn came"))
+        job = Job(
+            work,
+            done.put,
+            abandoned=lambda job: Cancelled("the LLM was closed before its turn came"),
+            conversation=conversation,
+        )
         self.queue.put(job, bounded=False)
         try:
             error = wait_for(done)

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import queue
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from localspec.answering import Request, answer, score
+from localspec.asking import Asking
 from localspec.catalog import Catalog
 from localspec.errors import Cancelled, UsageError
-from localspec.jobs import Job, Worker, wait_for
+from localspec.jobs import Job, Worker
 from localspec.logprobs import ScoredToken, checked_top
 from localspec.pair import DraftLength, Pair, PairOptions, Report
-from localspec.prompts import Messages, Prompt, PromptEncoder
+from localspec.prefix_cache import DEFAULT_BYTES
+from localspec.prompts import Prompt, PromptEncoder
 from localspec.sampling import SamplingParams
-from localspec.stream import AsyncRoundStream, Reply, RoundStream, Submit
+from localspec.session import Session
+from localspec.session import load as load_session
+from localspec.stream import Reply, Submit, aresult_of, result_of
 from localspec.text import ChatTemplate
 from localspec.vocab import Vocab
 
 
-class LLM:
+class LLM(Asking[Prompt]):
     """A target model and its drafters, loaded and ready.
 
     One worker thread owns the engine; every method may be called from any thread. One request runs at a time, the
@@ -49,6 +52,9 @@ class LLM:
             compared at the first load, kept on disk. It cannot change what is said.
         draft_backend: the engine for draft models; None is ``backend``.
         remember: keep on disk how often guesses were right, for the next run.
+        prefix_cache_bytes: memory [bytes] that conversations other than the present one may take, so that going back to
+            one reads nothing again; least recently used out. A token takes what it takes in the context, in target and
+            draft: 40 KiB with Qwen2.5-Coder 1.5B and 0.5B at f16. 0 keeps none.
         max_queue: most requests that may wait (the one that runs not counted); beyond it a request raises
             ``QueueFull`` at once. None is any number.
         progress: called while loading, from the worker thread, with what is being done and the fraction done (or
@@ -74,6 +80,7 @@ class LLM:
         light_draft: bool = True,
         remember: bool = True,
         draft_backend: str | None = None,
+        prefix_cache_bytes: int = DEFAULT_BYTES,
         max_queue: int | None = None,
         progress: Report | None = None,
         cancel: threading.Event | None = None,
@@ -88,6 +95,7 @@ class LLM:
         options = PairOptions(
             backend, n_ctx, n_threads, n_gpu_layers, kv_cache_type, light_draft, remember, draft_backend
         )
+        cache_bytes = _checked_bytes(prefix_cache_bytes)
         self._worker = Worker(_checked_bound(max_queue))
         self._pair = self._load(path, _specs(draft), options, cancel or threading.Event())
         target = self._pair.target
@@ -98,6 +106,7 @@ class LLM:
         self.chat_defaults: dict[str, Any] = Catalog.load().chat_defaults(path)
         self._encoder = PromptEncoder(target, self.template)
         # Neither the worker nor this holds on to the LLM: dropped without close(), it gives its memory back too.
+        self._pair.prefix_cache.max_bytes = cache_bytes
         self._finalizer = weakref.finalize(self, _abandon, self._worker, self._pair, self._encoder)
         self._finalizer.atexit = False
 
@@ -115,7 +124,7 @@ class LLM:
         except BaseException:
             # Ctrl-C ends only the wait: the thread still loads. It notices at its next report, and leaves nothing.
             cancel.set()
-            self._worker.close(lambda: [pair.close() for pair in loaded], wait=False)
+            self._worker.close(lambda: _close_all(loaded), wait=False)
             raise
 
     def _report(self, cancel: threading.Event | None = None) -> Report:
@@ -186,7 +195,8 @@ class LLM:
     @property
     def busy(self) -> bool:
         """Whether a request runs now."""
-        return self._worker.running is not None
+        running = self._worker.running
+        return running is not None and running.state == "running"
 
     @property
     def max_queue(self) -> int | None:
@@ -244,89 +254,18 @@ class LLM:
         """How many tokens a prompt has, chat template included where it is a list of messages."""
         return len(self.encode(prompt))
 
-    # -- generating ----------------------------------------------------------------------------------------------
+    # -- generating (rounds, stream, chat, arounds, astream and achat are in Asking) ----------------------------
 
-    def rounds(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> RoundStream:
-        """Answer, round by round: the guesses and their fate.
-
-        >>> with llm.rounds(messages, params, draft_length=4, deadline=20.0) as rounds:
-        ...     for round_ in rounds:
-        ...         print([token.id for token in round_.draft], round_.verdict.n_accepted, round_.text)
-        >>> rounds.reply.stats["acceptance_rate"]
-
-        Args:
-            prompt: messages for the chat template, a string to continue as it is, or token ids.
-            params: sampling parameters; None is greedy.
-            speculate: False decodes plainly, in the same loop.
-            draft_length: overrides ``draft_length`` for this request.
-            deadline: seconds from now, waiting included, after which the request ends as if it had been closed: within
-                a round, ``finish_reason`` ``cancelled`` by ``deadline``. One that is late in the queue never runs.
-            conversation: anything hashable. Requests of one conversation run in order; conversations take turns. None
-                is a conversation of its own.
-            drafters: which of ``draft_names`` take part in this request; None is all.
-            prediction: a text that the answer is likely to repeat, such as the file to be edited: n-grams copy from it.
-            logprobs: judge every token of the answer: ``EmittedToken.logprobs`` holds its log-probability, and those of
-                this many most probable tokens (0 to 20). From the target's raw logits, see ``localspec.logprobs``.
-
-        Raises:
-            QueueFull: ``max_queue`` requests are waiting.
-            UsageError: an option makes no sense. What is wrong with the prompt is raised when the stream is read.
-            Closed: after ``close``.
-        """
-        return RoundStream(self._submitter(prompt, params, **options))
-
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Iterator[str]:
-        """Answer piece by piece: verified text only; options as in ``rounds``.
-
-        >>> for piece in llm.stream("Once upon a time", SamplingParams(max_tokens=64)):
-        ...     print(piece, end="", flush=True)
-        """
-        with self.rounds(prompt, params, **options) as rounds:
-            for round_ in rounds:
-                if round_.text:
-                    yield round_.text
-
-    def chat(self, messages: Messages | str, params: SamplingParams | None = None, **options: Any) -> Reply:
-        """Answer a conversation; options as in ``rounds``.
-
-        >>> llm.chat([{"role": "user", "content": "Name three rivers."}]).text
-        """
-        return self._wait(_messages(messages), params, options)
+    def _as_chat(self, question: Prompt | str) -> Prompt:
+        return [{"role": "user", "content": question}] if isinstance(question, str) else question
 
     def generate(self, text: str | Sequence[int], params: SamplingParams | None = None, **options: Any) -> Reply:
         """Continue a text as it is, without the chat template; options as in ``rounds``.
 
         >>> llm.generate("def fibonacci(n):", SamplingParams(max_tokens=80, stop=["\\n\\n"])).text
         """
-        return self._wait(text, params, options)
-
-    def _wait(self, prompt: Prompt, params: SamplingParams | None, options: dict[str, Any]) -> Reply:
-        with self.rounds(prompt, params, **options) as rounds:
+        with self.rounds(text, params, **options) as rounds:
             return rounds.reply
-
-    def arounds(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> AsyncRoundStream:
-        """As ``rounds``, for asyncio; leaving the loop or cancelling the task stops the engine within a round.
-
-        The request is queued by this call, so ``QueueFull`` comes from here.
-
-        >>> async with llm.arounds(messages, params) as rounds:
-        ...     async for round_ in rounds:
-        ...         print(round_.text, end="")
-        ...     reply = await rounds.reply()
-        """
-        return AsyncRoundStream(self._submitter(prompt, params, **options))
-
-    async def astream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> AsyncIterator[str]:
-        """As ``stream``, for asyncio."""
-        async with self.arounds(prompt, params, **options) as rounds:
-            async for round_ in rounds:
-                if round_.text:
-                    yield round_.text
-
-    async def achat(self, messages: Messages | str, params: SamplingParams | None = None, **options: Any) -> Reply:
-        """As ``chat``, for asyncio."""
-        async with self.arounds(_messages(messages), params, **options) as rounds:
-            return await rounds.reply()
 
     async def agenerate(self, text: str | Sequence[int], params: SamplingParams | None = None, **options: Any) -> Reply:
         """As ``generate``, for asyncio."""
@@ -359,15 +298,7 @@ class LLM:
             Cancelled: the deadline passed first.
             QueueFull, UsageError, Closed: as in ``rounds``.
         """
-        items: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        job = self._submit_scoring(items.put, prompt, top, deadline, conversation)
-        try:
-            found = wait_for(items, job)
-        finally:
-            job.cancel()
-        if isinstance(found, BaseException):
-            raise found
-        scored: list[ScoredToken] = found
+        scored: list[ScoredToken] = result_of(self._scorer(prompt, top, deadline, conversation))
         return scored
 
     async def alogprobs(
@@ -379,28 +310,60 @@ class LLM:
         conversation: Hashable | None = None,
     ) -> list[ScoredToken]:
         """As ``logprobs``, for asyncio."""
-        loop = asyncio.get_running_loop()
-        done: asyncio.Queue[Any] = asyncio.Queue()
-        job = self._submit_scoring(
-            lambda item: loop.call_soon_threadsafe(done.put_nowait, item), prompt, top, deadline, conversation
-        )
-        timer = None if deadline is None else loop.call_later(deadline, job.expire)
-        try:
-            found = await done.get()
-        finally:
-            job.cancel()
-            if timer is not None:
-                timer.cancel()
-        if isinstance(found, BaseException):
-            raise found
-        scored: list[ScoredToken] = found
+        scored: list[ScoredToken] = await aresult_of(self._scorer(prompt, top, deadline, conversation))
         return scored
+
+    # -- conversations -------------------------------------------------------------------------------------------
+
+    def session(self, system: str | None = None, params: SamplingParams | None = None) -> Session:
+        """A new conversation that remembers what was said; see ``Session``.
+
+        >>> session = llm.session(system="You are terse.", params=SamplingParams(temperature=0.7))
+        >>> session.chat("Name a river.").text
+        """
+        return Session(self, system, params)
+
+    def load_session(self, path: str | Path) -> Session:
+        """A conversation that ``Session.save`` wrote, ready to go on without reading it again.
+
+        What the models held is used if it comes from the same model file, engine and cache type and is whole; otherwise
+        ``Session.notice`` says in one line why not, and the next answer reads the conversation's text again.
+
+        Raises:
+            SessionFileError: the file is missing, foreign, from another version, or damaged in its text.
+        """
+        return load_session(self, Path(path))
+
+    async def aload_session(self, path: str | Path) -> Session:
+        """As ``load_session``, for asyncio."""
+        return await asyncio.to_thread(self.load_session, path)
+
+    @property
+    def prefix_cache_bytes(self) -> int:
+        """Bound of the memory that put-aside conversations may take [bytes]; 0 keeps none. Takes effect at once."""
+        return self._pair.prefix_cache.max_bytes
+
+    @prefix_cache_bytes.setter
+    def prefix_cache_bytes(self, value: int) -> None:
+        bound = _checked_bytes(value)
+
+        def change() -> None:
+            self._pair.prefix_cache.max_bytes = bound
+
+        self._call(change)
+
+    def cache_info(self) -> dict[str, int]:
+        """The prefix cache: ``entries``, ``bytes``, ``max_bytes``, ``hits``, ``stored``, ``evictions``."""
+        return self._pair.prefix_cache.info()
 
     # -- the worker ----------------------------------------------------------------------------------------------
 
-    def _submitter(
+    def _submitter(self, question: Prompt, params: SamplingParams | None, **options: Any) -> Submit:
+        return self._queue(question, params, **options)
+
+    def _queue(
         self,
-        prompt: Prompt,
+        question: Prompt | Callable[[], Prompt],
         params: SamplingParams | None,
         *,
         speculate: bool = True,
@@ -418,7 +381,7 @@ class LLM:
         n_logprobs = None if logprobs is None else checked_top(logprobs)
         if isinstance(prediction, str):
             prediction = self.tokenize(prediction)
-        request = Request(prompt, params, length, n_logprobs, self.model_name, drafters, prediction or ())
+        request = Request(question, params, length, n_logprobs, self.model_name, drafters, prediction or ())
 
         def submit(deliver: Callable[[Any], Any]) -> Job:
             job = Job(
@@ -433,24 +396,21 @@ class LLM:
 
         return submit
 
-    def _submit_scoring(
-        self,
-        deliver: Callable[[Any], Any],
-        prompt: Prompt,
-        top: int,
-        deadline: float | None,
-        conversation: Hashable | None,
-    ) -> Job:
+    def _scorer(self, prompt: Prompt, top: int, deadline: float | None, conversation: Hashable | None) -> Submit:
         n_top = checked_top(top)
-        job = Job(
-            lambda job: score(self._encoder.encode(prompt), n_top, self._pair, self._encoder, job),
-            deliver,
-            abandoned=lambda job: Cancelled(f"the request was cancelled by its {job.cancelled_by} while it waited"),
-            conversation=conversation,
-            deadline=deadline,
-        )
-        self._worker.queue.put(job)
-        return job
+
+        def submit(deliver: Callable[[Any], Any]) -> Job:
+            job = Job(
+                lambda job: score(self._encoder.encode(prompt), n_top, self._pair, self._encoder, job),
+                deliver,
+                abandoned=lambda job: Cancelled(f"the request was cancelled by its {job.cancelled_by} while it waited"),
+                conversation=conversation,
+                deadline=deadline,
+            )
+            self._worker.queue.put(job)
+            return job
+
+        return submit
 
     def _call(self, function: Callable[[], Any]) -> Any:
         """Run a function on the worker thread, in its turn, and wait for its result."""
@@ -482,6 +442,11 @@ class LLM:
         await self.aclose(cancel=kind is not None)
 
 
+def _close_all(pairs: Sequence[Pair]) -> None:
+    for pair in pairs:
+        pair.close()
+
+
 def _free(pair: Pair, encoder: PromptEncoder) -> None:
     encoder.close()
     pair.close()
@@ -496,13 +461,15 @@ def _close_if_loaded(loading: asyncio.Future[LLM]) -> None:
         loading.result()._finalizer()
 
 
-def _messages(messages: Messages | str) -> Messages:
-    return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-
-
 def _checked_bound(value: int | None) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
         raise UsageError(f"max_queue must be 0 or more, or None, not {value!r}")
+    return value
+
+
+def _checked_bytes(value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise UsageError(f"prefix_cache_bytes must be a number of bytes, 0 or more, not {value!r}")
     return value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from localspec.gguf_file import GGUFFile
 from localspec.home import home
 from localspec.kv_memory import kv_shape
 from localspec.ledger import Ledger
+from localspec.prefix_cache import PrefixCache
 from localspec.rounds import Round
 from localspec.sampling import SamplingParams
 from localspec.structured.constraint import constraint_for
@@ -73,6 +75,7 @@ class Pair:
         self._draft_choices = Ledger(home() / "drafts", 1)
         self._draft_times: dict[str, PassTimes] = {}
         self._last: Controller | None = None
+        self.prefix_cache = PrefixCache()
         backends.check_name(options.draft_backend or "auto")
         self.target = self._load(path, report)
         try:
@@ -128,7 +131,7 @@ class Pair:
             "kv": self.options.kv_type,
         }
         times = cache.get(key)
-        if times is None:
+        if times is None or times.noisy:
             report(f"measuring what a pass of {model.path.name} costs here (once)", None)
             text = model.tokenize(CHECK_TEXT, add_special=True) or [0]
             times = calibrate(context, text, tick=lambda: report("measuring", None))
@@ -188,6 +191,7 @@ class Pair:
             raise
         for key, (model, context) in self._models.items():
             if key not in fresh:
+                self.prefix_cache.forget(context)
                 _close(model, context)
         for drafter in self._drafters:
             if not isinstance(drafter, DraftModelDrafter):
@@ -333,22 +337,33 @@ class Pair:
         controller = self._last = self.controller(draft_length, params, [*chosen, *forced])
         plain = isinstance(controller, FixedController) and controller.length == 0
         decoder = SpeculativeDecoder(self.context, [] if plain else [*forced, *chosen], controller)
-        contexts = self._contexts()
-        for context in contexts:
-            context.interrupted = cancelled
-        try:
+        reading = [] if plain else [each.context for each in chosen if isinstance(each, DraftModelDrafter)]
+        said = list(prompt)
+        # A pass that is broken off leaves every context with what its `tokens` says.
+        with self._working_on(said, reading, cancelled), suppress(Cancelled):
             on_prefilled(decoder.prefill(prompt, cancelled))
             text = TextAssembler(self.target.vocab, params.stop)
             for round_ in decoder.rounds(
                 prompt, params, text, cancelled=cancelled, n_logprobs=n_logprobs, constraint=constraint
             ):
+                said += [token.id for token in round_.emitted]
                 round_.draft_texts = [self.token_text(token) for token in round_.draft.ids]
                 yield round_
-        except Cancelled:
-            return  # in the middle of a pass; every context still holds what its `tokens` says
-        finally:
+
+    @contextmanager
+    def _working_on(
+        self, said: Sequence[int], drafts: Sequence[Context], cancelled: Callable[[], bool]
+    ) -> Iterator[None]:
+        """Within the block target and drafts hold one conversation, and long passes can be broken off."""
+        contexts = [self.context, *drafts]
+        with self.prefix_cache.conversation(self.context, drafts, said):
             for context in contexts:
-                context.interrupted = None
+                context.interrupted = cancelled
+            try:
+                yield
+            finally:
+                for context in contexts:
+                    context.interrupted = None
 
     def drafters_for(self, names: Sequence[str] | None, prediction: Sequence[int]) -> list[Drafter]:
         """The drafters of one request.
@@ -376,11 +391,14 @@ class Pair:
 
     def read(self, tokens: Sequence[int], n_chunk: int) -> Iterator[tuple[int, FloatArray]]:
         """Take tokens through the target from the start, yielding (position, logits [n, n_vocab]) chunk by chunk."""
+        self.prefix_cache.put_aside(self.context)
         self.context.truncate(0)
         for start in range(0, len(tokens), n_chunk):
             yield start, self.context.decode(tokens[start : start + n_chunk]).logits
 
-    def _contexts(self) -> list[Context]:
+    @property
+    def contexts(self) -> list[Context]:
+        """The target's, then the draft models'."""
         return [self.context, *(context for _, context in self._models.values())]
 
     def token_text(self, token: int) -> str:
@@ -400,6 +418,7 @@ class Pair:
         self._calibrations = []
         for drafter in self._drafters:
             drafter.close()
+        self.prefix_cache.clear()
         for model, context in self._models.values():
             _close(model, context)
         self._models, self._drafters = {}, []

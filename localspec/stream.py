@@ -196,3 +196,37 @@ class AsyncRoundStream(AsyncIterator[Round]):
     def __del__(self) -> None:
         if self._job is not None:
             self._job.forget()
+
+
+def result_of(submit: Submit) -> Any:
+    """Queue a job that delivers one thing, and wait for it.
+
+    Raises:
+        Whatever the job raised.
+    """
+    items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    job = submit(items.put)
+    try:
+        result = wait_for(items, job)
+    finally:
+        job.cancel()
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+async def aresult_of(submit: Submit) -> Any:
+    """As ``result_of``, for asyncio."""
+    loop = asyncio.get_running_loop()
+    items: asyncio.Queue[Any] = asyncio.Queue()
+    job = submit(lambda item: loop.call_soon_threadsafe(items.put_nowait, item))
+    timer = None if job.seconds_left is None else loop.call_later(max(0.0, job.seconds_left), job.expire)
+    try:
+        result = await items.get()
+    finally:
+        job.cancel()
+        if timer is not None:
+            timer.cancel()
+    if isinstance(result, BaseException):
+        raise result
+    return result

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localspec.backends.base import Context, FloatArray, Model
-from localspec.errors import Closed, ContextFull, EngineError, ModelFileError, UsageError
+from localspec.backends.base import Context, ContextState, FloatArray, Model
+from localspec.errors import Cancelled, Closed, ContextFull, EngineError, ModelFileError, UsageError
 from tests.conftest import Backend, TinyFiles
 
 NOISE = 0.05
@@ -195,6 +195,107 @@ def test_reuse_keeps_the_common_prefix(model: Model, context: Context) -> None:
     assert context.reuse([]) == 0
     assert context.n_past == 0
     assert context.reuse(tokens) == 0
+
+
+# States.
+
+
+def test_a_state_given_back_is_as_if_nothing_had_happened(model: Model, context: Context) -> None:
+    """Exported, disturbed, imported: into the same context and a larger one; then cut, gone on with, exported again."""
+    if not model.capabilities.saves_state:
+        pytest.skip("this engine cannot save states")
+    tokens = some_tokens(150)
+    rows(context, tokens[:100])
+    state = context.export_state()
+    assert state.tokens == tuple(tokens[:100])
+    assert 0 < state.n_bytes <= context.state_bytes
+    rows(context, some_tokens(40, seed=9))
+    context.truncate(20)
+    with model.new_context(512) as larger:
+        for each in (context, larger):
+            each.import_state(state)
+            assert each.tokens == tokens[:100]
+            assert agree(model, rows(each, tokens[100:]), fresh_rows(model, tokens)[100:])
+            each.truncate(60)
+            other = some_tokens(8, seed=3)
+            assert agree(model, rows(each, other), fresh_rows(model, tokens[:60] + other)[60:])
+            again = each.export_state()
+            assert again.tokens == (*tokens[:60], *other)
+        larger.import_state(again)
+        assert agree(model, rows(larger, [7]), fresh_rows(model, [*again.tokens, 7])[-1:])
+
+
+def test_states_do_not_share_memory_with_the_context(model: Model, context: Context) -> None:
+    if not model.capabilities.saves_state:
+        pytest.skip("this engine cannot save states")
+    tokens = some_tokens(30)
+    rows(context, tokens)
+    state = context.export_state()
+    before = {name: array.copy() for name, array in state.arrays.items()}
+    context.truncate(0)
+    rows(context, some_tokens(60, seed=5))
+    for name, array in state.arrays.items():
+        assert array.flags.c_contiguous or array.ndim > 1
+        assert np.array_equal(array, before[name])
+    assert np.dtype(array.dtype).kind in "uif"
+
+
+def test_states_that_do_not_fit_are_refused(model: Model, context: Context) -> None:
+    if not model.capabilities.saves_state:
+        pytest.skip("this engine cannot save states")
+    tokens = some_tokens(100)
+    rows(context, tokens)
+    state = context.export_state()
+    with model.new_context(64) as small:
+        rows(small, tokens[:5])
+        with pytest.raises(ContextFull, match="room for 64"):
+            small.import_state(state)
+        assert small.tokens == tokens[:5]
+    broken = ContextState(state.tokens, {name: array[:-1] for name, array in state.arrays.items()})
+    for bad in (broken, ContextState(state.tokens, {})):
+        with pytest.raises(EngineError):
+            context.import_state(bad)
+        assert context.n_past == 0
+        assert agree(model, rows(context, tokens[:9]), fresh_rows(model, tokens[:9]))
+    context.import_state(state)
+    context.close()
+    for use in (context.export_state, lambda: context.import_state(state)):
+        with pytest.raises(Closed):
+            use()
+
+
+def test_a_state_of_nothing(model: Model, context: Context) -> None:
+    if not model.capabilities.saves_state:
+        pytest.skip("this engine cannot save states")
+    state = context.export_state()
+    tokens = some_tokens(9)
+    rows(context, tokens)
+    context.import_state(state)
+    assert context.n_past == 0
+    assert agree(model, rows(context, tokens), fresh_rows(model, tokens))
+
+
+# Interruption.
+
+
+def test_a_long_input_can_be_interrupted_between_its_pieces(model: Model) -> None:
+    tokens = some_tokens(700)
+    with model.new_context(800) as context:
+        asked: list[int] = []
+
+        def interrupted() -> bool:
+            asked.append(context.n_past)
+            return len(asked) == 2
+
+        context.interrupted = interrupted
+        with pytest.raises(Cancelled):
+            context.decode(tokens, "last")
+        assert len(asked) == 2
+        assert context.n_past <= 512
+        assert context.tokens == tokens[: context.n_past]
+        context.interrupted = lambda: False
+        last = context.decode(tokens[context.n_past :], "last").logits.copy()
+    assert agree(model, last, fresh_rows(model, tokens, 800)[-1:])
 
 
 def test_an_interrupted_pass_leaves_no_rows_behind(

@@ -235,6 +235,7 @@ def test_a_deadline_in_an_answer(llm: LLM) -> None:
 def test_prefill_is_interruptible(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The target reads a prompt in pieces; the second is where the caller gives up."""
     prompt = [5 + i % 200 for i in range(480)]
+    llm.prefix_cache_bytes = 0
     expected = llm.generate(prompt, SamplingParams(max_tokens=8, ignore_eos=True), speculate=False).token_ids
     llm.generate("something else", GREEDY)
     context = llm._pair.context
@@ -260,6 +261,7 @@ def test_prefill_is_interruptible(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> 
     again = llm.generate(prompt, SamplingParams(max_tokens=8, ignore_eos=True), speculate=False)
     assert again.token_ids == expected
     assert again.stats["cached_tokens"] == sum(sizes)
+    llm.prefix_cache_bytes = 1 << 24
 
 
 def test_a_draft_models_first_reading_is_interruptible(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

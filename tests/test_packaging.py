@@ -42,6 +42,7 @@ PUBLIC = {
     "RoundStream",
     "SamplingParams",
     "ScoredToken",
+    "Session",
     "SessionFileError",
     "Span",
     "SpecStats",

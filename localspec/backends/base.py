@@ -87,8 +87,8 @@ class Context(ABC):
     """The memory of one sequence.
 
     ``tokens`` is what the memory holds, in order. Subclasses implement ``_decode`` and ``_truncate``, and where their
-    model ``saves_state`` also ``_export`` and ``_import``; arguments are checked here, so that every backend refuses
-    the same things with the same words.
+    model ``saves_state`` also ``_export``, ``_state_bytes`` and ``_import``; arguments are checked here, so that every
+    backend refuses the same things with the same words.
 
     Attributes:
         interrupted: asked between the pieces of a long input; a true answer ends the decode with ``Cancelled``.
@@ -180,7 +180,13 @@ class Context(ABC):
             Closed: the context was closed.
         """
         self._check_saves_state()
-        return ContextState(tuple(self.tokens), self._export())
+        return ContextState(tuple(self.tokens), self._export() if self.tokens else {})
+
+    @property
+    def state_bytes(self) -> int:
+        """Size of what ``export_state`` would give now, or an upper bound of it [bytes]."""
+        self._check_saves_state()
+        return self._state_bytes() if self.tokens else 0
 
     def import_state(self, state: ContextState) -> None:
         """Hold what was exported: afterwards the context behaves as the exporting one did.
@@ -198,7 +204,10 @@ class Context(ABC):
         if len(state.tokens) > self.n_ctx:
             raise ContextFull(f"the state holds {len(state.tokens)} tokens and the context has room for {self.n_ctx}")
         try:
-            self._import(state)
+            if state.tokens:
+                self._import(state)
+            else:  # engines abort the whole process on the state of an empty memory
+                self._truncate_all()
         except BaseException:
             self._truncate_all()
             raise
@@ -237,6 +246,9 @@ class Context(ABC):
     def _export(self) -> Mapping[str, npt.NDArray[Any]]:
         raise NotImplementedError
 
+    def _state_bytes(self) -> int:
+        raise NotImplementedError
+
     def _import(self, state: ContextState) -> None:
         """Replace what the memory holds. Must refuse, with EngineError, arrays that cannot be right."""
         raise NotImplementedError
@@ -257,6 +269,7 @@ class Model(ABC):
         n_ctx_train: the context length the model was trained for.
         size_bytes: size of the file.
         capabilities: see ``Capabilities``.
+        kv_type: type of the attention cache, where the engine has several: part of what a saved state has to match.
     """
 
     path: Path
@@ -267,6 +280,7 @@ class Model(ABC):
     n_ctx_train: int
     size_bytes: int
     capabilities: Capabilities
+    kv_type: str = ""
     n_threads: int
     n_vocab: int
     """Width of a logits row. Can exceed the number of named tokens by padding rows."""

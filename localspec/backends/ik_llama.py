@@ -28,6 +28,7 @@ class IkLlamaBinding(Binding):
 
     name = NAME
     version = VERSION
+    state_flags = (0,)  # left out, it is whatever the register holds: at times "no keys and values"
 
     def __init__(self) -> None:
         try:
@@ -51,7 +52,7 @@ class IkLlamaBinding(Binding):
             raise EngineUnavailable(f"ik-llama-cpp-python cannot load its library: {error}") from None
         self.api = api
         lib = self.lib = api._lib
-        pointer, i32, size_t = ctypes.c_void_p, ctypes.c_int32, ctypes.c_size_t
+        pointer, i32, u32, size_t = ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint32, ctypes.c_size_t
         for name, argtypes, restype in (
             ("llama_kv_cache_seq_rm", [pointer, i32, i32, i32], ctypes.c_bool),
             ("llama_synchronize", [pointer], None),
@@ -59,9 +60,9 @@ class IkLlamaBinding(Binding):
             ("llama_n_vocab", [pointer], i32),
             ("llama_log_set", [_LOG_CALLBACK, pointer], None),
             ("llama_model_has_recurrent", [pointer], ctypes.c_bool),
-            ("llama_state_seq_get_size", [pointer, i32], size_t),
-            ("llama_state_seq_get_data", [pointer, pointer, size_t, i32], size_t),
-            ("llama_state_seq_set_data", [pointer, pointer, size_t, i32], size_t),
+            ("llama_state_seq_get_size", [pointer, i32, u32], size_t),
+            ("llama_state_seq_get_data", [pointer, pointer, size_t, i32, u32], size_t),
+            ("llama_state_seq_set_data", [pointer, pointer, size_t, i32, u32], size_t),
         ):
             function = getattr(lib, name)
             function.argtypes, function.restype = argtypes, restype

@@ -37,6 +37,8 @@ class Binding(ABC):
     version: str
     lib: Any
     """The module or library that has the llama_* functions both engines share under one name."""
+    state_flags: tuple[int, ...] = ()
+    """Last arguments of the functions that save a sequence, for an engine that takes flags there."""
 
     @abstractmethod
     def load_model(self, path: Path, n_gpu_layers: int, progress: Progress | None) -> int | None: ...
@@ -236,21 +238,26 @@ class LlamaContext(Context):
             self._checkpoint = checkpoint
 
     def _save(self) -> Bytes:
-        lib, byte_pointer = self._binding.lib, ctypes.POINTER(ctypes.c_uint8)
-        state: Bytes = np.empty(lib.llama_state_seq_get_size(self._handle, 0), dtype=np.uint8)
-        written = lib.llama_state_seq_get_data(self._handle, state.ctypes.data_as(byte_pointer), state.nbytes, 0)
+        state: Bytes = np.empty(self._state_bytes(), dtype=np.uint8)
+        written = self._binding.lib.llama_state_seq_get_data(
+            self._handle, _address(state), state.nbytes, 0, *self._binding.state_flags
+        )
         if not written:
             raise EngineError(f"{self.model.engine} could not save the state of a context")
         return state[:written]
 
     def _restore(self, state: Bytes) -> None:
-        lib, byte_pointer = self._binding.lib, ctypes.POINTER(ctypes.c_uint8)
         self._binding.clear(self._handle)
-        if not lib.llama_state_seq_set_data(self._handle, state.ctypes.data_as(byte_pointer), state.nbytes, 0):
+        if not self._binding.lib.llama_state_seq_set_data(
+            self._handle, _address(state), state.nbytes, 0, *self._binding.state_flags
+        ):
             raise EngineError(f"{self.model.engine} refuses the saved state of a context")
 
     def _export(self) -> dict[str, Bytes]:
         return {"sequence": self._save()}
+
+    def _state_bytes(self) -> int:
+        return int(self._binding.lib.llama_state_seq_get_size(self._handle, 0, *self._binding.state_flags))
 
     def _import(self, state: ContextState) -> None:
         self._checkpoint = None
@@ -263,3 +270,7 @@ class LlamaContext(Context):
         self._binding.lib.llama_batch_free(self._batch)
         self._binding.free_context(self._handle)
         self._checkpoint = None
+
+
+def _address(array: Bytes) -> Any:
+    return array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

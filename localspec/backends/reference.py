@@ -261,6 +261,9 @@ class ReferenceContext(Context):
     def _export(self) -> dict[str, Array]:
         return {name: rows[:, :, : self.n_past].copy() for name, rows in self._rows().items()}
 
+    def _state_bytes(self) -> int:
+        return sum(rows[:, :, : self.n_past].nbytes for rows in self._rows().values())
+
     def _import(self, state: ContextState) -> None:
         n = len(state.tokens)
         for name, rows in self._rows().items():

@@ -1,0 +1,155 @@
+"""``Session``: one conversation on a loaded pair, which can be saved and go on after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from localspec import session_file
+from localspec.asking import Asking
+from localspec.errors import SessionFileError, UsageError
+from localspec.jobs import Job
+from localspec.memories import Memory, give_memories, take_memories
+from localspec.sampling import SamplingParams
+from localspec.stream import Reply, Submit
+
+if TYPE_CHECKING:
+    from localspec.llm import LLM
+
+Message = dict[str, Any]
+
+
+class Session(Asking[str]):
+    """One conversation: it remembers what was said, and asks the next question with all of it.
+
+    Several sessions share a pair. What the models hold of each is kept while others speak, within
+    ``LLM.prefix_cache_bytes``, so going back to one reads nothing again. Questions of one session are answered in
+    order; sessions take turns.
+
+    >>> session = llm.session(system="You are terse.")
+    >>> session.chat("Name a river.").text
+    >>> session.chat("Another one.").text
+    >>> session.save("rivers.session")
+    >>> llm.load_session("rivers.session").chat("Which is longer?").text  # after a restart, nothing is read again
+
+    Asked like an ``LLM``: ``rounds``, ``stream``, ``chat``, ``arounds``, ``astream`` and ``achat`` take the next
+    question. It and its answer become part of the conversation when the answer ends. One that was cancelled counts as
+    far as it was said; where nothing was, or the request failed, the conversation stays as it was.
+
+    Made by ``LLM.session`` and ``LLM.load_session``.
+
+    Attributes:
+        messages: what was said, for the chat template; may be edited between questions.
+        params: sampling parameters of questions that bring none; None is greedy.
+        notice: one line that says why a saved memory could not be used, so that the first answer reads everything
+            again; None if it could, or if the session is new.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        system: str | None = None,
+        params: SamplingParams | None = None,
+        messages: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        self._llm = llm
+        self._conversation = object()
+        self.params = params
+        self.messages: list[Message] = [{"role": "system", "content": system}] if system else []
+        self.messages += [dict(message) for message in messages]
+        self.notice: str | None = None
+
+    def undo(self) -> bool:
+        """Take the last question and its answer back; whether there was one."""
+        for i in range(len(self.messages) - 1, -1, -1):
+            if self.messages[i]["role"] == "user":
+                del self.messages[i:]
+                return True
+        return False
+
+    def save(self, path: str | Path) -> None:
+        """Save the conversation, and what the models hold of it, so that ``LLM.load_session`` goes on without reading.
+
+        Waits for the questions asked before. The file is complete under its name or is not there; what the name held
+        before stays until then. What the models hold is left out where it was dropped meanwhile, or where the engine
+        cannot give it.
+
+        Raises:
+            SessionFileError: it cannot be written, or the name belongs to something else.
+            Closed: the LLM was closed.
+        """
+        llm = self._llm
+
+        def take() -> tuple[list[Message], list[Memory]]:
+            messages = [dict(message) for message in self.messages]
+            if not messages:
+                return messages, []
+            tokens = llm._encoder.encode(messages, add_generation_prompt=False)
+            return messages, take_memories(llm._pair, tokens)
+
+        messages, memories = llm._worker.call(take, conversation=self._conversation)
+        text = {"model": llm.model_name, "messages": messages, "params": _params_as_json(self.params)}
+        session_file.write(Path(path), text, memories)
+
+    async def asave(self, path: str | Path) -> None:
+        """As ``save``, for asyncio."""
+        await asyncio.to_thread(self.save, path)
+
+    def _submitter(self, question: str, params: SamplingParams | None, **options: Any) -> Submit:
+        if not isinstance(question, str):
+            raise UsageError("a session is asked with a text; what was said before is remembered")
+        if "conversation" in options:
+            raise UsageError("a session is a conversation of its own")
+        asked: Message = {"role": "user", "content": question}
+        # Made when its turn comes: what was asked before may still be waiting for its answer.
+        submit = self._llm._queue(
+            lambda: [*self.messages, asked], params or self.params, conversation=self._conversation, **options
+        )
+
+        def with_memory(deliver: Callable[[Any], Any]) -> Job:
+            def settle(item: Any) -> None:
+                if isinstance(item, Reply) and item.token_ids:
+                    self.messages += [asked, {"role": "assistant", "content": item.text}]
+                deliver(item)
+
+            return submit(settle)
+
+        return with_memory
+
+
+def load(llm: LLM, path: Path) -> Session:
+    """See ``LLM.load_session``."""
+    text, memories, damage = session_file.read(path)
+    try:
+        messages = [dict(message) for message in text["messages"]]
+        session = Session(llm, None, _params_from_json(text["params"]), messages)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise SessionFileError(f"{path} is damaged: its text is not a conversation") from None
+    reason: str | None = damage or llm._worker.call(lambda: give_memories(llm._pair, memories))
+    if reason and messages:
+        session.notice = f"{reason}; the conversation will be read again"
+    return session
+
+
+def _params_as_json(params: SamplingParams | None) -> dict[str, Any] | None:
+    if params is None:
+        return None
+    default = SamplingParams()
+    values = {f.name: getattr(params, f.name) for f in fields(params)}
+    changed = {name: value for name, value in values.items() if value != getattr(default, name)}
+    if "logit_bias" in changed:
+        changed["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
+    if "stop" in changed:
+        changed["stop"] = list(params.stop)
+    return changed
+
+
+def _params_from_json(values: dict[str, Any] | None) -> SamplingParams | None:
+    if values is None:
+        return None
+    if "logit_bias" in values:
+        values["logit_bias"] = {int(token): float(bias) for token, bias in values["logit_bias"].items()}
+    return replace(SamplingParams(), **values)

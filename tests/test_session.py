@@ -1,0 +1,439 @@
+"""Sessions and the prefix cache: going back to a conversation, saving and loading it, every way a file can be bad."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localspec import LLM, Closed, SamplingParams, SessionFileError, UsageError
+from localspec.backends.base import Context
+from localspec.prefix_cache import MIN_TOKENS, PrefixCache
+from tests.conftest import TinyFiles, open_backend
+from tests.test_llm import draft_context
+
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+LONG_TEXT = "the cat sat on the mat and looked at the other cat, which sat on another mat. " * 8
+
+
+def load(tiny: TinyFiles, backend: str = "reference", **options: Any) -> LLM:
+    pair = tiny.quick if backend == "reference" else tiny.pair
+    options = {"draft": ["ngram", pair.draft], "n_ctx": 1024} | options
+    return LLM(pair.target, backend=backend, **options)
+
+
+@pytest.fixture
+def llm(tiny: TinyFiles) -> Iterator[LLM]:
+    with load(tiny) as loaded:
+        yield loaded
+
+
+@pytest.fixture(params=["reference", "ik-llama", "llama-cpp"])
+def any_llm(request: pytest.FixtureRequest, tiny: TinyFiles) -> Iterator[LLM]:
+    open_backend(request.param)
+    with load(tiny, request.param) as loaded:
+        yield loaded
+
+
+def decoded(context: Context, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """From now on, the number of tokens of every decode."""
+    sizes: list[int] = []
+    decode = context._decode
+
+    def spy(tokens: Any, logits: Any) -> Any:
+        sizes.append(len(tokens))
+        return decode(tokens, logits)
+
+    monkeypatch.setattr(context, "_decode", spy)
+    return sizes
+
+
+# The prefix cache.
+
+
+def test_going_back_to_a_conversation_reads_nothing_again(any_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = any_llm
+    sessions = [llm.session(system=f"{LONG_TEXT} You are number {i}.") for i in range(4)]
+    first = [session.chat("hello", GREEDY, draft_length=3) for session in sessions]
+    assert all(reply.stats["cached_tokens"] < reply.stats["prompt_tokens"] for reply in first)
+    target, draft = decoded(llm._pair.context, monkeypatch), decoded(draft_context(llm), monkeypatch)
+    for i in (1, 3, 0, 2):
+        target.clear(), draft.clear()
+        reply = sessions[i].chat("go on", GREEDY, draft_length=3)
+        new = reply.stats["prompt_tokens"] - reply.stats["cached_tokens"]
+        assert reply.stats["cached_tokens"] >= first[i].stats["prompt_tokens"]
+        assert new < 120 < reply.stats["prompt_tokens"] / 3  # the last answer is tokenised anew: gibberish
+        assert max(target) <= max(new, 4)
+        assert max(draft) <= new + 24 + 8  # what is new of the prompt, the answer before, a round
+    assert llm.cache_info()["hits"] == 8
+
+
+def test_answers_do_not_depend_on_the_cache(tiny: TinyFiles) -> None:
+    """A random walk over conversations, branches included: greedy answers equal those of a pair without the cache."""
+    rng = random.Random(5)
+    with load(tiny) as cached, load(tiny, prefix_cache_bytes=0) as plain:
+        prompts = [cached.encode(LONG_TEXT[: 40 * i] + f"number {i}") for i in range(1, 6)]
+        for step in range(40):
+            i = rng.randrange(len(prompts))
+            if rng.random() < 0.2:
+                cached.prefix_cache_bytes = rng.choice([0, 100_000, 300_000, 1 << 24])
+            if rng.random() < 0.2:
+                prompts[i] = prompts[i][: rng.randrange(8, len(prompts[i]))]
+            length = rng.choice([0, 3, "auto"])
+            ours = cached.generate(prompts[i], GREEDY, draft_length=length)
+            theirs = plain.generate(prompts[i], GREEDY, speculate=False)
+            assert ours.token_ids == theirs.token_ids, f"step {step}"
+            if len(prompts[i]) < 700:
+                prompts[i] = [*prompts[i], *ours.token_ids, *cached.encode("and then")]
+            info = cached.cache_info()
+            assert info["bytes"] <= info["max_bytes"]
+        assert cached.cache_info()["hits"] > 5
+        assert plain.cache_info()["stored"] == 0
+
+
+def test_the_bound_holds_and_the_least_recently_used_goes_first(tiny: TinyFiles) -> None:
+    with load(tiny, draft=None) as llm:
+        one = llm._pair.context
+        prompts = [llm.encode(f"{i} {LONG_TEXT}") for i in range(4)]
+        llm.generate(prompts[0], SamplingParams(max_tokens=1))
+        size = one.state_bytes
+        llm.prefix_cache_bytes = int(2.5 * size)
+        for i in (1, 2, 0, 3, 0):  # 0 is used again before 3 needs room, so 1 goes
+            reply = llm.generate(prompts[i], SamplingParams(max_tokens=1))
+            assert llm.cache_info()["bytes"] <= 2.5 * size
+        assert reply.stats["cached_tokens"] == len(prompts[0]) - 1
+        assert llm.cache_info()["evictions"] >= 1
+        assert llm.generate(prompts[1], SamplingParams(max_tokens=1)).stats["cached_tokens"] < MIN_TOKENS
+        llm.prefix_cache_bytes = 0
+        assert llm.cache_info()["bytes"] == llm.cache_info()["entries"] == 0
+    for bad in (-1, 1.5, "much"):
+        with pytest.raises(UsageError, match="prefix_cache_bytes"):
+            load(tiny, prefix_cache_bytes=bad)
+
+
+def test_a_branch_keeps_its_trunk(llm: LLM) -> None:
+    """Two conversations that begin alike: taking up one must not lose the other's end."""
+    trunk = llm.encode(LONG_TEXT)
+    left, right = [*trunk, *llm.encode("left " * 20)], [*trunk, *llm.encode("right " * 20)]
+    one = SamplingParams(max_tokens=1)
+    llm.generate(left, one)
+    assert llm.generate(right, one).stats["cached_tokens"] >= len(trunk) - 2
+    for prompt in (left, right, left, right):
+        assert llm.generate(prompt, one).stats["cached_tokens"] >= len(prompt) - MIN_TOKENS
+
+
+def test_a_conversation_that_goes_on_replaces_what_it_was(llm: LLM) -> None:
+    cache, context = PrefixCache(1 << 24), llm._pair.context
+    prompt = llm.encode(LONG_TEXT)
+    for n in (40, 80, 120):
+        context.reuse(prompt[:n])
+        context.decode(prompt[context.n_past : n], "none")
+        cache.put_aside(context)
+        cache.put_aside(context)
+    assert cache.info()["entries"] == 1
+    assert cache.n_bytes == context.state_bytes
+
+
+def test_a_memory_that_cannot_be_cut_is_used_only_whole(tiny: TinyFiles) -> None:
+    with open_backend("llama-cpp").load(tiny.recurrent, n_threads=1) as model, model.new_context(256) as context:
+        assert model.capabilities.rollback == "replay"
+        cache = PrefixCache(1 << 24)
+        tokens = [int(i) for i in np.random.default_rng(0).integers(5, 200, 90)]
+        context.decode(tokens[:60], "none")
+        cache.switch(context, [7] * 50)
+        context.truncate(0)
+        context.decode([7] * 50, "none")
+        cache.switch(context, tokens[:40])  # shares 40 tokens with what was put aside, which has 60
+        assert context.tokens == [7] * 50
+        cache.switch(context, tokens)
+        assert context.tokens == tokens[:60]
+        with model.new_context(256) as fresh:
+            wanted = fresh.decode(tokens[:61], "last").logits.copy()
+        assert np.abs(context.decode(tokens[60:61], "last").logits - wanted).max() < 0.05
+
+
+# Sessions.
+
+
+def test_a_session_remembers(llm: LLM) -> None:
+    session = llm.session("Be brief.", GREEDY)
+    first = session.chat("hello")
+    assert session.messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": first.text},
+    ]
+    second = "".join(session.stream("and now"))
+    expected = llm.chat([*session.messages[:-2], {"role": "user", "content": "and now"}], GREEDY)
+    assert second == expected.text
+    assert session.undo()
+    assert len(session.messages) == 3
+    assert session.undo()
+    assert not session.undo()
+    with pytest.raises(UsageError, match="asked with a text"):
+        session.chat([{"role": "user", "content": "x"}])  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="conversation"):
+        session.chat("x", conversation="other")
+
+
+def test_questions_asked_at_once_are_answered_one_after_the_other(llm: LLM) -> None:
+    session = llm.session(params=GREEDY)
+    streams = [session.rounds(f"question {i}") for i in range(3)]
+    replies = [stream.reply for stream in streams]
+    assert [message["content"] for message in session.messages[::2]] == [f"question {i}" for i in range(3)]
+    assert [message["content"] for message in session.messages[1::2]] == [reply.text for reply in replies]
+    assert replies[2].stats["prompt_tokens"] > replies[1].stats["prompt_tokens"] > replies[0].stats["prompt_tokens"]
+
+
+def test_what_was_cancelled_counts_as_far_as_it_was_said(llm: LLM) -> None:
+    session = llm.session(params=SamplingParams(max_tokens=600, ignore_eos=True))
+    stream = session.rounds("endless", speculate=False)
+    for _ in range(5):
+        next(stream)
+    stream.close()
+    reply = stream.reply
+    assert session.messages[1]["content"] == reply.text
+    waiting = llm.rounds("endless", session.params)
+    never = session.rounds("never said")
+    never.close()
+    assert never.reply.token_ids == []
+    waiting.close()
+    with pytest.raises(Exception, match="prompt has"):
+        session.chat("too long " * 2000)
+    assert len(session.messages) == 2
+
+
+# Files.
+
+
+@pytest.fixture
+def saved(tiny: TinyFiles, tmp_path: Path) -> Path:
+    """A session of two turns, saved by a pair that is closed again."""
+    path = tmp_path / "chat.session"
+    with load(tiny) as llm:
+        session = llm.session(LONG_TEXT, GREEDY)
+        session.chat("hello", draft_length=3)
+        session.chat("go on", draft_length=3)
+        llm.session("another").chat("what is in between must not matter, nor be in the file")
+        session.save(path)
+    return path
+
+
+def test_a_saved_session_goes_on_without_reading(tiny: TinyFiles, tmp_path: Path, monkeypatch: Any) -> None:
+    for backend in ("reference", "ik-llama", "llama-cpp"):
+        open_backend(backend)
+        path = tmp_path / f"{backend}.session"
+        with load(tiny, backend) as llm:
+            session = llm.session(LONG_TEXT, GREEDY)
+            session.chat("hello", draft_length=3)
+            session.save(path)
+            messages = list(session.messages)
+            expected = session.chat("and then", draft_length=3)
+        with load(tiny, backend) as llm:
+            llm.session("somebody else").chat("x", GREEDY)
+            session = llm.load_session(path)
+            assert session.notice is None
+            assert session.messages == messages
+            assert session.params == GREEDY
+            target, draft = decoded(llm._pair.context, monkeypatch), decoded(draft_context(llm), monkeypatch)
+            reply = session.chat("and then", draft_length=3)
+            assert reply.token_ids == expected.token_ids
+            assert reply.stats["cached_tokens"] == expected.stats["cached_tokens"]
+            new = reply.stats["prompt_tokens"] - reply.stats["cached_tokens"]
+            assert max(target) <= max(new, 4)
+            assert max(draft) <= new + 8
+
+
+def test_nothing_of_another_conversation_is_in_the_file(tiny: TinyFiles, saved: Path) -> None:
+    with load(tiny) as llm:
+        session = llm.load_session(saved)
+        tokens = llm._encoder.encode(session.messages, add_generation_prompt=False)
+        assert session.notice is None
+        for context in llm._pair.contexts:
+            assert len(context.tokens) > 100
+            assert context.tokens == tokens[: context.n_past]
+    data = saved.read_bytes()
+    assert b"what is in between" not in data
+    assert b"go on" in data
+
+
+def test_parameters_survive(llm: LLM, tmp_path: Path) -> None:
+    params = SamplingParams(temperature=0.5, seed=7, stop=["\n\n", "END"], logit_bias={5: -3.5}, max_tokens=9)
+    session = llm.session(params=params)
+    session.save(tmp_path / "empty.session")
+    loaded = llm.load_session(tmp_path / "empty.session")
+    assert (loaded.messages, loaded.notice) == ([], None)
+    assert loaded.params is not None
+    assert dict(loaded.params.logit_bias) == {5: -3.5}
+    assert list(loaded.params.stop) == ["\n\n", "END"]
+    assert (loaded.params.temperature, loaded.params.seed, loaded.params.max_tokens) == (0.5, 7, 9)
+
+
+def check_goes_on(llm: LLM, path: Path, expected: list[int]) -> str | None:
+    """Load a file that may be damaged: refused in one line, or the chat goes on with the same words; the notice."""
+    try:
+        session = llm.load_session(path)
+    except SessionFileError as error:
+        found: str | None = str(error)
+    else:
+        assert session.chat("and then", draft_length=3).token_ids == expected
+        found = session.notice
+    assert found is None or "\n" not in found
+    return found
+
+
+def test_damaged_and_truncated_files(tiny: TinyFiles, saved: Path) -> None:
+    """Every kind of damage is refused with one line; if the text is whole, the chat is rebuilt from it."""
+    data = saved.read_bytes()
+    header = data.index(b"\n", data.index(b"\n") + 1) + 1
+    text_end = header + int(data.split(b"\n")[1].split()[0])
+    rng = random.Random(1)
+    with load(tiny) as llm:
+        expected = llm.load_session(saved).chat("and then", draft_length=3).token_ids
+
+        def outcome(changed: bytes) -> str | None:
+            saved.write_bytes(changed)
+            llm.generate("something else entirely, so that nothing is in memory", GREEDY)
+            llm.prefix_cache_bytes = 0
+            return check_goes_on(llm, saved, expected)
+
+        for size in (0, 5, header - 3, header + 50, text_end - 1):
+            found = outcome(data[:size])
+            assert found is not None
+            assert "not a saved session" in found or "damaged" in found
+        for size in (text_end, text_end + 100, len(data) - 1):
+            found = outcome(data[:size])
+            assert found is not None
+            assert "will be read again" in found
+        for _ in range(12):
+            at = rng.randrange(len(data))
+            flipped = bytearray(data)
+            flipped[at] ^= 1 << rng.randrange(8)
+            assert outcome(bytes(flipped)) is not None, f"byte {at}"
+        assert outcome(data + b"more") is None
+        for foreign in (b"PK\x03\x04", b"{}", b"localspec-session 2\n" + data[20:], b"\0" * 4096):
+            found = outcome(foreign)
+            assert found is not None
+        saved.unlink()
+        assert "cannot read" in str(check_goes_on(llm, saved, expected))
+        saved.mkdir()
+        assert "cannot read" in str(check_goes_on(llm, saved, expected))
+
+
+def test_hostile_lists_of_arrays(tiny: TinyFiles, saved: Path) -> None:
+    """Sizes that do not fit, odd types, absurd shapes: a notice, never a traceback or an allocation of petabytes."""
+    from localspec.session_file import _digest
+
+    data = saved.read_bytes()
+    first, second = data.split(b"\n")[:2]
+    n = int(second.split()[0])
+    start = len(first) + len(second) + 2
+    text, rest = json.loads(data[start : start + n]), data[start + n :]
+
+    def change(edit: Callable[[dict[str, Any]], object]) -> None:
+        changed = json.loads(json.dumps(text))
+        edit(changed["memories"][0])
+        document = json.dumps(changed).encode()
+        saved.write_bytes(first + b"\n%d %s\n" % (len(document), _digest(document).encode()) + document + rest)
+
+    with load(tiny) as llm:
+        expected = llm.load_session(saved).chat("and then", draft_length=3).token_ids
+        llm.prefix_cache_bytes = 0
+        for edit in (
+            lambda memory: memory["arrays"][0].update(shape=[1 << 50]),
+            lambda memory: memory["arrays"][0].update(shape=[1 << 62, 1 << 62, 4]),
+            lambda memory: memory["arrays"][0].update(shape=[-1, 4]),
+            lambda memory: memory["arrays"][0].update(dtype="O"),
+            lambda memory: memory["arrays"][0].update(dtype="no such type"),
+            lambda memory: memory["arrays"][0].update(name="other"),
+            lambda memory: memory.pop("arrays"),
+            lambda memory: memory.update(tokens=["x"]),
+            lambda memory: memory.update(tokens=[5] * 5000),
+            lambda memory: memory.update(maker=7),
+        ):
+            change(edit)
+            llm.generate("something else entirely, so that nothing is in memory", GREEDY)
+            notice = check_goes_on(llm, saved, expected)
+            assert notice is not None
+            assert "read again" in notice
+
+
+def test_a_file_of_another_model_is_read_again_from_its_text(tiny: TinyFiles, saved: Path) -> None:
+    with LLM(tiny.bpe, draft=None, backend="reference", n_ctx=1024) as llm:
+        session = llm.load_session(saved)
+        assert session.notice is not None
+        assert "quick" in session.notice
+        assert "tiny-bpe" in session.notice
+        reply = session.chat("and then")
+        assert reply.stats["cached_tokens"] == 0
+        expected = llm.chat([*session.messages[:-2], {"role": "user", "content": "and then"}], GREEDY)
+        assert reply.token_ids == expected.token_ids
+    with load(tiny, n_ctx=64) as llm:
+        assert "room for 64" in str(llm.load_session(saved).notice)
+
+
+def test_other_files_are_not_overwritten(llm: LLM, tmp_path: Path) -> None:
+    precious = tmp_path / "thesis.txt"
+    precious.write_text("years of work")
+    session = llm.session(params=GREEDY)
+    session.chat("x")
+    with pytest.raises(SessionFileError, match="not a saved session"):
+        session.save(precious)
+    assert precious.read_text() == "years of work"
+    with pytest.raises(SessionFileError, match="cannot write"):
+        session.save(tmp_path / "no" / "folder")
+    assert sorted(os.listdir(tmp_path)) == ["home", "thesis.txt"] or sorted(os.listdir(tmp_path)) == ["thesis.txt"]
+    llm.close()
+    with pytest.raises(Closed):
+        session.save(tmp_path / "late.session")
+
+
+SAVER = """
+import sys
+from pathlib import Path
+from localspec import LLM, SamplingParams
+from localspec.session import Session
+with LLM(sys.argv[1], draft=None, backend="reference", n_ctx=4096) as llm:
+    session = llm.session("a long time ago " * 60, SamplingParams(max_tokens=1))
+    session.chat("hello")
+    for i in range(10**6):
+        session.messages[1:] = [{"role": "user", "content": f"turn {i}"}, {"role": "assistant", "content": "yes"}]
+        session.save(sys.argv[2])
+        print(i, flush=True)
+"""
+
+
+def test_killing_the_process_while_it_saves_loses_nothing(tiny: TinyFiles, tmp_path: Path) -> None:
+    """kill -9 at random moments of saving over and over: the file is always whole, and no older than the last one that
+    was reported as saved."""
+    path, rng = tmp_path / "chat.session", random.Random(0)
+    with load(tiny, draft=None, n_ctx=4096) as llm:
+        for _ in range(6):
+            command = [sys.executable, "-c", SAVER, str(tiny.quick.target), str(path)]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+                assert process.stdout is not None
+                process.stdout.readline()
+                time.sleep(rng.random() * 0.3)
+                process.send_signal(signal.SIGKILL)
+                reported = [int(line) for line in process.stdout.read().split()] or [0]
+            session = llm.load_session(path)
+            assert session.notice is None
+            turn = int(session.messages[1]["content"].split()[1])
+            assert reported[-1] <= turn <= reported[-1] + 1
+            assert path.stat().st_size > 400_000  # the memory is most of it
+    leftovers = [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
+    for name in leftovers:
+        os.utime(tmp_path / name, (0, 0))
+    with load(tiny, draft=None) as llm:
+        llm.session().save(path)
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
