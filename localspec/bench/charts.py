@@ -115,7 +115,7 @@ class _Plot:
         x_name, y_name: what they are.
     """
 
-    left, top, right, bottom = 48.0, 30.0, 508.0, 236.0
+    left, top, right, bottom = 48.0, 30.0, 500.0, 236.0
 
     def __init__(
         self,

@@ -17,14 +17,13 @@ from typing import Any
 from localspec.bench.markdown import table
 from localspec.bench.record import Record, Sample
 from localspec.bench.remarks import doubts
-from localspec.bench.results import ALL, Ratios, analyse, by_question, speedups
+from localspec.bench.results import ALL, Ratios, by_question, drifts, speedups
 from localspec.bench.screen import BenchScreen
-from localspec.bench.statistics import DRAWS, LEVEL, Estimate, estimate, estimate_quotient, middle, range_level
+from localspec.bench.statistics import LEVEL, Estimate, estimate, estimate_quotient, middle, range_level
 from localspec.bench.words import interval_text, times_text, title
 from localspec.errors import UsageError
 
 SCHEMA_VERSION = 1
-_VERDICT_DRAWS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,7 @@ def comparison(a: Record, b: Record, names: tuple[str, str]) -> Comparison:
     why = [
         f"{letter}: {remark}"
         for letter, record in zip("AB", (a, b), strict=True)
-        for remark in doubts(record, analyse(record).drift)
+        for remark in doubts(record, drifts(record))
     ]
     return Comparison(names, (title(a), title(b)), list(_differences(a, b)), why, (levels[0], levels[1]), lines)
 
@@ -148,10 +147,10 @@ def _line(figure: str, category: str, arm: str, a: Ratios, b: Ratios, level: flo
     if paired:
         a, b = {q: a[q] for q in shared}, {q: b[q] for q in shared}
 
-    def found(level: float, draws: int) -> Estimate | None:
-        return estimate(quotients(a, b), level, draws) if paired else estimate_quotient(b, a, level, draws)
+    def found(level: float) -> Estimate | None:
+        return estimate(quotients(a, b), level) if paired else estimate_quotient(b, a, level)
 
-    ratio, strict = found(LEVEL, DRAWS), found(level, _VERDICT_DRAWS)
+    ratio, strict = found(LEVEL), found(level)
     assert ratio is not None
     assert strict is not None
     return Line(figure, category, arm, _median(a), _median(b), ratio, paired, _verdict(strict, level))

@@ -197,7 +197,7 @@ def analyse(record: Record) -> Results:
                 if own:
                     rows.append(_row(category, own, found.get((backend, arm), {}), plain))
         duels += _duels(category, group, record)
-    drift = [_drift(engine.backend, samples) for engine in record.engines]
+    drift = drifts(record)
     return Results(
         rows=rows,
         duels=duels,
@@ -206,6 +206,11 @@ def analyse(record: Record) -> Results:
         drift=drift,
         remarks=remarks(record, rows, drift),
     )
+
+
+def drifts(record: Record) -> list[Drift]:
+    """Plain decoding's own speed over the run, by engine."""
+    return [_drift(engine.backend, record.samples) for engine in record.engines]
 
 
 def speedups(samples: Iterable[Sample]) -> dict[tuple[str, str], Ratios]:

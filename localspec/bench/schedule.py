@@ -33,14 +33,14 @@ class Mode:
     least_answers: int = 0
 
 
-QUICK = Mode("quick", ("plain", "auto"), 64, 2.0, 3, 0.05, least_answers=8)
+QUICK = Mode("quick", ("plain", "auto"), 64, 2.0, 3, 0.05, least_answers=9)
 DEFAULT = Mode("default", ("plain", "auto"), 128, 15.0, 3, 0.03)
 FULL = Mode("full", ("plain", "auto", "1", "2", "4", "8"), 256, None, 5, 0.02)
 
 LEAST_TOKENS = 24
 """A draft model is not asked before an answer has some tokens, so shorter answers would say nothing."""
 
-READING = 0.25
+READING = 0.8
 """Time to read a prompt, guessed before any was read, as a share of the time that an answer takes plainly."""
 
 
