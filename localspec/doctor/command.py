@@ -314,10 +314,12 @@ class Doctor:
             specs or None,
             draft_length=options.length(),
             backend=options.backend,
+            draft_backend=options.draft_backend,
             n_ctx=options.ctx,
             n_threads=options.threads,
             n_gpu_layers=options.gpu_layers,
             kv_cache_type=options.kv_cache,
+            light_draft=options.light_draft,
             remember=False,  # an examination is no conversation to learn from
             progress=watch.report,
         )

@@ -29,6 +29,9 @@ _FEATURES = {
     "AVX512_VNNI": "AVX512-VNNI", "AVX512_BF16": "AVX512-BF16", "AMX_INT8": "AMX", "NEON": "NEON", "FP16_VA": "FP16",
     "DOTPROD": "DOTPROD", "MATMUL_INT8": "I8MM", "SVE": "SVE", "SME": "SME",
 }  # fmt: skip
+FOR_GPUS = ("llama-cpp", "mlx")
+"""Engines that there are builds of for GPUs."""
+
 _GPU, _INTEGRATED = 1, 2
 """ggml's types of devices that are GPUs: with memory of their own, and with the machine's."""
 
@@ -54,13 +57,13 @@ def _look(name: str) -> EngineFacts:
         return EngineFacts(name, False, reason=reason)
     module = import_module(BACKENDS[name])
     if not hasattr(module, "binding"):
-        return EngineFacts(name, True, built_for=["NumPy"])
+        return EngineFacts(name, True, built_for=["NumPy"], devices=[])
     binding = module.binding()
     version = str(getattr(binding, "version", "")) or None
     library = getattr(binding, "lib", None)
-    if not hasattr(library, "llama_print_system_info"):
-        return EngineFacts(name, True, version)
     gpu = bool(getattr(binding, "gpu", False))
+    if not hasattr(library, "llama_print_system_info"):
+        return EngineFacts(name, True, version, list(binding.built_for), metal_device() if gpu else [])
     return EngineFacts(name, True, version, built_for(_system_info(library)), gpu_devices() if gpu else [])
 
 
@@ -93,6 +96,18 @@ def gpu_devices() -> list[DeviceFacts] | None:
     """The GPUs that llama-cpp-python's library sees, with their memory; None where it does not tell."""
     devices = ggml_devices()
     return None if devices is None else used_gpus(devices)
+
+
+def metal_device() -> list[DeviceFacts] | None:
+    """The GPU that MLX computes on, whose memory is the machine's; None where it does not tell."""
+    try:
+        import mlx.core as mx
+
+        told = mx.device_info()
+        free = int(told["max_recommended_working_set_size"]) - mx.get_active_memory()
+        return [DeviceFacts("Metal", str(told["device_name"]), max(0, free), int(told["memory_size"]), True)]
+    except (ImportError, AttributeError, KeyError, RuntimeError):
+        return None
 
 
 def used_gpus(devices: Sequence[tuple[int, DeviceFacts]]) -> list[DeviceFacts]:
@@ -145,8 +160,7 @@ def _device(base: ctypes.CDLL, device: int) -> tuple[int, DeviceFacts]:
 
 def gpu_engine(engines: Sequence[EngineFacts]) -> EngineFacts | None:
     """The usable engine that was built for a GPU and sees one."""
-    return next((engine for engine in engines if engine.usable and engine.devices != []
-                 and engine.name == "llama-cpp"), None)  # fmt: skip
+    return next((e for e in engines if e.usable and e.name in FOR_GPUS and e.devices != []), None)
 
 
 def engine_checks(engines: Sequence[EngineFacts], gpus: Sequence[str], wanted: str) -> Iterator[Check]:
@@ -158,11 +172,14 @@ def engine_checks(engines: Sequence[EngineFacts], gpus: Sequence[str], wanted: s
         wanted: ``--backend``.
     """
     real = [engine for engine in engines if engine.name != "reference"]
-    usable = [engine for engine in real if engine.usable]
+    # MLX without a GPU is there for tests, and never taken unless asked for.
+    usable = [engine for engine in real if engine.usable and (engine.name != "mlx" or engine.devices != [])]
     for engine in engines:
+        if engine.name == "mlx" and not engine.usable and wanted != "mlx" and "Apple" not in gpus:
+            continue
         if engine.usable:
             if engine.name != "reference":
-                yield Check("engines", engine.name, "ok", _described(engine))
+                yield Check("engines", engine.name, "ok" if engine in usable else "info", _described(engine))
             elif wanted == "reference":
                 yield Check("engines", engine.name, "ok", "NumPy, float64: exact and slow, for tests")
             continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from localspec.doctor.engines import FOR_GPUS
 from localspec.doctor.header import KV_VALUE_BYTES
 from localspec.doctor.report import Check, EngineFacts, FitFacts, NeedFacts
 from localspec.doctor.subject import Subject
@@ -47,11 +48,8 @@ class Room:
     @property
     def on_gpu(self) -> bool:
         """Whether any layer goes to a GPU."""
-        return self.engine is not None and self.engine.devices != [] and self.n_gpu_layers != 0 and self._has_gpu
-
-    @property
-    def _has_gpu(self) -> bool:
-        return self.engine is not None and self.engine.name == "llama-cpp"
+        engine = self.engine
+        return engine is not None and engine.name in FOR_GPUS and engine.devices != [] and self.n_gpu_layers != 0
 
     def gpu_share(self, model: Subject) -> float:
         """Share of a model that goes to the GPU."""
