@@ -51,13 +51,8 @@ class Engine(QObject):
     def load(self, model: str, draft: Any, **options: Any) -> None:
         """Load a pair; ends with ``ready`` or ``failed``."""
 
-        def report(what: str, fraction: float | None) -> None:
-            if self._closing.is_set():
-                raise LocalspecError("closed while loading")  # an exception from here cancels the loading
-            self.progress.emit(what, fraction)
-
         def work() -> None:
-            self.llm = LLM(model, draft, progress=report, **options)
+            self.llm = LLM(model, draft, progress=self.progress.emit, cancel=self._closing, **options)
             self.ready.emit()
 
         self._start(work)
@@ -96,7 +91,7 @@ class Engine(QObject):
         if self._thread.is_alive():
             self._thread.join()
         if self.llm is not None:
-            self.llm.close()
+            self.llm.close(cancel=True)
 
     def _start(self, work: Callable[[], None]) -> None:
         def guarded() -> None:

@@ -2,7 +2,7 @@
 
 import {answer} from "./api.js";
 import {Tally} from "./figures.js";
-import {addRound, following} from "./tokens.js";
+import {AnswerText, following} from "./tokens.js";
 import {$, alertIn, element} from "./words.js";
 
 const ENDS = {
@@ -96,17 +96,18 @@ class Turn {
     this.tally = new Tally();
     this.text = "";
     this.finish = null;
-    this.answer = element("div.answer", {dir: "auto"});
+    const box = element("div.answer", {dir: "auto"});
+    this.answer = new AnswerText(box);
     this.line = element("p.turn-figures", {}, "reading …");
     this.element = element("article.turn", {},
       element("p.question", {dir: "auto"}, element("span.sr", {}, "You: "), question),
-      element("span.sr", {}, "Answer: "), this.answer, this.line);
+      element("span.sr", {}, "Answer: "), box, this.line);
   }
 
   take(event) {
     if (event.round) {
       this.tally.add(event.round);
-      addRound(this.answer, event.round);
+      this.answer.add(event.round);
       this.line.textContent = this.tally.line();
     }
     if (event.text) this.text += event.text;
@@ -114,6 +115,7 @@ class Turn {
   }
 
   end() {
+    this.answer.finish();
     const why = ENDS[this.finish];
     this.line.textContent = [this.tally.rounds ? this.tally.line() : "", why].filter(Boolean).join(" · ");
   }

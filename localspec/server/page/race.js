@@ -2,7 +2,7 @@
 
 import {answer} from "./api.js";
 import {Tally, roundMs} from "./figures.js";
-import {addRound, following} from "./tokens.js";
+import {AnswerText, following} from "./tokens.js";
 import {$, alertIn, count, decimal, seconds} from "./words.js";
 
 const still = matchMedia("(prefers-reduced-motion: reduce)");
@@ -130,7 +130,8 @@ class Lane {
   constructor(id) {
     const lane = $(id);
     const part = (name) => lane.querySelector(name);
-    [this.text, this.clock, this.runner] = [part(".text"), part(".clock"), part(".runner")];
+    [this.clock, this.runner] = [part(".clock"), part(".runner")];
+    this.text = new AnswerText(part(".text"));
     [this.figures, this.placeBox] = [part(".lane-figures"), part(".place")];
     this.reset();
   }
@@ -147,12 +148,16 @@ class Lane {
 
   rewind() {
     this.tally = new Tally();
-    this.text.replaceChildren();
+    this.text.clear();
     this.run(1);
   }
 
   place(words) {
     this.placeBox.textContent = words;
+  }
+
+  get arrived() {
+    return this.complete && this.tally.rounds === this.rounds.length;
   }
 
   get total() {
@@ -165,15 +170,16 @@ class Lane {
 
   /* Shows what there was after so many milliseconds. */
   showUntil(ms) {
-    following(this.text, () => {
+    following(this.text.box, () => {
       while (this.tally.rounds < this.rounds.length) {
         const next = this.rounds[this.tally.rounds];
         if (this.tally.ms + roundMs(next) > ms + 1e-6) break;
         this.tally.add(next);
-        addRound(this.text, next);
+        this.text.add(next);
       }
+      if (this.arrived) this.text.finish();
     });
-    const arrived = this.complete && this.tally.rounds === this.rounds.length;
+    const arrived = this.arrived;
     this.clock.textContent = seconds(arrived ? this.ms : Math.min(ms, this.ms)) + (arrived ? " ✓" : "");
     this.figures.textContent = `${count(this.tally.tokens, "token")} · ${this.tally.line()}`;
   }

@@ -11,25 +11,49 @@ const OWN = {
 const inLine = (text) => text.replace(/\n/g, "↵").replace(/\t/g, "⇥");
 const expectation = (guess) => (guess ? `, expected to be right with ${percent(guess.expected)}` : "");
 
-export function addRound(box, round) {
-  const accepted = round.emitted.filter((token) => token.kind === "accepted");
-  const own = round.emitted.filter((token) => token.kind !== "accepted");
-  accepted.forEach((token, i) => {
-    const title = `guess of the ${sourceName(token.source)}, accepted${expectation(round.draft[i])}`;
-    put(box, element(`span.token.accepted.s${slot(token.source)}`, {title}, token.text));
-  });
-  round.draft.forEach((guess, i) => {
-    if (guess.accepted) return;
-    const fate = i > 0 && !round.draft[i - 1].accepted ? "behind a wrong one, dropped" : "rejected";
-    const title = `guess of the ${sourceName(guess.source)}, ${fate}${expectation(guess)}`;
-    put(box, element("del.token.rejected", {title, "aria-hidden": "true"}, inLine(guess.text)));
-  });
-  for (const token of own) put(box, element(`span.token.${token.kind}`, {title: OWN[token.kind] || token.kind}, token.text));
-}
+/* The text of an answer, in a box. */
+export class AnswerText {
+  constructor(box) {
+    this.box = box;
+    this.clear();
+  }
 
-/* A token without text, half of a character say, or an end token, leaves nothing to see. */
-function put(box, made) {
-  if (made.textContent) box.append(made);
+  clear() {
+    this.box.replaceChildren();
+    this.shown = this.released = "";
+  }
+
+  add(round) {
+    const accepted = round.emitted.filter((token) => token.kind === "accepted");
+    const own = round.emitted.filter((token) => token.kind !== "accepted");
+    accepted.forEach((token, i) => {
+      const title = `guess of the ${sourceName(token.source)}, accepted${expectation(round.draft[i])}`;
+      this.put(element(`span.token.accepted.s${slot(token.source)}`, {title}, token.text));
+    });
+    round.draft.forEach((guess, i) => {
+      if (guess.accepted) return;
+      const fate = i > 0 && !round.draft[i - 1].accepted ? "behind a wrong one, dropped" : "rejected";
+      const title = `guess of the ${sourceName(guess.source)}, ${fate}${expectation(guess)}`;
+      this.put(element("del.token.rejected", {title, "aria-hidden": "true"}, inLine(guess.text)));
+    });
+    for (const token of own) {
+      this.put(element(`span.token.${token.kind}`, {title: OWN[token.kind] || token.kind}, token.text));
+    }
+    this.shown += round.emitted.map((token) => token.text).join("");
+    this.released += round.text;
+  }
+
+  /* What belongs to no token in particular: an answer may end in the middle of a character. */
+  finish() {
+    const rest = this.released.slice(this.shown.length);
+    this.put(element("span.token.plain", {}, rest));
+    this.shown += rest;
+  }
+
+  /* A token without text, half of a character say, or an end token, leaves nothing to see. */
+  put(made) {
+    if (made.textContent) this.box.append(made);
+  }
 }
 
 /* Lets a box be written to, and keeps its end in sight if it was. */
