@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from localspec import LLM, SamplingParams
+from localspec import LLM, SamplingParams, TemplateError, UsageError
 from localspec.server.body import parse
 from localspec.server.errors import ApiError, as_api_error
 from localspec.server.fields import Fields
@@ -175,6 +178,64 @@ def test_what_is_no_json_is_400(body: bytes) -> None:
     with pytest.raises(ApiError) as error:
         parse(body)
     assert error.value.status == 400
+
+
+WORDS = [
+    "type",
+    "function",
+    "name",
+    "role",
+    "content",
+    "text",
+    "schema",
+    "json_schema",
+    "draft",
+    "off",
+    "parameters",
+    "7",
+]
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["", "x", "auto", "function", "text"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(WORDS),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=8,
+)
+FIELDS = [
+    "messages",
+    "prompt",
+    "temperature",
+    "top_p",
+    "n",
+    "stop",
+    "stream",
+    "stream_options",
+    "logit_bias",
+    "logprobs",
+]
+FIELDS += ["top_logprobs", "seed", "max_tokens", "tools", "tool_choice", "response_format", "grammar", "prediction"]
+FIELDS += ["localspec", "modalities", "best_of", "echo", "presence_penalty", "top_k"]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5))
+def test_no_body_is_an_internal_error(body: dict[str, Any]) -> None:
+    for check, least in ((chat_request, {"messages": CHAT}), (completion_request, {"prompt": "x"})):
+        with suppress(ApiError):
+            check(Fields(least | body), SERVED)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(VALUES, max_size=3))
+def test_no_messages_are_an_internal_error(messages: list[Any]) -> None:
+    template = ChatTemplate(None)
+    with suppress(UsageError, TemplateError):
+        template.render(messages_for(template, messages, ToolUse([tool(name="f")])))
 
 
 def test_any_error_becomes_openai_s_shape_without_our_insides() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -80,7 +81,8 @@ def _answer_at(service: Service, kind: str) -> Any:
             service.check_open()
             fields = Fields(await service.bodies.json(request))
             _check_model(service, fields)
-            asked = check(fields, service.served())
+            # Grammars are compiled here, and templates rendered below: nothing that others should wait for.
+            asked = await asyncio.to_thread(check, fields, service.served())
             if asked.common.stream:
                 return EventStream(_events(service, module, asked, count.later()), service.ending)
             work = _whole(service, module, asked)
@@ -96,14 +98,14 @@ def _answer_at(service: Service, kind: str) -> Any:
 
 
 async def _whole(service: Service, module: Any, asked: Any) -> dict[str, Any]:
-    jobs = await module.prepare(service, asked)
+    jobs = await asyncio.to_thread(module.prepare, service, asked)
     answer: dict[str, Any] = await module.whole(service, asked, jobs)
     return answer
 
 
 async def _events(service: Service, module: Any, asked: Any, count: Counting) -> AsyncIterator[bytes]:
     async with count:
-        jobs = await module.prepare(service, asked)
+        jobs = await asyncio.to_thread(module.prepare, service, asked)
         async for encoded in module.events(service, asked, jobs):
             yield encoded
 

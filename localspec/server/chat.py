@@ -13,14 +13,13 @@ from localspec.server.tool_calls import CallStart
 from localspec.server.wire import Envelope, chat_logprobs, prompt_tokens
 
 
-async def prepare(service: Service, asked: ChatAsked) -> list[Job]:
-    """The jobs that the request comes to.
+def prepare(service: Service, asked: ChatAsked) -> list[Job]:
+    """The jobs that the request comes to; for a thread of its own.
 
     Raises:
         LocalspecError: the messages do not fit the template or the context.
     """
-    job = await service.chat_job(asked.messages, asked.tools, asked.common.params)
-    return numbered(job, asked.common.n)
+    return numbered(service.chat_job(asked.messages, asked.tools, asked.common), asked.common.n)
 
 
 def envelope(service: Service, jobs: Sequence[Job]) -> Envelope:

@@ -11,15 +11,15 @@ from localspec.server.service import Job, Service, numbered
 from localspec.server.wire import Envelope, completion_logprobs, prompt_tokens
 
 
-async def prepare(service: Service, asked: CompletionAsked) -> list[Job]:
-    """The jobs that the request comes to.
+def prepare(service: Service, asked: CompletionAsked) -> list[Job]:
+    """The jobs that the request comes to; for a thread of its own.
 
     Raises:
         UsageError: a prompt is empty, or does not fit into the context.
     """
     jobs: list[Job] = []
     for prompt in asked.prompts:
-        jobs += numbered(await service.text_job(prompt, asked.common.params), asked.common.n)
+        jobs += numbered(service.text_job(prompt, asked.common), asked.common.n)
     return jobs
 
 

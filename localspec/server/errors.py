@@ -95,6 +95,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return invalid(str(error), "messages", "context_length_exceeded")
     if isinstance(error, errors.Closed):
         return stopping()
+    if isinstance(error, RecursionError):
+        return invalid("the request is nested too deeply")
     if isinstance(error, errors.LocalspecError):
         return ApiError(500, "the engine failed; the server's own output says more", code="engine_error")
     return ApiError(500, "an internal error; the server's own output says more", code="internal_error")

@@ -66,13 +66,14 @@ class Job:
         prompt: token ids.
         params: the sampling parameters.
         tools: functions that may be called.
+        prediction: token ids of a text that the answer is likely to repeat.
         begun: the beginning of the answer that stands at the prompt's end.
-        parallel: whether there may be several calls.
     """
 
     prompt: list[int]
     params: SamplingParams
     tools: ToolUse = field(default_factory=ToolUse)
+    prediction: Sequence[int] = ()
     begun: str = ""
 
 
@@ -120,16 +121,13 @@ class Service:
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 
-    async def chat_job(self, messages: Sequence[Any], tools: ToolUse, params: SamplingParams) -> Job:
-        """Messages through the chat template, on another thread: it may take a while.
+    def chat_job(self, messages: Sequence[Any], tools: ToolUse, asked: Asked) -> Job:
+        """Messages through the chat template. It may take a while: not for the event loop.
 
         Raises:
             UsageError, TemplateError: they cannot be.
         """
-        return await asyncio.to_thread(self._chat_job, messages, tools, params)
-
-    def _chat_job(self, messages: Sequence[Any], tools: ToolUse, params: SamplingParams) -> Job:
-        llm = self.llm
+        llm, params = self.llm, asked.params
         prepared = messages_for(llm.template, messages, tools, self.settings.system)
         begun = ""
         if tools.required:
@@ -138,16 +136,20 @@ class Service:
         tokens = llm.encode(prepared, tools=list(tools.tools) or None)
         if begun:
             tokens += llm.tokenize(begun, parse_special=True)
-        return Job(self._fitting(tokens), params, tools, begun)
+        return Job(self._fitting(tokens), params, tools, self._prediction(asked), begun)
 
-    async def text_job(self, prompt: str | list[int], params: SamplingParams) -> Job:
-        """A text to continue as it is, or token ids.
+    def text_job(self, prompt: str | list[int], asked: Asked) -> Job:
+        """A text to continue as it is, or token ids. It may take a while: not for the event loop.
 
         Raises:
             UsageError: it is empty, or too long.
         """
-        tokens = prompt if isinstance(prompt, list) else await asyncio.to_thread(self.llm.encode, prompt)
-        return Job(self._fitting(tokens), params)
+        tokens = prompt if isinstance(prompt, list) else self.llm.encode(prompt)
+        return Job(self._fitting(tokens), asked.params, prediction=self._prediction(asked))
+
+    def _prediction(self, asked: Asked) -> list[int]:
+        # No answer is longer than the context, so what lies behind cannot be copied.
+        return self.llm.tokenize(asked.prediction)[: self.llm.n_ctx] if asked.prediction else []
 
     def _fitting(self, tokens: list[int]) -> list[int]:
         if not tokens:
@@ -185,7 +187,7 @@ class Service:
             deadline=left,
             logprobs=asked.logprobs,
             drafters=asked.drafters or None,
-            prediction=asked.prediction or None,
+            prediction=job.prediction,
         )
         async with stream:
             async for round_ in stream:
