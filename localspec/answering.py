@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from localspec.arguments import DraftLength
 from localspec.errors import Cancelled, PromptTooLong, UsageError
 from localspec.jobs import Job
 from localspec.logprobs import ScoredToken, token_logprobs
-from localspec.pair import DraftLength, Pair
+from localspec.pair import Pair
 from localspec.prompts import Prompt, PromptEncoder
 from localspec.rounds import EmittedToken, FinishReason, SpecStats
 from localspec.sampling import SamplingParams

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
+from localspec.logprobs import ScoredToken
+from localspec.prompts import Prompt
 from localspec.sampling import SamplingParams
-from localspec.stream import AsyncRoundStream, Reply, RoundStream, Submit
+from localspec.stream import AsyncRoundStream, Reply, RoundStream, Submit, aresult_of, result_of
 
 Question = TypeVar("Question")
 
@@ -97,3 +99,68 @@ class Asking(ABC, Generic[Question]):
         """As ``chat``, for asyncio."""
         async with self.arounds(self._as_chat(question), params, **options) as rounds:  # type: ignore[arg-type]
             return await rounds.reply()
+
+
+class AskingModel(Asking[Prompt]):
+    """What only a model can be asked, and not a conversation."""
+
+    @abstractmethod
+    def _scorer(self, prompt: Prompt, top: int, deadline: float | None, conversation: Hashable | None) -> Submit:
+        """Check what is to be scored, and return what queues it."""
+
+    def _as_chat(self, question: Prompt | str) -> Prompt:
+        return [{"role": "user", "content": question}] if isinstance(question, str) else question
+
+    def generate(self, text: str | Sequence[int], params: SamplingParams | None = None, **options: Any) -> Reply:
+        """Continue a text as it is, without the chat template; options as in ``rounds``.
+
+        >>> llm.generate("def fibonacci(n):", SamplingParams(max_tokens=80, stop=["\\n\\n"])).text
+        """
+        with self.rounds(text, params, **options) as rounds:
+            return rounds.reply
+
+    async def agenerate(self, text: str | Sequence[int], params: SamplingParams | None = None, **options: Any) -> Reply:
+        """As ``generate``, for asyncio."""
+        async with self.arounds(text, params, **options) as rounds:
+            return await rounds.reply()
+
+    def logprobs(
+        self,
+        prompt: Prompt,
+        *,
+        top: int = 0,
+        deadline: float | None = None,
+        conversation: Hashable | None = None,
+    ) -> list[ScoredToken]:
+        """How probable the target finds each token of a given text after those before it.
+
+        >>> scored = llm.logprobs("The capital of France is Paris.")
+        >>> perplexity = math.exp(-sum(t.logprob for t in scored[1:]) / (len(scored) - 1))
+
+        Args:
+            prompt: a text (a begin-of-text token in front where the model wants one), messages, or token ids.
+            top: how many of the most probable tokens to name at each place (0 to 20).
+            deadline, conversation: as in ``rounds``.
+
+        Returns:
+            One ``ScoredToken`` per token; the first has no logprob, as nothing predicts it.
+
+        Raises:
+            PromptTooLong: it does not fit into the context.
+            Cancelled: the deadline passed first.
+            QueueFull, UsageError, Closed: as in ``rounds``.
+        """
+        scored: list[ScoredToken] = result_of(self._scorer(prompt, top, deadline, conversation))
+        return scored
+
+    async def alogprobs(
+        self,
+        prompt: Prompt,
+        *,
+        top: int = 0,
+        deadline: float | None = None,
+        conversation: Hashable | None = None,
+    ) -> list[ScoredToken]:
+        """As ``logprobs``, for asyncio."""
+        scored: list[ScoredToken] = await aresult_of(self._scorer(prompt, top, deadline, conversation))
+        return scored

@@ -200,7 +200,7 @@ class Worker:
     def __init__(self, max_waiting: int | None = None) -> None:
         self.queue = FairQueue(max_waiting)
         self.running: Job | None = None
-        self._last: Callable[[], None] | None = None
+        self._last: tuple[Callable[[], None], ...] = ()
         self._thread = threading.Thread(target=self._run, name="localspec", daemon=True)
         self._thread.start()
 
@@ -234,11 +234,11 @@ class Worker:
             raise error
         return good[0]
 
-    def close(self, last: Callable[[], None] | None = None, *, cancel: bool = False, wait: bool = True) -> None:
+    def close(self, *last: Callable[[], None], cancel: bool = False, wait: bool = True) -> None:
         """End the thread after what waits is done.
 
         Args:
-            last: run on the thread at the very end.
+            last: run on the thread at the very end, one after the other.
             cancel: stop the running job and drop those that wait, instead of finishing them.
             wait: return only when the thread has ended; not from the thread itself.
         """
@@ -262,8 +262,8 @@ class Worker:
             job.run()
             self.running = None
             del job
-        if self._last is not None:
-            self._last()
+        for last in self._last:
+            last()
 
 
 def wait_for(items: queue.SimpleQueue[Any], job: Job | None = None) -> Any:

@@ -11,23 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from localspec.answering import Request, answer, score
-from localspec.asking import Asking
+from localspec.arguments import DraftLength, checked_bound, checked_bytes, checked_length, draft_specs
+from localspec.asking import AskingModel
 from localspec.catalog import Catalog
 from localspec.errors import Cancelled, UsageError
 from localspec.jobs import Job, Worker
-from localspec.logprobs import ScoredToken, checked_top
-from localspec.pair import DraftLength, Pair, PairOptions, Report
+from localspec.logprobs import checked_top
+from localspec.model_loading import PairOptions, Report
+from localspec.pair import Pair
 from localspec.prefix_cache import DEFAULT_BYTES
 from localspec.prompts import Prompt, PromptEncoder
 from localspec.sampling import SamplingParams
 from localspec.session import Session
 from localspec.session import load as load_session
-from localspec.stream import Reply, Submit, aresult_of, result_of
+from localspec.stream import Submit
 from localspec.text import ChatTemplate
 from localspec.vocab import Vocab
 
 
-class LLM(Asking[Prompt]):
+class LLM(AskingModel):
     """A target model and its drafters, loaded and ready.
 
     One worker thread owns the engine; every method may be called from any thread. One request runs at a time, the
@@ -95,19 +97,24 @@ class LLM(Asking[Prompt]):
         options = PairOptions(
             backend, n_ctx, n_threads, n_gpu_layers, kv_cache_type, light_draft, remember, draft_backend
         )
-        cache_bytes = _checked_bytes(prefix_cache_bytes)
-        self._worker = Worker(_checked_bound(max_queue))
-        self._pair = self._load(path, _specs(draft), options, cancel or threading.Event())
+        cache_bytes = checked_bytes(prefix_cache_bytes)
+        self._worker = Worker(checked_bound(max_queue))
+        self._pair = self._load(path, draft_specs(draft), options, cancel or threading.Event())
         target = self._pair.target
         self.backend_name = target.backend
         self.engine = target.engine
         self.n_ctx = self._pair.context.n_ctx
-        self.template = ChatTemplate.for_vocab(target.chat_template, target.vocab)
         self.chat_defaults: dict[str, Any] = Catalog.load().chat_defaults(path)
-        self._encoder = PromptEncoder(target, self.template)
-        # Neither the worker nor this holds on to the LLM: dropped without close(), it gives its memory back too.
         self._pair.prefix_cache.max_bytes = cache_bytes
-        self._finalizer = weakref.finalize(self, _abandon, self._worker, self._pair, self._encoder)
+        try:
+            self.template = ChatTemplate.for_vocab(target.chat_template, target.vocab)
+        except BaseException:
+            self._worker.close(self._pair.close)
+            raise
+        self._encoder = PromptEncoder(target, self.template)
+        self._last = (self._encoder.close, self._pair.close)
+        # Neither the worker nor this holds on to the LLM: dropped without close(), it gives its memory back too.
+        self._finalizer = weakref.finalize(self, self._worker.close, *self._last, cancel=True, wait=False)
         self._finalizer.atexit = False
 
     def _load(self, path: Path, draft: Sequence[str], options: PairOptions, cancel: threading.Event) -> Pair:
@@ -160,7 +167,7 @@ class LLM(Asking[Prompt]):
 
     @draft_length.setter
     def draft_length(self, value: DraftLength) -> None:
-        self._draft_length = _checked_length(value)
+        self._draft_length = checked_length(value)
 
     @property
     def draft_names(self) -> list[str]:
@@ -205,11 +212,11 @@ class LLM(Asking[Prompt]):
 
     @max_queue.setter
     def max_queue(self, value: int | None) -> None:
-        self._worker.queue.max_waiting = _checked_bound(value)
+        self._worker.queue.max_waiting = checked_bound(value)
 
     def set_draft(self, spec: str | Path | Sequence[str | Path] | None) -> None:
         """Replace the drafters, as the ``draft`` argument does; on an error the ones in use stay."""
-        self._call(lambda: self._pair.set_draft(_specs(spec), self._report()))
+        self._call(lambda: self._pair.set_draft(draft_specs(spec), self._report()))
 
     def explain(self) -> str:
         """One sentence: why the runtime is, or is not, drafting now."""
@@ -254,65 +261,6 @@ class LLM(Asking[Prompt]):
         """How many tokens a prompt has, chat template included where it is a list of messages."""
         return len(self.encode(prompt))
 
-    # -- generating (rounds, stream, chat, arounds, astream and achat are in Asking) ----------------------------
-
-    def _as_chat(self, question: Prompt | str) -> Prompt:
-        return [{"role": "user", "content": question}] if isinstance(question, str) else question
-
-    def generate(self, text: str | Sequence[int], params: SamplingParams | None = None, **options: Any) -> Reply:
-        """Continue a text as it is, without the chat template; options as in ``rounds``.
-
-        >>> llm.generate("def fibonacci(n):", SamplingParams(max_tokens=80, stop=["\\n\\n"])).text
-        """
-        with self.rounds(text, params, **options) as rounds:
-            return rounds.reply
-
-    async def agenerate(self, text: str | Sequence[int], params: SamplingParams | None = None, **options: Any) -> Reply:
-        """As ``generate``, for asyncio."""
-        async with self.arounds(text, params, **options) as rounds:
-            return await rounds.reply()
-
-    def logprobs(
-        self,
-        prompt: Prompt,
-        *,
-        top: int = 0,
-        deadline: float | None = None,
-        conversation: Hashable | None = None,
-    ) -> list[ScoredToken]:
-        """How probable the target finds each token of a given text after those before it.
-
-        >>> scored = llm.logprobs("The capital of France is Paris.")
-        >>> perplexity = math.exp(-sum(t.logprob for t in scored[1:]) / (len(scored) - 1))
-
-        Args:
-            prompt: a text (a begin-of-text token in front where the model wants one), messages, or token ids.
-            top: how many of the most probable tokens to name at each place (0 to 20).
-            deadline, conversation: as in ``rounds``.
-
-        Returns:
-            One ``ScoredToken`` per token; the first has no logprob, as nothing predicts it.
-
-        Raises:
-            PromptTooLong: it does not fit into the context.
-            Cancelled: the deadline passed first.
-            QueueFull, UsageError, Closed: as in ``rounds``.
-        """
-        scored: list[ScoredToken] = result_of(self._scorer(prompt, top, deadline, conversation))
-        return scored
-
-    async def alogprobs(
-        self,
-        prompt: Prompt,
-        *,
-        top: int = 0,
-        deadline: float | None = None,
-        conversation: Hashable | None = None,
-    ) -> list[ScoredToken]:
-        """As ``logprobs``, for asyncio."""
-        scored: list[ScoredToken] = await aresult_of(self._scorer(prompt, top, deadline, conversation))
-        return scored
-
     # -- conversations -------------------------------------------------------------------------------------------
 
     def session(self, system: str | None = None, params: SamplingParams | None = None) -> Session:
@@ -345,7 +293,7 @@ class LLM(Asking[Prompt]):
 
     @prefix_cache_bytes.setter
     def prefix_cache_bytes(self, value: int) -> None:
-        bound = _checked_bytes(value)
+        bound = checked_bytes(value)
 
         def change() -> None:
             self._pair.prefix_cache.max_bytes = bound
@@ -376,7 +324,7 @@ class LLM(Asking[Prompt]):
     ) -> Submit:
         length: DraftLength = 0 if not speculate else self.draft_length
         if speculate and draft_length is not None:
-            length = _checked_length(draft_length)
+            length = checked_length(draft_length)
         params = replace(params) if params is not None else SamplingParams()
         n_logprobs = None if logprobs is None else checked_top(logprobs)
         if isinstance(prediction, str):
@@ -423,7 +371,7 @@ class LLM(Asking[Prompt]):
             cancel: stop them within a round instead; their replies say ``cancelled``.
         """
         self._finalizer.detach()
-        self._worker.close(lambda: _free(self._pair, self._encoder), cancel=cancel)
+        self._worker.close(*self._last, cancel=cancel)
 
     async def aclose(self, *, cancel: bool = False) -> None:
         """As ``close``, for asyncio."""
@@ -447,47 +395,6 @@ def _close_all(pairs: Sequence[Pair]) -> None:
         pair.close()
 
 
-def _free(pair: Pair, encoder: PromptEncoder) -> None:
-    encoder.close()
-    pair.close()
-
-
-def _abandon(worker: Worker, pair: Pair, encoder: PromptEncoder) -> None:
-    worker.close(lambda: _free(pair, encoder), cancel=True, wait=False)
-
-
 def _close_if_loaded(loading: asyncio.Future[LLM]) -> None:
     if not loading.cancelled() and loading.exception() is None:
         loading.result()._finalizer()
-
-
-def _checked_bound(value: int | None) -> int | None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        raise UsageError(f"max_queue must be 0 or more, or None, not {value!r}")
-    return value
-
-
-def _checked_bytes(value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise UsageError(f"prefix_cache_bytes must be a number of bytes, 0 or more, not {value!r}")
-    return value
-
-
-def _specs(draft: str | Path | Sequence[str | Path] | None) -> list[str]:
-    if draft is None:
-        return []
-    if isinstance(draft, str | Path):
-        return [str(draft)]
-    return [str(each) for each in draft]
-
-
-def _checked_length(value: DraftLength) -> DraftLength:
-    from localspec.controller import FixedController
-
-    if value == "auto":
-        return value
-    try:
-        length = int(value)
-    except ValueError:
-        raise UsageError(f"the draft length must be auto or a number, not {value!r}") from None
-    return FixedController(length).length

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
-from localspec import backends, draft_choice
+from localspec import backends
+from localspec.arguments import DraftLength
 from localspec.auto_controller import AutoController
 from localspec.backends.base import Context, FloatArray, Model
 from localspec.backends.machine import cpu_name
-from localspec.backends.repack import lighter_copy
 from localspec.backends.trust import CHECK_TEXT, fingerprint
 from localspec.catalog import Catalog
 from localspec.controller import Controller, FixedController
@@ -21,12 +20,12 @@ from localspec.decoder import SpeculativeDecoder
 from localspec.drafters.base import Drafter
 from localspec.drafters.draft_model import DraftModelDrafter
 from localspec.drafters.ngram import NgramDrafter
-from localspec.errors import Cancelled, LocalspecError, ModelFileError, UsageError, VocabularyMismatch
+from localspec.errors import Cancelled, ModelFileError, UsageError, VocabularyMismatch
 from localspec.experience import Experience
 from localspec.gguf_file import GGUFFile
 from localspec.home import home
 from localspec.kv_memory import kv_shape
-from localspec.ledger import Ledger
+from localspec.model_loading import Loader, PairOptions, Report, Target, close_both
 from localspec.prefix_cache import PrefixCache
 from localspec.rounds import Round
 from localspec.sampling import SamplingParams
@@ -38,24 +37,6 @@ log = logging.getLogger("localspec")
 
 DEFAULT_CTX = 8192
 """Context size where none is asked for, if the model was trained for as much."""
-
-DraftLength = int | str
-Report = Callable[[str, "float | None"], None]
-"""Progress: what is being done, and the fraction done if it is known. Raising from it cancels."""
-
-
-@dataclass(frozen=True, slots=True)
-class PairOptions:
-    """How to load; see ``LLM``."""
-
-    backend: str = "auto"
-    n_ctx: int | None = None
-    n_threads: int | None = None
-    n_gpu_layers: int | None = None
-    kv_type: str = "f16"
-    light_draft: bool = True
-    remember: bool = True
-    draft_backend: str | None = None
 
 
 class Pair:
@@ -72,12 +53,12 @@ class Pair:
         self._drafters: list[Drafter] = []
         self._experience = Experience(None, {})
         self._calibrations: list[tuple[dict[str, str], PassTimes]] = []
-        self._draft_choices = Ledger(home() / "drafts", 1)
+        self._loader = Loader(options, self.warnings)
         self._draft_times: dict[str, PassTimes] = {}
         self._last: Controller | None = None
         self.prefix_cache = PrefixCache()
         backends.check_name(options.draft_backend or "auto")
-        self.target = self._load(path, report)
+        self.target = self._loader.load(path, report)
         try:
             n_ctx = options.n_ctx or min(DEFAULT_CTX, self.target.n_ctx_train or DEFAULT_CTX)
             if self.target.n_ctx_train and n_ctx > self.target.n_ctx_train:
@@ -90,34 +71,6 @@ class Pair:
             self.set_draft(draft, report)
         except BaseException:
             self.close()
-            raise
-
-    def _load(self, path: Path, report: Report, *, backend: str | None = None, check: bool = True) -> Model:
-        cancel: list[BaseException] = []
-
-        def progress(fraction: float) -> bool:
-            try:
-                report(f"loading {path.name}", fraction)
-            except BaseException as error:  # carried around the C code that calls this
-                cancel.append(error)
-                return False
-            return True
-
-        try:
-            return backends.load(
-                path,
-                backend or self.options.backend,
-                n_threads=self.options.n_threads,
-                n_gpu_layers=self.options.n_gpu_layers,
-                kv_type=self.options.kv_type,
-                progress=progress,
-                say=lambda line: report(line, None),
-                warn=self.warnings.append,
-                check=check,
-            )
-        except LocalspecError:
-            if cancel:
-                raise cancel[0] from None
             raise
 
     def _calibrate(self, model: Model, context: Context, report: Report) -> PassTimes:
@@ -162,6 +115,7 @@ class Pair:
         drafters: list[Drafter] = []
         times: dict[str, PassTimes] = {}
         n_models = 0
+        target = Target(self.target, self.context.n_ctx, self.times)
         try:
             for name in dict.fromkeys(names):
                 if name == "ngram":
@@ -173,7 +127,7 @@ class Pair:
                     if key in self._models:
                         fresh[key] = self._models[key]
                     else:
-                        fresh[key] = self._load_draft(path, report)
+                        fresh[key] = self._loader.load_draft(path, target, report)
                 except VocabularyMismatch as error:
                     if not automatic:
                         raise
@@ -187,12 +141,12 @@ class Pair:
         except BaseException:
             for key, (model, context) in fresh.items():
                 if key not in self._models:
-                    _close(model, context)
+                    close_both(model, context)
             raise
         for key, (model, context) in self._models.items():
             if key not in fresh:
                 self.prefix_cache.forget(context)
-                _close(model, context)
+                close_both(model, context)
         for drafter in self._drafters:
             if not isinstance(drafter, DraftModelDrafter):
                 drafter.close()
@@ -204,72 +158,6 @@ class Pair:
         drafts = [fingerprint(Path(path)) for path in self._models]
         key = {"target": fingerprint(self.target.path), "drafters": " ".join([*drafts, *self.draft_names])}
         return Experience(home() / "acceptance" if self.options.remember else None, key)
-
-    def _load_draft(self, path: Path, report: Report) -> tuple[Model, Context]:
-        """Load a draft model: the copy of it that drafts faster here; see ``draft_choice``."""
-        key = {
-            "engine": self.target.engine,
-            "machine": cpu_name(),
-            "threads": str(self.target.n_threads),
-            "target": fingerprint(self.target.path),
-            "draft": fingerprint(path),
-        }
-        if self.options.draft_backend is not None:
-            key["draft engine"] = self.options.draft_backend
-        known = self._draft_choices.get(key) if self.options.light_draft else None
-        if known is not None and known.get("light"):
-            light = lighter_copy(path, key["draft"], lambda line: report(line, None))
-            if light is not None:
-                return self._open_draft(light, report, check=False)
-        published = self._open_draft(path, report)
-        model = published[0]
-        on_cpu = model.capabilities.device == "cpu" and not model.capabilities.batch_invariant
-        if known is not None or not on_cpu or not self.options.light_draft:
-            return published
-        lighter: tuple[Model, Context] | None = None
-        try:
-            light = lighter_copy(path, key["draft"], lambda line: report(line, None))
-            if light is None:
-                return published
-            lighter = self._open_draft(light, report, check=False)
-            report(f"comparing {path.name} with its lighter copy (once)", None)
-            tokens = draft_choice.tokens_of(self.target)
-            tops = draft_choice.top_tokens(self.target, tokens)
-            found = [draft_choice.candidate(each, tokens, tops, self.times) for each, _ in (published, lighter)]
-            prefers_light = found[1].rate > found[0].rate
-            figures = {"published": found[0].as_dict(), "lighter": found[1].as_dict()}
-            self._draft_choices.put(key, {"light": prefers_light, **figures})
-        except LocalspecError:
-            # Not worth failing over: an engine that cannot run the copy drafts with the published file.
-            if lighter is not None:
-                _close(*lighter)
-            return published
-        except BaseException:
-            for each in (published, lighter):
-                if each is not None:
-                    _close(*each)
-            raise
-        _close(*(published if prefers_light else lighter))
-        return lighter if prefers_light else published
-
-    def _open_draft(self, path: Path, report: Report, *, check: bool = True) -> tuple[Model, Context]:
-        model = self._load(path, report, backend=self.options.draft_backend, check=check)
-        try:
-            self._check_draft(model)
-            return model, model.new_context(self.context.n_ctx)
-        except BaseException:
-            model.close()
-            raise
-
-    def _check_draft(self, draft: Model) -> None:
-        difference = self.target.vocab.difference(draft.vocab)
-        if difference:
-            raise VocabularyMismatch(f"{draft.path.name} cannot draft for {self.target.path.name}: {difference}")
-        if draft.size_bytes > self.target.size_bytes:
-            self.warnings.append(
-                f"the draft {draft.path.name} is larger than the target {self.target.path.name}: "
-                "it will cost more than it saves"
-            )
 
     @property
     def draft_names(self) -> list[str]:
@@ -420,7 +308,7 @@ class Pair:
             drafter.close()
         self.prefix_cache.clear()
         for model, context in self._models.values():
-            _close(model, context)
+            close_both(model, context)
         self._models, self._drafters = {}, []
         if hasattr(self, "context"):
             self.context.close()
@@ -435,8 +323,3 @@ def _growth(model: Model, kv_type: str) -> float:
     except ModelFileError:  # a model that is no file, as the reference backend's can be
         return 0.0
     return per_token / model.size_bytes if model.size_bytes else 0.0
-
-
-def _close(model: Model, context: Context) -> None:
-    context.close()
-    model.close()

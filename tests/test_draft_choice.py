@@ -91,7 +91,7 @@ def test_no_room_for_a_copy_is_no_error(tiny: TinyFiles, isolated_home: Path, mo
 def test_a_broken_copy_is_passed_over(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(tiny.pair.draft.read_bytes()[:5000])
-    monkeypatch.setattr("localspec.pair.lighter_copy", lambda *args: broken)
+    monkeypatch.setattr("localspec.model_loading.lighter_copy", lambda *args: broken)
     with LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256) as llm:
         ((model, _),) = llm._pair._models.values()
         assert model.path == tiny.pair.draft

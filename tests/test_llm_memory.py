@@ -1,0 +1,64 @@
+"""``close()`` gives the memory back: opened, asked and closed many times, the process ends near where it began."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import TinyFiles, open_backend
+
+CYCLES = """
+import gc, sys
+from localspec import LLM, SamplingParams
+
+def resident():  # [MB]
+    with open("/proc/self/smaps_rollup") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("Rss:")) / 1e3
+
+backend, cycles, n_ctx, target, *draft = sys.argv[1:]
+for i in range(int(cycles) + 1):
+    with LLM(target, draft=["ngram", *draft], backend=backend, n_ctx=int(n_ctx)) as llm:
+        for j in range(2):
+            session = llm.session(f"number {j} of cycle {i}. " * 20)
+            session.chat("Count to ten.", SamplingParams(max_tokens=12), draft_length=3)
+        assert llm.cache_info()["bytes"] > 0
+        inside = resident()
+    del llm, session
+    gc.collect()
+    print(round(resident(), 1), round(inside, 1), flush=True)
+"""
+
+
+def residents(backend: str, cycles: int, n_ctx: int, *files: Path) -> tuple[list[float], list[float]]:
+    """Resident memory after each close, and before it [MB]."""
+    command = [sys.executable, "-c", CYCLES, backend, str(cycles), str(n_ctx), *map(str, files)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    after, inside = zip(*(map(float, line.split()) for line in done.stdout.splitlines()), strict=True)
+    print(backend, files[0].name, "after close:", *after, "| open:", inside[0])
+    return list(after), list(inside)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("backend", ["reference", "ik-llama", "llama-cpp"])
+def test_cycles_on_a_tiny_pair(tiny: TinyFiles, backend: str) -> None:
+    open_backend(backend)
+    pair = tiny.quick if backend == "reference" else tiny.pair
+    after, _ = residents(backend, 5, 1024, pair.target, pair.draft)
+    assert after[-1] - after[0] < 10
+
+
+@pytest.mark.real
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("backend", ["ik-llama", "llama-cpp"])
+@pytest.mark.parametrize("names", [["smollm2-135m"], ["qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"]], ids=lambda n: n[0])
+def test_ten_cycles_on_real_models(backend: str, names: list[str], real_model: Callable[[str], Path]) -> None:
+    files = [real_model(name) for name in names]
+    open_backend(backend)
+    after, inside = residents(backend, 10, 2048, *files)
+    assert after[-1] - after[0] < 50
+    assert inside[0] - after[0] > 0.5 * sum(file.stat().st_size for file in files) / 1e6  # it was there, and it is gone
