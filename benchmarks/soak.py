@@ -334,7 +334,7 @@ def solo(server: Server, n: int) -> list[Question]:
     questions = []
     for i in range(n):
         prompt = TASKS[i % len(TASKS)].format(SUBJECTS[i % len(SUBJECTS)]) + ("" if i < 12 else f" ({i})")
-        question = Question(prompt, 6 + 5 * (i % 5))
+        question = Question(prompt, 4 + 3 * (i % 5))
         body = question.body(logprobs=True, top_logprobs=20, localspec={"off": True})
         choice = server.chat(body)["choices"][0]
         question.text = choice["message"]["content"]

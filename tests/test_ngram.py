@@ -253,3 +253,45 @@ class TestNgramDrafter:
         drafter.close()
         drafter.close()
         assert len(drafter._automaton) == 0
+
+
+class TestExpectedText:
+    """``NgramDrafter.expect``: a text that the answer is likely to repeat."""
+
+    PROMPT = tuple(range(100, 130))
+    TEXT = tuple(range(200, 240))
+
+    def expecting(self, text: Sequence[int]) -> NgramDrafter:
+        drafter = NgramDrafter()
+        drafter.expect(text)
+        drafter.begin(self.PROMPT)
+        return drafter
+
+    def test_the_answer_is_guessed_from_its_first_token_on(self) -> None:
+        drafter = self.expecting(self.TEXT)
+        assert drafted(drafter, self.PROMPT, 50) == list(self.TEXT)
+        drafter.accept(self.TEXT[:7])
+        assert drafted(drafter, self.PROMPT + self.TEXT[:7], 3) == list(self.TEXT[7:10])
+
+    def test_after_an_insertion_it_is_found_again(self) -> None:
+        drafter = self.expecting(self.TEXT)
+        said = [*self.TEXT[:5], 999, 998, self.TEXT[5]]
+        drafter.accept(said)
+        assert drafted(drafter, [*self.PROMPT, *said], 2) == list(self.TEXT[6:8])
+
+    @given(TOKENS, TOKENS, TOKENS)
+    def test_only_tokens_that_were_said_are_guessed(
+        self, text: list[int], prompt: list[int], answer: list[int]
+    ) -> None:
+        drafter = NgramDrafter()
+        drafter.expect(text)
+        drafter.begin(prompt)
+        drafter.accept(answer)
+        assert set(drafted(drafter, prompt + answer, 20)) <= {*text, *prompt, *answer}
+
+    def test_the_next_request_knows_nothing_of_it(self) -> None:
+        drafter = self.expecting(self.TEXT)
+        drafter.expect([])
+        drafter.begin(self.PROMPT)
+        assert drafted(drafter, self.PROMPT, 5) == []
+        assert state_of(drafter._automaton) == state_of(automaton_of(self.PROMPT))
