@@ -169,6 +169,7 @@ def _main(record: Record, results: Results) -> Iterator[str]:
     yield _table(
         ["arm", "drafting", "verifying", "other", "same text as plain", "energy"],
         [_time(record, row) for row in results.rows if row.category == ALL],
+        left=1,
     )
     yield '<p class="muted">Per token, all answers together. Energy is the whole processor package\'s.</p>'
     yield "<h2>Round by round</h2>"
