@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from localspec.errors import UsageError
 from localspec.structured import gbnf
-from localspec.structured.compiler import compiled
 from localspec.structured.gbnf import Chars, Choice, Node, Repeat, Rule, Sequence, parse
 from localspec.structured.gbnf_lark import lark
 from localspec.structured.request import grammar_of
@@ -126,16 +125,16 @@ def nodes() -> st.SearchStrategy[Node]:
     )
 
 
-WORDS = ["".join(letters) for n in range(6) for letters in product("abc", repeat=n)]
+WORDS = ["".join(letters) for n in range(5) for letters in product("abc", repeat=n)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.tuples(*(nodes() for _ in NAMES)))
 def test_random_grammars_mean_what_they_say(bodies: tuple[Node, ...]) -> None:
-    """On all texts of up to five letters; recursive, ambiguous, with empty parts and overlapping words."""
+    """On all texts of up to four letters; recursive, ambiguous, with empty parts and overlapping words."""
     rules = dict(zip(NAMES, bodies, strict=True))
     assume(not rules.keys() - gbnf._ending(rules))
-    compare(rules, WORDS[::3])
+    compare(rules, WORDS[::2])
 
 
 @pytest.mark.parametrize(
@@ -167,11 +166,3 @@ def test_what_is_no_grammar_gets_one_clear_line(grammar: str, complaint: str) ->
         grammar_of(None, grammar)
     assert complaint in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_long_chain_of_rules_overflows_no_stack() -> None:
-    """In the library's compiler, five thousand references in a row would end the process."""
-    chain = "\n".join(f'r{i} ::= "a" r{i + 1} | "b" root' for i in range(5_000))
-    text = grammar_of(None, f'root ::= r0\n{chain}\nr5000 ::= "c"')
-    assert text is not None
-    assert says(compiled(bytewise(), text), "ab" * 3 + "aab" + "a" * 5_000 + "c")
