@@ -133,9 +133,10 @@ def _options(given: dict[str, Any]) -> Callable[[], Any]:
     given = {"draft_backend": None} | given
 
     def build() -> Any:
-        from localspec.options import RunOptions
+        from localspec.options import RunOptions, answer_form
 
-        return RunOptions(draft=given["draft"] or (), sampling=sampling, **{name: given[name] for name in rest})
+        form = answer_form(given.get("json_schema"), given.get("grammar"))
+        return RunOptions(draft=given["draft"] or (), sampling=sampling | form, **{name: given[name] for name in rest})
 
     return build
 
@@ -184,6 +185,10 @@ def generate(
         bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
     ] = False,
     format: Annotated[str, typer.Option(metavar="text|json|events", help="What is printed.")] = "text",
+    json_schema: Annotated[
+        str | None, typer.Option("--json-schema", metavar="FILE", help="Answer in JSON that follows this schema.")
+    ] = None,
+    grammar: Annotated[str | None, typer.Option(metavar="FILE", help="Answer as this GBNF grammar has it.")] = None,
     draft: Draft = None,
     draft_length: DraftLength = "auto",
     backend: Backend = "auto",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localspec.errors import UsageError
@@ -108,6 +110,33 @@ class RunOptions:
             light_draft=self.light_draft,
             progress=report,
         )
+
+
+def answer_form(json_schema: str | None, grammar: str | None) -> dict[str, Any]:
+    """``--json-schema`` and ``--grammar`` as given -> the sampling parameters that say so.
+
+    Raises:
+        UsageError: a file cannot be read, or the schema in it is not JSON.
+    """
+    form: dict[str, Any] = {}
+    if json_schema is not None:
+        try:
+            schema = json.loads(_read(json_schema, "--json-schema"))
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"--json-schema {json_schema} is not JSON: {error}") from None
+        form["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+    if grammar is not None:
+        form["grammar"] = _read(grammar, "--grammar")
+    return form
+
+
+def _read(path: str, option: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{option} {path} cannot be read: {error.strerror or error}") from None
+    except ValueError:
+        raise UsageError(f"{option} {path} is not a text file in UTF-8") from None
 
 
 def draft_length(text: str) -> int | str:
