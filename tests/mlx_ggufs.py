@@ -132,6 +132,8 @@ def _weights(
     def norm(size: int = n) -> Array:
         return rng.uniform(0.7, 1.3, size).astype(np.float32)
 
+    # What layers add must not drown in Gemma's enlarged embedding, or every token predicts itself.
+    added = 5.0 if architecture == "gemma" else 1.0
     weights = {"token_embd.weight": matrix(n_vocab, n, 3.0 if architecture.startswith("gemma") else 8.0)}
     weights["output_norm.weight"] = norm()
     if not architecture.startswith("gemma"):
@@ -145,7 +147,7 @@ def _weights(
                 layer[f"attn_{part}.weight"] = matrix(rows, n, 2.0)
                 if architecture == "qwen2":
                     layer[f"attn_{part}.bias"] = 0.3 * rng.standard_normal(rows).astype(np.float32)
-        layer["attn_output.weight"] = matrix(n, n_q)
+        layer["attn_output.weight"] = matrix(n, n_q, added)
         if architecture in ("gemma3", "qwen3", "qwen3moe"):
             layer |= {"attn_q_norm.weight": norm(d_head), "attn_k_norm.weight": norm(d_head)}
         if architecture == "olmo2":
@@ -164,7 +166,7 @@ def _weights(
             layer |= {"ffn_up.weight": matrix(2 * n_ff, n), "ffn_down.weight": matrix(n, n_ff, 2.0)}
         else:
             layer |= {"ffn_gate.weight": matrix(n_ff, n), "ffn_up.weight": matrix(n_ff, n)}
-            layer["ffn_down.weight"] = matrix(n, n_ff, 2.0)
+            layer["ffn_down.weight"] = matrix(n, n_ff, 2 * added)
         weights |= {f"blk.{i}.{key}": weight for key, weight in layer.items()}
     return weights
 

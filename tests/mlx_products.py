@@ -76,6 +76,12 @@ def numpy_products(network: Network, *, as_llama_cpp: bool = False) -> Iterator[
             parts.append(inputs @ np.array(weights.astype(mx.float32)).T)
         return mx.array(np.concatenate(parts, axis=1)).reshape(*x.shape[:-1], -1)
 
+    gather_qmm = mx.gather_qmm
+
+    def rounded_gather_qmm(x: mx.array, w: mx.array, *arrays: mx.array, **options: Any) -> mx.array:
+        inputs = rounded_to_8_bits(np.array(x).reshape(-1, x.shape[-1]), block_of[id(w)])
+        return gather_qmm(mx.array(inputs).reshape(x.shape), w, *arrays, **options)
+
     attention = mx.fast.scaled_dot_product_attention
 
     def scaled_dot_product_attention(q: mx.array, k: mx.array, v: mx.array, **options: Any) -> mx.array:
@@ -86,5 +92,8 @@ def numpy_products(network: Network, *, as_llama_cpp: bool = False) -> Iterator[
         if not as_llama_cpp:
             yield
             return
-        with patch.object(mx.fast, "scaled_dot_product_attention", scaled_dot_product_attention):
+        with (
+            patch.object(mx, "gather_qmm", rounded_gather_qmm),
+            patch.object(mx.fast, "scaled_dot_product_attention", scaled_dot_product_attention),
+        ):
             yield
