@@ -308,6 +308,7 @@ def serve(
         str | None, typer.Option(metavar="KEY", help="What clients must send.", show_default="$LOCALSPEC_API_KEY")
     ] = None,
     queue: Annotated[int, typer.Option(help="Requests that may wait; more are told to come back.")] = 32,
+    prefix_cache: Annotated[int, typer.Option(metavar="MB", help="Memory for conversations that are put aside.")] = 512,
     time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="From a request to its answer's end.")] = 3600.0,
     alias: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Another name of the model.")] = None,
     allow_origin: Annotated[
@@ -343,7 +344,15 @@ def serve(
         from localspec.server.command import ServeOptions, serve_command
 
         serving = ServeOptions(
-            host, port, api_key, queue, time_limit, alias or (), allow_origin or (), allow_host or ()
+            host=host,
+            port=port,
+            api_key=api_key,
+            queue=queue,
+            prefix_cache=prefix_cache,
+            time_limit=time_limit,
+            alias=alias or (),
+            allow_origin=allow_origin or (),
+            allow_host=allow_host or (),
         )
         return serve_command(options(), serving)
 

@@ -98,6 +98,7 @@ def test_a_port_in_use_is_one_line_at_once(tiny: TinyFiles) -> None:
         (["--host", "no.such.host.invalid"], "no such address"),
         (["--port", "70000"], "--port must be"),
         (["--queue", "-1"], "--queue must be"),
+        (["--prefix-cache", "-1"], "--prefix-cache must be"),
         (["--time-limit", "0"], "--time-limit must be"),
         (["--allow-origin", "localhost"], "--allow-origin must be"),
         (["--api-key", " "], "empty"),

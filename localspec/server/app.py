@@ -158,6 +158,7 @@ async def _stats(request: Request) -> Response:
             "explanation": llm.explain(),
             "uptime_s": round(time.time() - service.started, 3),
             "queue": {"running": turns.running, "waiting": turns.waiting, "limit": turns.most_waiting},
+            "prefix_cache": llm.cache_info(),
             "totals": service.metrics.as_dict(),
         }
     )

@@ -24,6 +24,7 @@ class ServeOptions:
         host, port: where to listen; port 0 finds one.
         api_key: what clients must send; ``LOCALSPEC_API_KEY`` if None.
         queue: most requests that wait.
+        prefix_cache: megabytes for conversations other than the present one.
         time_limit: seconds from a request to the end of its answer.
         alias: further names for the model.
         allow_origin, allow_host: web origins and host names let in.
@@ -33,6 +34,7 @@ class ServeOptions:
     port: int = 8642
     api_key: str | None = None
     queue: int = 32
+    prefix_cache: int = 512
     time_limit: float = 3600.0
     alias: Sequence[str] = ()
     allow_origin: Sequence[str] = ()
@@ -45,6 +47,8 @@ class ServeOptions:
             raise UsageError(f"--port must be in 0..65535, not {self.port}")
         if not 0 <= self.queue <= 10_000:
             raise UsageError(f"--queue must be in 0..10000, not {self.queue}")
+        if not 0 <= self.prefix_cache <= 1 << 20:
+            raise UsageError(f"--prefix-cache must be in 0..1048576 megabytes, not {self.prefix_cache}")
         if not 1 <= self.time_limit <= 1e6:
             raise UsageError(f"--time-limit must be in 1..1000000 seconds, not {self.time_limit:g}")
         for origin in self.allow_origin:
@@ -80,6 +84,7 @@ def serve_command(options: RunOptions, serving: ServeOptions) -> int:
         with llm:
             for warning in llm.warnings:
                 print(f"localspec: {warning}", file=sys.stderr)
+            llm.prefix_cache_bytes = serving.prefix_cache << 20
             settings = Settings(
                 params=options.params(llm.chat_defaults),
                 system=options.system,
