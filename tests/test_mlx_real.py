@@ -125,7 +125,7 @@ def test_the_audit_holds(real_model: Callable[[str], Path], capsys: pytest.Captu
     """`localspec verify`: forced drafts, verification's law, rolled-back memories; exit status 1 on a defect."""
     open_backend("mlx")
     arguments = ["verify", str(real_model("smollm2-135m")), "--backend", "mlx", "--draft", "ngram", "--quick"]
-    status = run([*arguments, "--prompts", "1", "--max-tokens", "12", "--ctx", "512", "--json"])
+    status = run([*arguments, "--prompts", "1", "--max-tokens", "16", "--ctx", "512", "--json"])
     report = json.loads(capsys.readouterr().out)
     assert status == 0, report
     assert report["backend"] == "mlx"

@@ -151,9 +151,9 @@ def test_the_mlx_extra_asks_for_mlx_where_there_are_builds_and_for_nothing_elsew
     requirements = [Requirement(line) for line in project()["optional-dependencies"]["mlx"]]
     # Wheels: macOS 14 arm64 with Metal; manylinux_2_35 x86_64 and aarch64 for the CPU, by the extra of that name.
     wanted = {
-        ("darwin", "arm64"): {"mlx", "mlx-lm"},
-        ("linux", "x86_64"): {"mlx[cpu]", "mlx-lm"},
-        ("linux", "aarch64"): {"mlx[cpu]", "mlx-lm"},
+        ("darwin", "arm64"): {"mlx", "mlx-lm", "tokenizers"},
+        ("linux", "x86_64"): {"mlx[cpu]", "mlx-lm", "tokenizers"},
+        ("linux", "aarch64"): {"mlx[cpu]", "mlx-lm", "tokenizers"},
     }
     for system, machine in itertools.product(("linux", "darwin", "win32"), ("x86_64", "aarch64", "arm64", "AMD64")):
         environment = {"sys_platform": system, "platform_machine": machine}
