@@ -57,8 +57,12 @@ export async function* answer(messages, settings, signal) {
     body: JSON.stringify(body),
     signal,
   });
+  let complete = false;
   for await (const data of events(response.body)) {
-    if (data === "[DONE]") return;
+    if (data === "[DONE]") {
+      complete = true;
+      continue;
+    }
     const chunk = JSON.parse(data);
     if (chunk.error) throw new ApiError(chunk.error.message);
     if (chunk.localspec?.round) yield {round: chunk.localspec.round};
@@ -68,7 +72,7 @@ export async function* answer(messages, settings, signal) {
       if (choice.finish_reason) yield {finish: choice.finish_reason};
     }
   }
-  throw new ApiError("The connection broke off before the answer was complete.");
+  if (!complete) throw new ApiError("The connection broke off before the answer was complete.");
 }
 
 /* The data of server-sent events. */
