@@ -120,8 +120,9 @@ def answer_form(json_schema: str | None, grammar: str | None) -> dict[str, Any]:
     """
     form: dict[str, Any] = {}
     if json_schema is not None:
+        text = _read(json_schema, "--json-schema")
         try:
-            schema = json.loads(_read(json_schema, "--json-schema"))
+            schema = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise UsageError(f"--json-schema {json_schema} is not JSON: {error}") from None
         form["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}

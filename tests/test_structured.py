@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -18,12 +19,14 @@ import pytest
 from localspec import LLM, SamplingParams
 from localspec.backends import reference
 from localspec.errors import EngineError, EngineUnavailable, UsageError
+from localspec.options import RunOptions, answer_form
 from localspec.rounds import Round
 from localspec.structured import compiler, vocabulary
 from localspec.structured.constraint import Constraint, constraint_for
 from localspec.structured.request import grammar_of
 from localspec.vocab import Vocab
 from tests.conftest import TinyFiles
+from tests.test_cli import localspec
 
 # Every string and number is bounded: a model of random weights would go on for ever inside one.
 PARENT = {
@@ -351,3 +354,63 @@ def test_compiled_grammars_are_kept_and_forgotten(vocab: Vocab) -> None:
         if i > 2 * vocabulary.N_COMPILED:
             break
     assert len(known._compiled) == vocabulary.N_COMPILED
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_generate_answers_by_a_schema_and_by_a_grammar(tiny: TinyFiles, tmp_path: Path) -> None:
+    (tmp_path / "person.json").write_text(json.dumps(PERSON), encoding="utf-8")
+    (tmp_path / "answer.gbnf").write_text('root ::= "yes" | "no" # é', encoding="utf-8")
+    common = [
+        "generate",
+        tiny.quick.target,
+        "--draft",
+        "ngram",
+        "--backend",
+        "reference",
+        "--raw",
+        "-p",
+        "a",
+        "--ctx",
+        "300",
+    ]
+    done = localspec(*common, "--json-schema", tmp_path / "person.json", "--format", "events")
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    jsonschema.validate(json.loads(events[-1]["text"]), PERSON)
+    assert "grammar" in {guess["source"] for event in events[:-1] for guess in event["draft"]}
+    done = localspec(*common, "--grammar", tmp_path / "answer.gbnf")
+    assert done.stdout in (b"yes\n", b"no\n")
+
+
+@pytest.mark.parametrize(
+    ("option", "content", "complaint"),
+    [
+        ("--json-schema", None, "cannot be read: No such file"),
+        ("--json-schema", b"{", "is not JSON: Expecting property name"),
+        ("--json-schema", b'{"type": "strin"}', "the JSON schema cannot be followed: Invalid type: strin"),
+        ("--json-schema", b"\xff\xfe", "is not a text file in UTF-8"),
+        ("--json-schema", b"3", "a JSON schema is an object"),
+        ("--grammar", b"root ::= x", "rule root uses x, which is not defined"),
+        ("--grammar", b"", "must be the text of a GBNF grammar"),
+    ],
+)
+def test_a_bad_file_gets_one_line_before_a_model_is_loaded(
+    tmp_path: Path, option: str, content: bytes | None, complaint: str
+) -> None:
+    path = tmp_path / "form"
+    if content is not None:
+        path.write_bytes(content)
+    files = {"--json-schema": None, "--grammar": None} | {option: str(path)}
+    with pytest.raises(UsageError) as caught:
+        RunOptions("no-such-model", sampling=answer_form(*files.values()))
+    assert complaint in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_command_ends_with_that_line(tmp_path: Path) -> None:
+    done = localspec("generate", "no-such-model", "-p", "x", "--json-schema", tmp_path / "none")
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert done.stderr.decode().count("\n") == 1
+    assert b"cannot be read" in done.stderr
