@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import heapq
 import re
 import sys
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from localspec.backends.sentencepiece import SentencePiece
+from localspec.backends.special_tokens import SpecialTokens
 from localspec.errors import UnsupportedModel
-from localspec.vocab import CONTROL, UNKNOWN, USER_DEFINED, Vocab
-
-_SPACE = "▁"
+from localspec.vocab import Vocab
 
 # Python's \s also has the separators 0x1C-0x1F, which are no white space to llama.cpp.
 _S = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
@@ -47,68 +46,29 @@ class Tokenizer:
         self.bos = vocab.bos if vocab.add_bos else None
         self.eos = vocab.eos if metadata.get(key + "add_eos_token") else None
         self.add_space_prefix = not self.is_bpe and bool(metadata.get(key + "add_space_prefix", True))
-        self.scores = [float(score) for score in metadata.get(key + "scores", np.zeros(len(tokens)))]
+        scores = [float(score) for score in metadata.get(key + "scores", np.zeros(len(tokens)))]
+        self._sentencepiece = SentencePiece(self.ids, scores)
+        self._special = SpecialTokens(vocab, self.ids, metadata)
         self.ranks = {tuple(merge.split(" ", 1)): rank for rank, merge in enumerate(metadata.get(key + "merges", ()))}
-        # The longest first: a special token may be the beginning of another.
-        by_length = sorted((i for i in range(len(tokens)) if tokens[i]), key=lambda i: -len(tokens[i]))
-        self._always = [tokens[i] for i in by_length if vocab.types[i] == USER_DEFINED]
-        self._special = [tokens[i] for i in by_length if vocab.types[i] in (USER_DEFINED, CONTROL, UNKNOWN)]
         if self.is_bpe:
             _patterns(self.pre)
 
     def encode(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
         """Token ids of a text; see ``backends.base.Model.tokenize``."""
+        text.encode()  # refuses lone surrogates
         ids = [self.bos] if add_special and self.bos is not None else []
         after_special = True
-        for piece, token in _partition(text, self._special if parse_special else self._always):
-            if token:
-                ids.append(self.ids[piece])
+        for piece in self._special.cut(text, parse_special):
+            if isinstance(piece, int):
+                ids.append(piece)
                 after_special = True
             elif self.is_bpe:
                 ids += self._bpe(piece)
             else:
-                if self.add_space_prefix and after_special:
-                    piece = " " + piece
-                ids += self._sentencepiece(piece.replace(" ", _SPACE))
+                ids += self._sentencepiece.encode(" " + piece if self.add_space_prefix and after_special else piece)
                 after_special = False
         if add_special and self.eos is not None:
             ids.append(self.eos)
-        return ids
-
-    def _sentencepiece(self, text: str) -> list[int]:
-        """Join the neighbours that make the best-scored token, until none do; bytes for what has no token."""
-        pieces: list[str | None] = list(text)
-        after = list(range(1, len(text) + 1))
-        before = list(range(-1, len(text) - 1))
-        queue: list[tuple[float, int, str]] = []
-
-        def offer(left: int, right: int) -> None:
-            if left >= 0 and right < len(pieces):
-                joined = f"{pieces[left]}{pieces[right]}"
-                token = self.ids.get(joined)
-                if token is not None:
-                    heapq.heappush(queue, (-self.scores[token], left, joined))
-
-        for i in range(len(pieces) - 1):
-            offer(i, i + 1)
-        while queue:
-            _, left, joined = heapq.heappop(queue)
-            right = after[left]
-            # An offer is stale when one of its halves has been joined to something else since.
-            if pieces[left] is None or right >= len(pieces) or f"{pieces[left]}{pieces[right]}" != joined:
-                continue
-            pieces[left], pieces[right] = joined, None
-            after[left] = after[right]
-            if after[left] < len(pieces):
-                before[after[left]] = left
-            offer(before[left], left)
-            offer(left, after[left])
-        ids: list[int] = []
-        for piece in pieces:
-            if piece is None:
-                continue
-            token = self.ids.get(piece)
-            ids += [token] if token is not None else [self.ids[f"<0x{byte:02X}>"] for byte in piece.encode()]
         return ids
 
     def _bpe(self, text: str) -> list[int]:
@@ -128,23 +88,6 @@ class Tokenizer:
                 token = self.ids.get(piece)
                 ids += [token] if token is not None else [self.ids[s] for s in piece if s in self.ids]
         return ids
-
-
-def _partition(text: str, special: Sequence[str]) -> list[tuple[str, bool]]:
-    """The text in order, cut into (piece, whether it is one of the special tokens); earlier tokens cut first."""
-    pieces = [(text, False)] if text else []
-    for token in special:
-        if token in text:
-            pieces = [part for piece in pieces for part in ([piece] if piece[1] else _cut_out(piece[0], token))]
-    return pieces
-
-
-def _cut_out(text: str, token: str) -> Iterator[tuple[str, bool]]:
-    for i, between in enumerate(text.split(token)):
-        if i:
-            yield token, True
-        if between:
-            yield between, False
 
 
 def _split(text: str, pre: str) -> list[str]:

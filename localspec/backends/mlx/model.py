@@ -113,4 +113,7 @@ def _device(file: GGUFFile, n_gpu_layers: int | None) -> mx.Device:
 def _load(file: GGUFFile, device: mx.Device, progress: Progress | None) -> Network:
     # The default belongs to the thread, and everything that loading makes goes there.
     mx.set_default_device(device)
+    if device == mx.Device(mx.gpu):
+        # Weights that macOS may page out are read from the disk again; as mlx-lm does.
+        mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
     return load_network(file, progress=progress)
