@@ -117,6 +117,28 @@ def test_fast_engines_stay_under_their_noise(tiny: TinyFiles, fast_backend: Any)
     assert sensitivity["found"] > 0.9
 
 
+def test_kernels_that_change_with_the_length_of_a_pass_are_no_defect(
+    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sound engine may compute long passes otherwise than short ones, and what is cached remembers which it was."""
+    original = LlamaContext._decode
+
+    def decode(self: Any, tokens: Any, logits: Any) -> Any:
+        kinds = [*getattr(self, "kinds", [])[: self.n_past], *[len(tokens) > 32] * len(tokens)]
+        self.kinds = kinds
+        forward = original(self, tokens, logits)
+        for i, row in enumerate(forward.logits):
+            n_long = sum(kinds[: len(kinds) - len(forward.logits) + i + 1])
+            row += np.random.default_rng(n_long).normal(0, 0.05, len(row)).astype(np.float32)
+        return forward
+
+    with opened(tiny, "llama-cpp") as llm:
+        monkeypatch.setattr(LlamaContext, "_decode", decode)
+        report = audit(llm, replace(NO_LAW, n_prompts=3))
+    assert found(report) == set(), report.verdict
+    assert report.largest_deviation > 0.01
+
+
 @pytest.fixture
 def one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """llama.cpp is not compared with ik-llama, which aborts the process on a Mamba."""

@@ -14,7 +14,7 @@ from localspec.audit.answers import Arm, System
 from localspec.audit.betting import Bets
 from localspec.audit.drafters import Adversary, HotDraftModel, NearMisses
 from localspec.audit.findings import Defect, Path, Stopped
-from localspec.audit.paths import Prompt, plain_path, prompts, wide_rows
+from localspec.audit.paths import Prompt, cuts, plain_path, prompts, wide_rows
 from localspec.audit.report import Report
 from localspec.audit.verification_law import Window
 from localspec.audit.width_noise import MIN_ROWS, WidthNoise
@@ -137,7 +137,9 @@ class Audit:
         path = plain_path(self.target, prompt.name, tokens, greedy, options.n_tokens, self._check)
         self.paths.append(path)
         self._step(f"{what}: passes of many widths")
-        wide_rows(self.target, path, greedy, widths, self.noise, self._check)
+        # Long and short passes over the prompt, by turns: see ``paths.cuts``.
+        for lengths in cuts(len(tokens))[number % 2 :: 2]:
+            wide_rows(self.target, path, greedy, lengths, widths, self.noise, self._check)
         for arm in self._greedy_arms(number):
             self._step(f"{what}: {arm.name}")
             system.follow(path, arm, greedy)
@@ -271,7 +273,7 @@ class Audit:
         """Rough time of all that is done with a prompt."""
         times, n = self.pair.times, self.options.n_tokens
         drafted = sum(each(1) for each in self.pair._draft_times.values())
-        reading = 3 * len(tokens) * times(24) / 24 + len(tokens) * drafted / 6
+        reading = 4 * len(tokens) * times(24) / 24 + len(tokens) * drafted / 6
         rounds = n / 2 * (times(SAMPLED_LENGTH + 1) + SAMPLED_LENGTH * drafted)
         return reading + 3 * n * times(1) + n * times(3) + 5 * rounds + n / 4 * times(self.reach + 1)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from localspec.audit.findings import Defect, Observation, Run, Tie
-from localspec.audit.paths import Check, feed
+from localspec.audit.paths import Check, cuts, feed
 from localspec.audit.rows import Deviation
 from localspec.audit.width_noise import Bounds
 from localspec.backends.base import Model
@@ -84,12 +84,12 @@ def _explained(
 
 
 def recomputed(model: Model, seen: Observation, params: SamplingParams, check: Check) -> list[Deviation]:
-    """The deviations of a row in fresh memories, one for each of ``WIDTHS``."""
+    """The deviations of a row in fresh memories, one for each of ``WIDTHS``, with the prompt cut in as many ways."""
     text, n_prompt = seen.path.before(seen.position), len(seen.path.prompt)
     found = []
-    for width in WIDTHS:
+    for width, lengths in zip(WIDTHS, cuts(n_prompt - 1), strict=True):
         with model.new_context(len(text)) as context:
-            feed(context, text[: n_prompt - 1], check)
+            feed(context, text[: n_prompt - 1], check, lengths)
             rows = None
             for start in range(n_prompt - 1, len(text), width):
                 check()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from itertools import chain
+from itertools import chain, repeat
 
 import numpy as np
 
@@ -44,11 +44,15 @@ def prompts() -> list[Prompt]:
     return list(chain.from_iterable(sorted(tier, key=lambda prompt: len(prompt.text)) for tier in tiers))
 
 
-def feed(context: Context, tokens: Sequence[int], check: Check, chunk: int = PREFILL_CHUNK) -> None:
-    """Decode tokens without looking at any logits."""
-    for start in range(0, len(tokens), chunk):
+def feed(context: Context, tokens: Sequence[int], check: Check, lengths: Iterable[int] = repeat(PREFILL_CHUNK)) -> None:
+    """Decode tokens in passes of these lengths, without looking at any logits."""
+    at = 0
+    for length in lengths:
+        if at >= len(tokens):
+            return
         check()
-        context.decode(tokens[start : start + chunk], "none")
+        context.decode(tokens[at : at + length], "none")
+        at += length
 
 
 def plain_path(model: Model, name: str, prompt: list[int], params: SamplingParams, n_tokens: int, check: Check) -> Path:
@@ -77,16 +81,30 @@ def plain_path(model: Model, name: str, prompt: list[int], params: SamplingParam
 
 
 def wide_rows(
-    model: Model, path: Path, params: SamplingParams, widths: Iterator[int], noise: WidthNoise, check: Check
+    model: Model,
+    path: Path,
+    params: SamplingParams,
+    lengths: Iterable[int],
+    widths: Iterator[int],
+    noise: WidthNoise,
+    check: Check,
 ) -> None:
-    """Decode a path again in a fresh memory, in passes of the given widths, and note how far the rows move.
+    """Decode a path again in a fresh memory, in passes of other widths, and note how far the rows move.
 
-    The prompt is cut differently as well: a cached prompt's passes fall elsewhere than those of a new one.
+    Args:
+        model: the target.
+        path: what to decode.
+        params: penalties and biases.
+        lengths: of the passes over the prompt. They matter as much as those over the answer: a cached prompt's passes
+            fall elsewhere than those of a new one, and engines take other kernels for long passes than for short ones.
+        widths: of the passes over the answer; as many as it takes are consumed.
+        noise: what is found is added to it.
+        check: see ``Check``.
     """
     tokens = path.before(len(path.answer) - 1)
     with model.new_context(len(tokens) + SLACK) as context:
         first = len(path.prompt) - 1
-        feed(context, tokens[:first], check, PREFILL_CHUNK // 2 - 3)
+        feed(context, tokens[:first], check, lengths)
         at = first
         while at < len(tokens):
             check()
@@ -98,3 +116,10 @@ def wide_rows(
                 noise.deviations.append(known.compared(row))
                 noise.n_flips += int(np.argmax(row)) != known.best
             at += width
+
+
+def cuts(n_tokens: int) -> list[Iterable[int]]:
+    """Ways to cut a prompt of so many tokens into passes: as a cache would that knows half of it, in long, in short and
+    in very short ones."""
+    half = max(1, n_tokens // 2)
+    return [chain((half,), repeat(PREFILL_CHUNK)), repeat(PREFILL_CHUNK // 2 - 3), repeat(16), repeat(5)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -51,10 +51,12 @@ class AuditScreen(Sheet):
         if differences:
             self.section("Said otherwise than by the target alone, and why: rounding", differences)
         if report.defects:
-            self.section("Defects", [_defect(defect) for defect in report.defects])
+            self.section("Defects", list(_defects(report.defects)))
         self._console.print()
-        # One line for scripts: the terminal may wrap it.
-        self._console.print(self._text(report.verdict, "bold"), soft_wrap=True)
+        if self._console.is_terminal:
+            self.prose(report.verdict, "bold", indent=0)
+        else:
+            self._console.print(self._text(report.verdict), soft_wrap=True)  # one line for scripts
 
     def _answers(self, report: Report) -> None:
         arms = report.arms()
@@ -106,8 +108,11 @@ def _checks(report: Report) -> Iterator[Line]:
         n_tokens = sum(run.n_tokens for run in report.runs)
         text = f"{n_tokens} tokens: each the argmax of the row computed for it, or what its seed draws from that row"
         yield Line(status("decision"), "decisions", text)
-        text = f"after each of {_count(n_rounds, 'round')} the context is to hold what was settled, and nothing else"
-        yield Line(status("memory"), "memory", text)
+        mark = status("memory")
+        held = (
+            "held what was settled, and nothing else" if mark == "ok" else "was to hold what was settled, and did not"
+        )
+        yield Line(mark, "memory", f"after each of {_count(n_rounds, 'round')} the context {held}")
         yield _rows(report, status("row"))
     if status("engine") == "fail" or status("engine", rollback=True) == "fail":
         yield Line("fail", "engine", "a pass failed")
@@ -140,6 +145,8 @@ def _rows(report: Report, status: Status) -> Line:
     n_rows = sum(len(run.observations) for run in report.runs)
     largest = max((run.largest for run in report.runs), default=0.0)
     text = f"{n_rows} rows against those of the target alone: largest deviation {largest:.2g} logits"
+    if report.noise.get("bound"):
+        text += f", bound {report.noise['bound']:.2g}"
     if report.n_rechecked:
         text += f"; {report.n_rechecked} computed anew at several widths, {report.n_explained} of them rounding"
     return Line(status, "rows", text)
@@ -213,9 +220,19 @@ def _differences(report: Report) -> Iterator[Line]:
         yield Line("info", prompt, text)
 
 
-def _defect(defect: Defect) -> Line:
-    where = ", ".join(str(part) for part in (defect.arm, defect.prompt) if part)
-    return Line("fail", defect.kind, f"{where}: {defect.evidence}")
+def _defects(defects: Sequence[Defect]) -> Iterator[Line]:
+    """What several answers show in the same way is one line."""
+    shared: dict[tuple[Any, ...], list[str]] = {}
+    for defect in defects:
+        place = None if defect.position is None or "token" in defect.evidence else defect.position
+        shared.setdefault((defect.kind, defect.prompt, place, defect.evidence), []).append(defect.arm)
+    for (kind, prompt, place, evidence), arms in shared.items():
+        where = [
+            *dict.fromkeys(arms),
+            *([prompt] if prompt else []),
+            *([f"token {place}"] if place is not None else []),
+        ]
+        yield Line("fail", kind, f"{', '.join(where)}: {evidence}")
 
 
 def _count(n: int, noun: str) -> str:

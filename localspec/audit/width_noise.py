@@ -8,7 +8,7 @@ healthy audit stays under:
   Balkema and de Haan 1974; Pickands 1975), whose mean is estimated from the k values above u, and replaced by the upper
   end of its 95 % confidence interval.
 * The bound is where that tail gives one crossing among all the rows the audit compares a probability of
-  ``FALSE_ALARM``: u + mean * ln(k / n * n_tested / FALSE_ALARM).
+  ``FALSE_ALARM``: u + mean * ln(k / n * n_tested / FALSE_ALARM); at least ``RESOLUTION``.
 
 A row that crosses it is not a defect yet: it is computed again from nothing at several widths, and only what none of
 those explains counts (see ``judgement``). Where the engine claims that width does not matter, the bound is 0 and
@@ -29,6 +29,10 @@ from localspec.backends.trust import MAX_MEAN_KL
 
 FALSE_ALARM = 0.01
 """Probability that a healthy audit has to look at a row twice; under the tail assumption above."""
+
+RESOLUTION = 1e-3
+"""Deviation [logits] that a fast engine is never blamed for: where the rows that were looked at happened to be equal to
+the bit, the next one need not be. It moves a probability by a thousandth."""
 
 MIN_ROWS = 10
 """Fewer rows say nothing about a tail."""
@@ -80,7 +84,7 @@ class WidthNoise:
         if self.exact:
             return Bounds(0.0, 0.0)
         rms, gap = ([getattr(each, name) for each in self.deviations] for name in ("rms", "swing"))
-        return Bounds(tail_bound(rms, n_tested), tail_bound(gap, n_tested))
+        return Bounds(max(RESOLUTION, tail_bound(rms, n_tested)), max(RESOLUTION, tail_bound(gap, n_tested)))
 
     def as_dict(self, n_tested: int) -> dict[str, Any]:
         """For the report."""
