@@ -490,12 +490,21 @@ def test_it_can_be_read_in_both_schemes_and_at_every_width(tab: Callable[..., Ta
             for width, height in ((1440, 900), (1000, 700), (700, 800), (360, 640)):
                 it.page.set_viewport_size({"width": width, "height": height})
                 case = (scheme, view, width)
+                assert it.run(SPILLING) == [], case
                 assert it.run("() => document.documentElement.scrollWidth - innerWidth") <= 0, case
                 for text, ratio in it.run(CONTRAST):
                     if "disabled" not in text:
                         assert ratio >= 4.5, (case, text, ratio)
         pictures.append(it.page.screenshot())
     assert pictures[0] != pictures[1]
+
+
+SPILLING = """() => [...document.querySelectorAll(".lane > *, main > section > *")].filter((it) => {
+    const inner = it.getBoundingClientRect(), outer = it.parentElement.getBoundingClientRect();
+    return inner.height && getComputedStyle(it.parentElement).overflowY === "visible"
+        && (inner.bottom > outer.bottom + 1 || inner.right > outer.right + 1);
+}).map((it) => it.className || it.id)"""
+"""What lies outside of what it is in, where that does not scroll."""
 
 
 def test_settings_fold_away_on_a_narrow_screen(tab: Callable[..., Tab], server: Server) -> None:
