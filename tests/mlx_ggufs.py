@@ -104,7 +104,12 @@ class TinyFile:
 _SETTINGS: dict[str, dict[str, Any]] = {
     # A head wider than n_embd / n_head, as Gemma and Qwen 3 have it.
     "gemma": {"attention.key_length": 96, "attention.value_length": 96},
-    "gemma3": {"attention.key_length": 96, "attention.value_length": 96, "attention.sliding_window": 16},
+    "gemma3": {
+        "attention.key_length": 96,
+        "attention.value_length": 96,
+        "attention.sliding_window": 16,
+        "rope.freq_base": 100.0,  # far from the 10000 of the layers with a window
+    },
     "qwen3": {"attention.key_length": 96, "attention.value_length": 96},
     "qwen3moe": {
         "attention.key_length": 96,

@@ -370,7 +370,7 @@ def test_real_weights_are_the_files_own(name: str, real_model: Callable[[str], P
             worst[info.type_name] = max(worst.get(info.type_name, 0.0), error)
     print(name, worst)
     assert all(error == 0.0 for kind_name, error in worst.items() if BLOCK_TYPES[kind_name].exact)
-    assert worst.get("Q6_K", 0.0) < 4e-3
+    assert worst.get("Q6_K", 0.0) < 5e-3
 
 
 @pytest.mark.real
@@ -385,7 +385,7 @@ def test_real_logits_are_those_of_llama_cpp(name: str, real_model: Callable[[str
         tokens = model.tokenize(PROMPT, add_special=True)
         theirs = context.decode(tokens).logits.copy()
         context.truncate(0)
-        in_fours = np.concatenate([context.decode(tokens[i : i + 4]).logits for i in range(0, len(tokens), 4)])
+        in_fours = np.concatenate([context.decode(tokens[i : i + 4]).logits.copy() for i in range(0, len(tokens), 4)])
     with numpy_products(network):
         ours = logits_of(network, tokens)
     with numpy_products(network, as_llama_cpp=True):
