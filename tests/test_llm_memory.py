@@ -23,7 +23,7 @@ backend, cycles, n_ctx, target, *draft = sys.argv[1:]
 for i in range(int(cycles) + 1):
     with LLM(target, draft=["ngram", *draft], backend=backend, n_ctx=int(n_ctx)) as llm:
         for j in range(2):
-            session = llm.session(f"number {j} of cycle {i}. " * 20)
+            session = llm.session(f"number {j} of cycle {i}. " * 10)
             session.chat("Count to ten.", SamplingParams(max_tokens=12), draft_length=3)
         assert llm.cache_info()["bytes"] > 0
         inside = resident()
@@ -53,6 +53,7 @@ def test_cycles_on_a_tiny_pair(tiny: TinyFiles, backend: str) -> None:
 
 
 @pytest.mark.real
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("backend", ["ik-llama", "llama-cpp"])
 @pytest.mark.parametrize("names", [["smollm2-135m"], ["qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"]], ids=lambda n: n[0])

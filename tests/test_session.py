@@ -437,3 +437,55 @@ def test_killing_the_process_while_it_saves_loses_nothing(tiny: TinyFiles, tmp_p
     with load(tiny, draft=None) as llm:
         llm.session().save(path)
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
+
+
+# Real models.
+
+
+def talk(llm: LLM, i: int, turns: int, *, alone: bool) -> tuple[list[list[int]], list[int], list[float]]:
+    """One conversation, plain and greedy; others come between its turns unless it is alone."""
+    params = SamplingParams(max_tokens=12)
+    session = llm.session(f"You are guide number {i}. {LONG_TEXT}")
+    ids, unread, waits = [], [], []
+    for turn in range(turns):
+        reply = session.chat(f"Question {turn}: what did the cat look at?", params, speculate=False)
+        ids.append(reply.token_ids)
+        unread.append(reply.stats["prompt_tokens"] - reply.stats["cached_tokens"])
+        waits.append(reply.stats["seconds_prompt"])
+        if not alone:
+            llm.session(f"Somebody else, {i} {turn}. {LONG_TEXT}").chat("Hello", SamplingParams(max_tokens=2))
+    return ids, unread, waits
+
+
+@pytest.mark.real
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("backend", ["ik-llama", "llama-cpp"])
+def test_real_conversations_in_turns_equal_each_alone(
+    backend: str, real_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A memory that was put aside is the same to the bit, so the answers are too; and nothing is read again."""
+    open_backend(backend)
+    path = tmp_path / "real.session"
+    options: dict[str, Any] = {"draft": "ngram", "backend": backend, "n_ctx": 2048}
+    with LLM(real_model("smollm2-135m"), **options) as llm:
+        alone = [talk(llm, i, 3, alone=True) for i in range(2)]
+        mixed = [talk(llm, i + 10, 1, alone=False) and talk(llm, i, 3, alone=False) for i in range(2)]
+        for (ids, unread, waits), (ids_mixed, unread_mixed, waits_mixed) in zip(alone, mixed, strict=True):
+            assert ids_mixed == ids
+            assert unread_mixed[1:] == unread[1:]
+            assert max(unread_mixed[1:]) < 64
+            print(backend, "prompt of each turn [s]: alone", *(f"{w:.2f}" for w in waits), end="; ")
+            print("with others between", *(f"{w:.2f}" for w in waits_mixed))
+        session = llm.session(f"You are guide number 0. {LONG_TEXT}", SamplingParams(max_tokens=12))
+        session.chat("Question 0: what did the cat look at?", speculate=False)
+        started = time.perf_counter()
+        session.save(path)
+        print(f"saved {path.stat().st_size / 1e6:.1f} MB in {time.perf_counter() - started:.2f} s", end="; ")
+    with LLM(real_model("smollm2-135m"), **options) as llm:
+        started = time.perf_counter()
+        session = llm.load_session(path)
+        print(f"loaded in {time.perf_counter() - started:.2f} s")
+        assert session.notice is None
+        reply = session.chat("Question 1: what did the cat look at?", speculate=False)
+        assert reply.token_ids == alone[0][0][1]
+        assert reply.stats["prompt_tokens"] - reply.stats["cached_tokens"] == alone[0][1][1]

@@ -178,6 +178,7 @@ class Run:
             kv_cache_type=options.kv_cache,
             light_draft=options.light_draft,
             remember=False,  # every run starts from the same knowledge
+            prefix_cache_bytes=0,  # and reads every prompt itself
             progress=self._watch.report,
         )
 

@@ -321,6 +321,7 @@ class Doctor:
             kv_cache_type=options.kv_cache,
             light_draft=options.light_draft,
             remember=False,  # an examination is no conversation to learn from
+            prefix_cache_bytes=0,
             progress=watch.report,
         )
 
