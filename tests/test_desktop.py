@@ -309,7 +309,7 @@ def test_loading_shows_progress_and_can_be_left(chat: Any, window: Any, endless:
     assert it.status.text() == "half of it"
     assert not it.send.isEnabled()
     threading.Timer(0.2, go_on.set).start()
-    it.close()  # waits for the thread, which hears of it at the next report
+    it.close()  # waits for the thread, which gives up
     assert it.engine.llm is None
     assert not it.isVisible()
 
