@@ -15,6 +15,7 @@ import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,15 @@ class SamplingParams:
             if not ok:
                 raise UsageError(f"{name} must be {rule}, not {getattr(self, name)!r}")
 
+        for name in ("temperature", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty"):
+            check(isinstance(getattr(self, name), Real), name, "a number")
+        for name in ("top_k", "repeat_last_n"):
+            check(isinstance(getattr(self, name), Integral), name, "a whole number")
+        for name in ("max_tokens", "seed"):
+            check(isinstance(getattr(self, name), Integral | None), name, "a whole number or None")
+        is_bias = isinstance(self.logit_bias, Mapping)
+        check(is_bias and all(isinstance(token, Integral) for token in self.logit_bias), "logit_bias", "by token id")
+        check(all(isinstance(bias, Real) for bias in self.logit_bias.values()), "logit_bias", "numbers by token id")
         check(math.isfinite(self.temperature) and 0 <= self.temperature <= 100, "temperature", "in 0..100")
         check(self.top_k >= 0, "top_k", "0 (off) or more")
         check(0 < self.top_p <= 1, "top_p", "over 0 and at most 1")
@@ -89,7 +99,8 @@ class SamplingParams:
         check(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "a 64-bit integer")
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        check(all(isinstance(s, str) and s for s in self.stop), "stop", "non-empty strings")
+        is_list = isinstance(self.stop, Sequence)
+        check(is_list and all(isinstance(s, str) and s for s in self.stop), "stop", "non-empty strings")
         if self.response_format is not None or self.grammar is not None:
             from localspec.structured.request import grammar_of
 

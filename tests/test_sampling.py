@@ -165,7 +165,10 @@ class TestChain:
         "options",
         [{"temperature": -1}, {"temperature": math.nan}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.1}, {"min_p": 1},
          {"repeat_penalty": 0}, {"repeat_last_n": -1}, {"presence_penalty": math.inf}, {"max_tokens": 0},
-         {"logit_bias": {1: math.nan}}, {"logit_bias": {1: math.inf}}, {"stop": [""]}, {"seed": 2**64}],
+         {"logit_bias": {1: math.nan}}, {"logit_bias": {1: math.inf}}, {"stop": [""]}, {"seed": 2**64},
+         {"temperature": "1"}, {"temperature": None}, {"top_k": 2.5}, {"max_tokens": "9"}, {"seed": 0.5},
+         {"stop": None}, {"logit_bias": {"1": 2.0}}, {"logit_bias": [1]}, {"logit_bias": {1: None}},
+         {"presence_penalty": "x"}],
     )  # fmt: skip
     def test_absurd_options(self, options: dict[str, Any]) -> None:
         with pytest.raises(UsageError, match=next(iter(options))):

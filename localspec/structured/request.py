@@ -81,7 +81,7 @@ def _checked_schema(schema: Any) -> Any:
     return {**schema, "x-guidance": {**unset, **chosen}}
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def _from_schema(schema: str) -> str:
     if len(schema) > MAX_SCHEMA:
         raise UsageError(f"the JSON schema has {len(schema)} characters, and at most {MAX_SCHEMA} can be used")
@@ -90,7 +90,7 @@ def _from_schema(schema: str) -> str:
     return text
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def _from_gbnf(grammar: str) -> str:
     if len(grammar) > MAX_GRAMMAR:
         raise UsageError(f"the grammar has {len(grammar)} characters, and at most {MAX_GRAMMAR} can be used")
