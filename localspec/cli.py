@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
 from localspec import __version__
-
-Run = Callable[[], int]
+from localspec.cli_checks import bench, doctor, replay, verify
+from localspec.cli_options import (
+    Backend,
+    Ctx,
+    Draft,
+    DraftBackend,
+    DraftLength,
+    GpuLayers,
+    Json,
+    KVCache,
+    LightDraft,
+    MaxTokens,
+    MinP,
+    Model,
+    RepeatPenalty,
+    Run,
+    Seed,
+    Stop,
+    System,
+    Temperature,
+    Threads,
+    TopK,
+    TopP,
+    Verbose,
+    shared_options,
+)
 
 app = typer.Typer(
     name="localspec",
@@ -20,46 +44,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-Model = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL",
-        help="Catalogue name, path of a .gguf file, or hf:OWNER/REPO/FILE.gguf. Default: the catalogue's default pair.",
-        show_default=False,
-    ),
-]
-Draft = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="auto|none|ngram|MODEL", help="Who guesses; repeat for several together.", show_default="auto"
-    ),
-]
-DraftLength = Annotated[str, typer.Option(metavar="auto|N", help="Guesses per round.")]
-Backend = Annotated[str, typer.Option(metavar="auto|llama-cpp|ik-llama|mlx|reference", help="The engine.")]
-DraftBackend = Annotated[
-    str | None, typer.Option(metavar="auto|llama-cpp|…", help="The engine of draft models.", show_default="--backend")
-]
-Temperature = Annotated[
-    float | None, typer.Option(help="0 always takes the likeliest token.", show_default="the model's")
-]
-TopK = Annotated[int | None, typer.Option(help="Keep the N likeliest tokens; 0 keeps all.")]
-TopP = Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this total probability.")]
-MinP = Annotated[float | None, typer.Option(help="Drop tokens less likely than this share of the likeliest.")]
-RepeatPenalty = Annotated[float | None, typer.Option(help="Over 1 makes recent tokens less likely.")]
-Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text again.")]
-MaxTokens = Annotated[int | None, typer.Option(help="Longest answer.", show_default="what the context holds")]
-Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End the answer before this text; repeatable.")]
-Ctx = Annotated[int | None, typer.Option(help="Context size in tokens, answer included.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads.", show_default="the physical cores")]
-KVCache = Annotated[str, typer.Option(metavar="f16|f32|q8_0|q4_0", help="Type of the attention cache.")]
-GpuLayers = Annotated[int | None, typer.Option(help="Layers on the GPU.", show_default="all, if the engine can")]
-System = Annotated[str | None, typer.Option(metavar="TEXT", help="The system prompt.")]
-LightDraft = Annotated[
-    bool,
-    typer.Option(help="On a CPU, draft with a lighter copy of the draft model where that is faster; made once."),
-]
-Verbose = Annotated[bool, typer.Option("--verbose", help="Show what the engine logs.")]
 
 
 def parse(argv: Sequence[str]) -> Run | str:
@@ -110,38 +94,6 @@ def root(
         print(ctx.get_help())
 
 
-def _options(given: dict[str, Any]) -> Callable[[], Any]:
-    """The shared options as given; ``RunOptions`` checks them when it is called."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed", "max_tokens")
-    sampling = {name: given[name] for name in names if given[name] is not None}
-    if given["stop"]:
-        sampling["stop"] = tuple(given["stop"])
-    rest = (
-        "model",
-        "draft_length",
-        "backend",
-        "draft_backend",
-        "ctx",
-        "threads",
-        "gpu_layers",
-        "kv_cache",
-        "light_draft",
-        "system",
-        "verbose",
-    )
-
-    given = {"draft_backend": None} | given
-
-    def build() -> Any:
-        from localspec.options import RunOptions, answer_form
-
-        form = answer_form(given.get("json_schema"), given.get("grammar"))
-        return RunOptions(draft=given["draft"] or (), sampling=sampling | form, **{name: given[name] for name in rest})
-
-    return build
-
-
-@app.command()
 def chat(
     model: Model = None,
     draft: Draft = None,
@@ -165,7 +117,7 @@ def chat(
     verbose: Verbose = False,
 ) -> Run:
     """Chat, and watch the guesses. Without a terminal on standard input each line is a turn."""
-    options = _options(locals())
+    options = shared_options(locals())
 
     def run() -> int:
         from localspec.repl.command import chat_command
@@ -175,7 +127,6 @@ def chat(
     return run
 
 
-@app.command()
 def generate(
     model: Model = None,
     prompt: Annotated[
@@ -210,7 +161,7 @@ def generate(
     verbose: Verbose = False,
 ) -> Run:
     """Answer one prompt."""
-    options = _options(locals())
+    options = shared_options(locals())
 
     def run() -> int:
         from localspec.generate import generate_command
@@ -220,86 +171,6 @@ def generate(
     return run
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
-@app.command()
-def doctor(
-    model: Model = None,
-    as_json: Json = False,
-    calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure anew what passes cost, and keep it.")] = False,
-    rank: Annotated[
-        bool, typer.Option("--rank", help="Try the drafts on this disk for a minute, and rank them.")
-    ] = False,
-    draft: Draft = None,
-    draft_length: DraftLength = "auto",
-    backend: Backend = "auto",
-    draft_backend: DraftBackend = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repeat_penalty: RepeatPenalty = None,
-    seed: Seed = None,
-    max_tokens: MaxTokens = None,
-    stop: Stop = None,
-    ctx: Ctx = None,
-    threads: Threads = None,
-    gpu_layers: GpuLayers = None,
-    kv_cache: KVCache = "f16",
-    light_draft: LightDraft = True,
-    system: System = None,
-    verbose: Verbose = False,
-) -> Run:
-    """Examine this machine and a pair: does it fit, does it match, does it pay?"""
-    options = _options(locals())
-
-    def run() -> int:
-        from localspec.doctor.command import doctor_command
-
-        return doctor_command(options(), as_json=as_json, calibrate=calibrate, rank=rank)
-
-    return run
-
-
-@app.command()
-def verify(
-    model: Model = None,
-    as_json: Json = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer and shorter answers.")] = False,
-    prompts: Annotated[int | None, typer.Option(help="Questions to answer.", show_default="8, or 3 if --quick")] = None,
-    draft: Draft = None,
-    draft_length: DraftLength = "auto",
-    backend: Backend = "auto",
-    draft_backend: DraftBackend = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repeat_penalty: RepeatPenalty = None,
-    seed: Seed = None,
-    max_tokens: MaxTokens = None,
-    stop: Stop = None,
-    ctx: Ctx = None,
-    threads: Threads = None,
-    gpu_layers: GpuLayers = None,
-    kv_cache: KVCache = "f16",
-    light_draft: LightDraft = True,
-    system: System = None,
-    verbose: Verbose = False,
-) -> Run:
-    """Audit a pair: is it lossless, here, with these kernels? Exit status 1 if not."""
-    options = _options(locals())
-
-    def run() -> int:
-        from localspec.audit.command import verify_command
-
-        return verify_command(options(), prompts=prompts, quick=quick, as_json=as_json)
-
-    return run
-
-
-@app.command()
 def serve(
     model: Model = None,
     host: Annotated[str, typer.Option(help="Address to listen at; any but a loopback one needs a key.")] = "127.0.0.1",
@@ -338,7 +209,7 @@ def serve(
     verbose: Verbose = False,
 ) -> Run:
     """Serve OpenAI's API, and a chat page, to the programs on this computer."""
-    options = _options(locals())
+    options = shared_options(locals())
 
     def run() -> int:
         from localspec.server.command import ServeOptions, serve_command
@@ -359,7 +230,6 @@ def serve(
     return run
 
 
-@app.command()
 def pull(
     names: Annotated[
         list[str] | None,
@@ -380,7 +250,6 @@ def pull(
     return run
 
 
-@app.command("list")
 def list_(as_json: Json = False) -> Run:
     """List the models known by name, and which are on this disk."""
 
@@ -392,7 +261,6 @@ def list_(as_json: Json = False) -> Run:
     return run
 
 
-@app.command()
 def rm(
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Models to remove.", show_default=False)],
 ) -> Run:
@@ -406,7 +274,6 @@ def rm(
     return run
 
 
-@app.command()
 def inspect(
     model: Annotated[str, typer.Argument(metavar="FILE", help="A model file, or a name.", show_default=False)],
     as_json: Json = False,
@@ -421,113 +288,5 @@ def inspect(
     return run
 
 
-@app.command()
-def replay(
-    file: Annotated[
-        str,
-        typer.Argument(
-            metavar="FILE",
-            help="What generate --format events printed, or a chat that /save wrote; - is standard input.",
-            show_default=False,
-        ),
-    ],
-    html: Annotated[
-        str | None,
-        typer.Option(
-            metavar="OUT", help="Where the page goes; - is standard output.", show_default="FILE with .html instead"
-        ),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
-) -> Run:
-    """Make a web page of a recording: the answer, and every guess as it was made and checked."""
-
-    def run() -> int:
-        from localspec.replay.command import replay_command
-
-        return replay_command(file, html, force=force)
-
-    return run
-
-
-@app.command()
-def bench(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[MODEL] | show FILE | compare A B",
-            help="The model to measure; or a file of bench --json to show again, or two to compare.",
-            show_default=False,
-        ),
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Two minutes: short answers.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="Long answers, fixed lengths too, no time limit.")] = False,
-    arm: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="auto|N|ngram:N|model:N",
-            help="What to measure against plain decoding; repeatable, or with commas.",
-            show_default="auto",
-        ),
-    ] = None,
-    prompts: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Questions in Spec-Bench's or SPEED-Bench's format, as JSON lines."),
-    ] = None,
-    which: Annotated[
-        str | None, typer.Option("--set", metavar="report|tuning", help="Which of our own questions.")
-    ] = None,
-    category: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this kind; repeatable.")] = None,
-    minutes: Annotated[float | None, typer.Option(help="Time budget.", show_default="15, or 2 if --quick")] = None,
-    repeats: Annotated[int | None, typer.Option(help="Ask each question so often.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Let answers go on to --max-tokens.")] = False,
-    json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Keep everything measured.")] = None,
-    markdown: Annotated[str | None, typer.Option(metavar="FILE|-", help="A report.")] = None,
-    html: Annotated[str | None, typer.Option(metavar="FILE", help="A page with plots.")] = None,
-    svg: Annotated[str | None, typer.Option(metavar="FILE", help="The plot of speed-ups.")] = None,
-    resume: Annotated[str | None, typer.Option(metavar="FILE", help="Go on with a file of --json.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
-    backend: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="auto|llama-cpp|ik-llama|reference",
-            help="The engine; repeatable, or with commas: side by side.",
-            show_default="auto",
-        ),
-    ] = None,
-    draft: Draft = None,
-    draft_backend: DraftBackend = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repeat_penalty: RepeatPenalty = None,
-    seed: Seed = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer.", show_default="by the mode")] = None,
-    stop: Stop = None,
-    ctx: Ctx = None,
-    threads: Threads = None,
-    gpu_layers: GpuLayers = None,
-    kv_cache: KVCache = "f16",
-    light_draft: LightDraft = True,
-    system: System = None,
-    verbose: Verbose = False,
-) -> Run:
-    """Measure a pair: the same questions plainly and with guesses, in turns. Ctrl-C keeps what is done."""
-    given = locals()
-    named = list(words or ())
-    options = _options(given | {"model": next(iter(named), None), "draft_length": "auto", "backend": "auto"})
-
-    def run() -> int:
-        from localspec.bench.command import Outputs, bench_command
-
-        request = {
-            "options": options(),
-            "backends": backend or (),
-            "arms": arm or (),
-            "categories": category or (),
-            **{name: given[name] for name in ("prompts", "which", "quick", "full", "minutes", "repeats")},
-            **{name: given[name] for name in ("ignore_eos", "resume")},
-        }
-        return bench_command(named, request, Outputs(json, markdown, html, svg, force))
-
-    return run
+for _command in (chat, generate, bench, verify, doctor, serve, replay, pull, list_, rm, inspect):
+    app.command(_command.__name__.rstrip("_"))(_command)

@@ -344,7 +344,7 @@ class GGUFFile:
         return np.frombuffer(file.buffer[tensor.offset : tensor.offset + tensor.n_bytes], dtype=np.uint8)
 
     def forget(self, name: str) -> None:
-        """Tell the system that a tensor will not be read again soon, so that its pages no longer count as memory in use.
+        """Tell the system that a tensor will not be read again soon: its pages no longer count as memory in use.
 
         Reading it again is allowed and costs a trip to the disk or its cache. Does nothing where systems lack the call.
         """

@@ -239,7 +239,7 @@ def test_no_messages_are_an_internal_error(messages: list[Any]) -> None:
 
 
 def test_any_error_becomes_openai_s_shape_without_our_insides() -> None:
-    secret = "/home/somebody/models/secret.gguf"
+    secret = "/srv/somebody/models/secret.gguf"
     for error in (RuntimeError(secret), OSError(2, "No such file", secret), KeyError(secret), MemoryError()):
         answer = as_api_error(error).as_dict()
         assert set(answer["error"]) == {"message", "type", "param", "code"}

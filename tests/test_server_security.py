@@ -163,7 +163,7 @@ def test_no_insides_in_an_answer_to_a_failure(
     server: Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*args: Any, **options: Any) -> Any:
-        raise RuntimeError("secret in /home/somebody")
+        raise RuntimeError("secret in /srv/somebody")
 
     monkeypatch.setattr(server.service.llm, "arounds", fail)
     for body in (BODY, BODY | {"stream": True}):
@@ -172,7 +172,7 @@ def test_no_insides_in_an_answer_to_a_failure(
         assert b"secret" not in answer
         assert b"Traceback" not in answer
     errors = capfd.readouterr().err
-    assert errors.count("secret in /home/somebody") == 2  # the owner of the server is told, in one line each
+    assert errors.count("secret in /srv/somebody") == 2  # the owner of the server is told, in one line each
     assert "Traceback" not in errors
     monkeypatch.undo()
     assert server.ask(*ASK)[0] == 200

@@ -12,6 +12,7 @@ import pytest
 
 from localspec import LLM, EngineMismatch, SamplingParams, backends
 from localspec.backends import ik_llama, llama_cpp, repack, trust
+from localspec.backends.base import Forward
 from localspec.gguf_file import GGUFFile
 from tests.conftest import TinyFiles, open_backend
 
@@ -35,7 +36,7 @@ def test_a_defective_batch_is_found(fast_backend: Any, tiny: TinyFiles, monkeypa
         def shifted(self: Any, tokens: Any, logits: Any) -> Any:
             forward = original(self, tokens, logits)
             if len(tokens) > 8:
-                forward.logits = np.roll(forward.logits, 1, axis=0)
+                return Forward(np.roll(forward.logits, 1, axis=0))
             return forward
 
         monkeypatch.setattr(kind, "_decode", shifted)

@@ -18,7 +18,8 @@ FORMAT = "localspec-chat"
 VERSION = 1
 MAX_BYTES = 1 << 28
 
-SETTINGS = tuple(f.name for f in fields(SamplingParams) if f.name not in ("logit_bias", "ignore_eos"))
+_NOT_OF_A_CHAT = ("logit_bias", "ignore_eos", "response_format", "grammar")
+SETTINGS = tuple(f.name for f in fields(SamplingParams) if f.name not in _NOT_OF_A_CHAT)
 """Sampling parameters that ``/set`` changes and a saved chat remembers."""
 
 
