@@ -141,7 +141,10 @@ class PrefixCache:
             if _shared(entry.tokens, held) == len(entry.tokens) and _can_be_cut(context):
                 self._remove(entry)
         self._make_room(n_bytes)
-        state = context.export_state()
+        try:
+            state = context.export_state()
+        except (EngineError, MemoryError):
+            return  # then it will be read again: no reason for the request at hand to fail
         self._entries.append(Entry(context, held, state, next(self._clock)))
         self.n_bytes += state.n_bytes
         self.stored += 1

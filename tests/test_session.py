@@ -467,9 +467,11 @@ def test_real_conversations_in_turns_equal_each_alone(
     open_backend(backend)
     path = tmp_path / "real.session"
     options: dict[str, Any] = {"draft": "ngram", "backend": backend, "n_ctx": 2048}
-    with LLM(real_model("smollm2-135m"), **options) as llm:
+    with LLM(real_model("smollm2-135m"), prefix_cache_bytes=0, **options) as llm:
         alone = [talk(llm, i, 3, alone=True) for i in range(2)]
-        mixed = [talk(llm, i + 10, 1, alone=False) and talk(llm, i, 3, alone=False) for i in range(2)]
+        llm.generate("Something else.", SamplingParams(max_tokens=2))
+        llm.prefix_cache_bytes = 1 << 28
+        mixed = [talk(llm, i, 3, alone=False) for i in range(2)]
         for (ids, unread, waits), (ids_mixed, unread_mixed, waits_mixed) in zip(alone, mixed, strict=True):
             assert ids_mixed == ids
             assert unread_mixed[1:] == unread[1:]
