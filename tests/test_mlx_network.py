@@ -15,8 +15,11 @@ import pytest
 os.environ.setdefault("MLX_DISABLE_COMPILE", "1")
 mx = pytest.importorskip("mlx.core")
 
+from mlx.utils import tree_flatten  # noqa: E402
+
 from localspec.backends.mlx.architecture import ARCHITECTURES  # noqa: E402
-from localspec.backends.mlx.network import Network, bytes_per_token, load_network  # noqa: E402
+from localspec.backends.mlx.network import Network, load_network  # noqa: E402
+from localspec.backends.mlx.sizes import bytes_per_token, model_bytes  # noqa: E402
 from localspec.backends.trust import agreement  # noqa: E402
 from localspec.errors import EngineError, ModelFileError, UnsupportedModel, UsageError  # noqa: E402
 from localspec.gguf_file import GGUFFile  # noqa: E402
@@ -207,9 +210,20 @@ def test_bytes_that_a_token_costs(tmp_path: Path) -> None:
     weights = 256 + n_vocab * 256 + 256 + 4 * (layer + experts)  # a row of the embedding, output, norm
     with GGUFFile(path) as file:
         assert bytes_per_token(file) == 4 * weights
+        assert bytes_per_token(file, "float16") == 2 * weights
     assert load_network(path, compute_dtype="float32").bytes_per_token == 4 * weights
     tied = load_network(FILES["llama, tied"].write(tmp_path / "tied.gguf"))
     assert tied.bytes_per_token == tied.size_bytes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("name", ["llama, types of 32", "llama, types of 256", "llama, Llama 3's factors", "mamba"])
+def test_the_header_tells_how_large_a_model_will_be(name: str, dtype: str, tmp_path: Path) -> None:
+    path = FILES[name].write(tmp_path / "model.gguf")
+    network = load_network(path, compute_dtype=dtype)
+    arrays = [array for _, array in tree_flatten(network.module.parameters())]
+    with GGUFFile(path) as file:
+        assert model_bytes(file, dtype) == network.size_bytes == sum(array.nbytes for array in arrays)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from localspec.backends.mlx.header import Header
 from localspec.backends.mlx.library import defer_mlx_lm
 from localspec.backends.mlx.placement import ROPE_TENSORS, fill
 from localspec.backends.mlx.rope import Rope, RopeScaling
+from localspec.backends.mlx.sizes import bytes_per_token
 from localspec.backends.mlx.weights import Format
 from localspec.errors import UnsupportedModel, UsageError
 from localspec.gguf_file import GGUFFile
@@ -202,7 +203,7 @@ def _load(file: GGUFFile, compute_dtype: str, progress: Progress | None) -> Netw
         recurrent=not architecture.attention,
         max_context=max_context,
         size_bytes=sum(format_.n_bytes for format_ in formats.values()),
-        bytes_per_token=bytes_per_token(file, formats),
+        bytes_per_token=bytes_per_token(file, compute_dtype),
         formats=formats,
         _trunk=trunk,
         _head=_make_head(module, architecture, args, tied),
@@ -280,28 +281,3 @@ def _make_head(module: nn.Module, architecture: Architecture, args: Any, tied: b
     project: Callable[[mx.array], mx.array] = embedding.as_linear if tied else module.lm_head
     divisor = getattr(args, "logits_scaling", 1.0)
     return project if divisor == 1.0 else lambda hidden: project(hidden) / divisor
-
-
-# -- what a pass costs -------------------------------------------------------------------------------------------------
-
-
-def bytes_per_token(file: GGUFFile, formats: Mapping[str, Format] | None = None) -> int:
-    """Bytes of weights that a pass over one token has to read, which bounds its speed on any hardware.
-
-    All of them but the embedding, of which it reads a row (unless that is the output matrix too), and of a layer's
-    experts the share that is used.
-
-    Args:
-        file: the model.
-        formats: tensor name -> how it is stored; None counts the file's own bytes.
-    """
-    used, n_experts = file.field("expert_used_count", 0), file.field("expert_count", 0)
-    total = 0
-    for name, info in file.tensors.items():
-        n_bytes = info.n_bytes if formats is None else formats[name].n_bytes if name in formats else 0
-        if name == "token_embd.weight" and "output.weight" in file.tensors:
-            n_bytes //= info.shape[-1]
-        elif "_exps." in name and n_experts:
-            n_bytes = n_bytes * int(used) // int(n_experts)
-        total += n_bytes
-    return total
