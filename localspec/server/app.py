@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +104,12 @@ async def _whole(service: Service, module: Any, asked: Any) -> dict[str, Any]:
     return answer
 
 
-async def _events(service: Service, module: Any, asked: Any, count: Counting) -> AsyncIterator[bytes]:
+async def _events(service: Service, module: Any, asked: Any, count: Counting) -> AsyncGenerator[bytes, None]:
     async with count:
         jobs = await asyncio.to_thread(module.prepare, service, asked)
-        async for encoded in module.events(service, asked, jobs):
-            yield encoded
+        async with aclosing(module.events(service, asked, jobs)) as encoded:
+            async for event in encoded:
+                yield event
 
 
 def _check_model(service: Service, fields: Fields) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from localspec.server.choice import Delta
@@ -60,7 +61,7 @@ def _append(message: dict[str, Any], delta: Delta) -> None:
             message["tool_calls"][piece.index]["function"]["arguments"] += piece.text
 
 
-async def events(service: Service, asked: ChatAsked, jobs: Sequence[Job]) -> AsyncIterator[bytes]:
+async def events(service: Service, asked: ChatAsked, jobs: Sequence[Job]) -> AsyncGenerator[bytes, None]:
     """The answer as it comes."""
     frame = envelope(service, jobs)
     common = asked.common
@@ -71,28 +72,29 @@ async def events(service: Service, asked: ChatAsked, jobs: Sequence[Job]) -> Asy
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         return event(frame.frame(frame.chunk) | {"choices": [choice]} | usage)
 
-    async for happening in service.answers(common, jobs):
-        i = happening.index
-        if i not in begun:
-            begun.add(i)
-            yield chunk(i, {"role": "assistant", "content": "", "refusal": None})
-        if happening.round is not None and common.rounds:
-            yield frame.round_event(happening)
-        if happening.delta is not None:
-            logprobs = None
-            if common.logprobs is not None:
-                logprobs = {"content": chat_logprobs(service, happening.delta.tokens), "refusal": None}
-            if happening.delta.text or happening.delta.tokens:
-                yield chunk(i, {"content": happening.delta.text}, logprobs=logprobs)
-            for piece in happening.delta.calls:
-                call: dict[str, Any] = {"index": piece.index}
-                if isinstance(piece, CallStart):
-                    call |= {"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}}
-                else:
-                    call |= {"function": {"arguments": piece.text}}
-                yield chunk(i, {"tool_calls": [call]})
-        if happening.reply is not None:
-            frame.replies.append(happening.reply)
-            yield chunk(i, {}, happening.finish_reason)
+    async with aclosing(service.answers(common, jobs)) as happenings:
+        async for happening in happenings:
+            i = happening.index
+            if i not in begun:
+                begun.add(i)
+                yield chunk(i, {"role": "assistant", "content": "", "refusal": None})
+            if happening.round is not None and common.rounds:
+                yield frame.round_event(happening)
+            if happening.delta is not None:
+                logprobs = None
+                if common.logprobs is not None:
+                    logprobs = {"content": chat_logprobs(service, happening.delta.tokens), "refusal": None}
+                if happening.delta.text or happening.delta.tokens:
+                    yield chunk(i, {"content": happening.delta.text}, logprobs=logprobs)
+                for piece in happening.delta.calls:
+                    call: dict[str, Any] = {"index": piece.index}
+                    if isinstance(piece, CallStart):
+                        call |= {"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}}
+                    else:
+                        call |= {"function": {"arguments": piece.text}}
+                    yield chunk(i, {"tool_calls": [call]})
+            if happening.reply is not None:
+                frame.replies.append(happening.reply)
+                yield chunk(i, {}, happening.finish_reason)
     if common.include_usage or common.rounds:
         yield frame.last_event()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from localspec.server.events import event
@@ -56,7 +57,7 @@ async def whole(service: Service, asked: CompletionAsked, jobs: Sequence[Job]) -
     return frame.frame(frame.kind) | {"choices": choices, "usage": frame.usage(), "localspec": frame.figures()}
 
 
-async def events(service: Service, asked: CompletionAsked, jobs: Sequence[Job]) -> AsyncIterator[bytes]:
+async def events(service: Service, asked: CompletionAsked, jobs: Sequence[Job]) -> AsyncGenerator[bytes, None]:
     """The answer as it comes."""
     frame = envelope(service, jobs)
     common = asked.common
@@ -68,21 +69,22 @@ async def events(service: Service, asked: CompletionAsked, jobs: Sequence[Job]) 
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
         return event(frame.frame(frame.chunk) | {"choices": [choice]} | usage)
 
-    async for happening in service.answers(common, jobs):
-        i = happening.index
-        if echoes[i]:
-            yield chunk(i, echoes[i])
-            echoes[i] = ""
-        if happening.round is not None and common.rounds:
-            yield frame.round_event(happening)
-        if happening.delta is not None:
-            logprobs = None
-            if common.logprobs is not None:
-                logprobs = completion_logprobs(service, happening.delta.tokens, offsets[i])
-                offsets[i] += sum(len(token.text) for token in happening.delta.tokens)
-            yield chunk(i, happening.delta.text, logprobs=logprobs)
-        if happening.reply is not None:
-            frame.replies.append(happening.reply)
-            yield chunk(i, "", happening.finish_reason)
+    async with aclosing(service.answers(common, jobs)) as happenings:
+        async for happening in happenings:
+            i = happening.index
+            if echoes[i]:
+                yield chunk(i, echoes[i])
+                echoes[i] = ""
+            if happening.round is not None and common.rounds:
+                yield frame.round_event(happening)
+            if happening.delta is not None:
+                logprobs = None
+                if common.logprobs is not None:
+                    logprobs = completion_logprobs(service, happening.delta.tokens, offsets[i])
+                    offsets[i] += sum(len(token.text) for token in happening.delta.tokens)
+                yield chunk(i, happening.delta.text, logprobs=logprobs)
+            if happening.reply is not None:
+                frame.replies.append(happening.reply)
+                yield chunk(i, "", happening.finish_reason)
     if common.include_usage or common.rounds:
         yield frame.last_event()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from starlette.requests import ClientDisconnect
@@ -38,7 +39,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], ending: asyncio.Event) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], ending: asyncio.Event) -> None:
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
         self._events = events
@@ -87,15 +88,12 @@ class EventStream(Response):
 
     async def _read_into(self, queue: asyncio.Queue[bytes | BaseException | None]) -> None:
         try:
-            async for item in self._events:
-                queue.put_nowait(item)
+            async with aclosing(self._events) as encoded:
+                async for item in encoded:
+                    queue.put_nowait(item)
             queue.put_nowait(None)
         except Exception as error:
             queue.put_nowait(error)
-        finally:
-            close = getattr(self._events, "aclose", None)
-            if close is not None:
-                await close()
 
     async def _begin(self, send: Send) -> None:
         if not self._begun:

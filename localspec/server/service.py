@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -162,8 +163,8 @@ class Service:
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
-    async def answers(self, asked: Asked, jobs: Sequence[Job]) -> AsyncIterator[Happening]:
-        """Answer every job, one after the other, in one turn.
+    async def answers(self, asked: Asked, jobs: Sequence[Job]) -> AsyncGenerator[Happening, None]:
+        """Answer every job, one after the other, in one turn. To be closed by whoever does not read to the end.
 
         Raises:
             ApiError: the line is full, the wait was too long, or the server ends.
@@ -172,10 +173,11 @@ class Service:
         deadline = time.monotonic() + self.settings.seconds
         async with self.turns.turn(self.settings.seconds):
             for index, job in enumerate(jobs):
-                async for happening in self._answer(asked, job, index, deadline):
-                    yield happening
+                async with aclosing(self._answer(asked, job, index, deadline)) as happenings:
+                    async for happening in happenings:
+                        yield happening
 
-    async def _answer(self, asked: Asked, job: Job, index: int, deadline: float) -> AsyncIterator[Happening]:
+    async def _answer(self, asked: Asked, job: Job, index: int, deadline: float) -> AsyncGenerator[Happening, None]:
         choice = Choice(job.tools.tools, job.begun, wants_tokens=asked.logprobs is not None)
         left = max(0.001, deadline - time.monotonic())
         cut = False
