@@ -23,7 +23,7 @@ from localspec.__main__ import run
 from localspec.backends import mlx, reference
 from localspec.backends.base import FloatArray, Model
 from localspec.text import ChatTemplate
-from tests.conftest import open_backend
+from tests.conftest import TinyFiles, open_backend
 
 pytestmark = pytest.mark.real
 
@@ -121,11 +121,18 @@ def test_the_text_is_the_references(real_model: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_the_audit_holds(real_model: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("file", ["a tiny pair", "a tiny window", "smollm2-135m"])
+def test_the_audit_holds(
+    file: str, tiny: TinyFiles, real_model: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     """`localspec verify`: forced drafts, verification's law, rolled-back memories; exit status 1 on a defect."""
     open_backend("mlx")
-    arguments = ["verify", str(real_model("smollm2-135m")), "--backend", "mlx", "--draft", "ngram", "--quick"]
-    status = run([*arguments, "--prompts", "1", "--max-tokens", "16", "--ctx", "512", "--json"])
+    if file == "a tiny pair":
+        models = [str(tiny.pair.target), "--draft", str(tiny.pair.draft)]
+    else:
+        models = [str(tiny.sliding if file == "a tiny window" else real_model(file)), "--draft", "ngram"]
+    quick = ["--quick", "--prompts", "1", "--max-tokens", "16", "--ctx", "512", "--json"]
+    status = run(["verify", *models, "--backend", "mlx", *quick])
     report = json.loads(capsys.readouterr().out)
     assert status == 0, report
     assert report["backend"] == "mlx"

@@ -79,8 +79,7 @@ class MLXContext(Context):
 
     def _decode(self, tokens: Sequence[int], logits: Wanted) -> Forward:
         self._catch_up()
-        if len(tokens) > 1:
-            self._memory.checkpoint()
+        self._memory.checkpoint()
         forwards: list[MLXForward] = []
         for start in range(0, len(tokens), self._n_chunk):
             if start and self.interrupted is not None and self.interrupted():
