@@ -4,7 +4,8 @@ Two comparisons, on the running system's own context:
 
 * A row computed right after a rollback against the same row of the path, in a memory that never saw one: equal up to
   the noise of the pass width. The rollbacks are those of a round (a few rejected guesses), of an edited question (back
-  into the middle of the answer, of the prompt) and of a new conversation (back to nothing).
+  into the middle of the answer, of the prompt) and of a new conversation (back to nothing). Where the engine can save a
+  memory, one is saved, written over and put back, which must give the same row too.
 * The same rollback twice, with different rejected guesses: what they were must not change a single bit of the rows that
   follow. That has no noise at all, where the engine computes the rows of a pass independently of one another; so that
   is looked at first, in fresh memories. Where it does not hold (mixtures of experts group tokens by expert), only the
@@ -39,6 +40,7 @@ class MemoryCheck:
     Attributes:
         run: its observations are judged with all others.
         n_rollbacks: how many were made.
+        n_restored: how many states were saved, and put back over another text.
         bitwise: whether equality to the bit could be demanded of rollbacks with different rejected guesses.
         n_pairs: such comparisons.
         defects: broken ones among them.
@@ -46,6 +48,7 @@ class MemoryCheck:
 
     run: Run
     n_rollbacks: int
+    n_restored: int
     bitwise: bool
     n_pairs: int
     defects: list[Defect]
@@ -63,7 +66,7 @@ def probe(context: Context, path: Path, params: SamplingParams, reach: int, chec
     """
     run = Run(ARM, path.name)
     model, rng = context.model, random.Random(7)
-    n_rollbacks = n_pairs = 0
+    n_rollbacks = n_restored = n_pairs = 0
     defects: list[Defect] = []
 
     def observe(position: int, row: FloatArray) -> None:
@@ -102,12 +105,23 @@ def probe(context: Context, path: Path, params: SamplingParams, reach: int, chec
             context.reuse(text[:-1])
             feed(context, text[context.n_past : -1], check)
             observe(last, context.decode(text[-1:], "last").logits[0])
+        if model.capabilities.saves_state:
+            check()
+            text = path.before(last)
+            context.reuse(text[:-1])
+            feed(context, text[context.n_past : -1], check)
+            state = context.export_state()
+            context.truncate(0)
+            context.decode(rejected(reach), "none")
+            context.import_state(state)
+            n_restored += 1
+            observe(last, context.decode(text[-1:], "last").logits[0])
         run.complete = True
     except Stopped:
         raise
     except Exception as error:
         defects.append(Defect("engine", ARM, f"a rollback broke off: {line_of(error)}", path.name))
-    return MemoryCheck(run, n_rollbacks, bitwise, n_pairs, defects)
+    return MemoryCheck(run, n_rollbacks, n_restored, bitwise, n_pairs, defects)
 
 
 def _after_rejection(context: Context, text: Sequence[int], guesses: list[int], check: Check) -> FloatArray:

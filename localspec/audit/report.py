@@ -16,7 +16,7 @@ without another version):
                           (nats), ``argmax_flips, false_alarm``
 ``arms[]``                ``arm, sampled, answers, complete, tokens, rounds, drafted, accepted, widths, rejected_at,
                           differences, largest_deviation``: one for each way of drafting
-``memory``                ``rollbacks, pairs, bitwise, largest_deviation`` or null
+``memory``                ``rollbacks, restored, pairs, bitwise, largest_deviation`` or null
 ``sensitivity``           ``tries, median, smallest, found``: rows of memories that are wrong on purpose, and the share
                           of them over the bound; or null
 ``verification_law``      ``draws, largest_excess, worst_cell, detectable_error`` and the fields of ``decoding_law``; or
@@ -143,6 +143,7 @@ class Report:
             return None
         return {
             "rollbacks": sum(each.n_rollbacks for each in self.memory),
+            "restored": sum(each.n_restored for each in self.memory),
             "pairs": sum(each.n_pairs for each in self.memory),
             "bitwise": all(each.bitwise for each in self.memory),
             "largest_deviation": max(each.run.largest for each in self.memory),

@@ -157,9 +157,10 @@ def _rollbacks(report: Report, status: Status) -> Iterator[Line]:
     if memory is None:
         yield Line("note", "rollbacks", "not reached")
         return
+    saved = f", {_count(memory['restored'], 'saved state')}" if memory["restored"] else ""
     text = (
-        f"{memory['rollbacks']}, of rejected guesses, an edited question, a new conversation, against fresh memories: "
-        f"largest deviation {memory['largest_deviation']:.2g} logits"
+        f"{memory['rollbacks']}, of rejected guesses, an edited question, a new conversation{saved}; against fresh "
+        f"memories: largest deviation {memory['largest_deviation']:.2g} logits"
     )
     if memory["bitwise"] and status == "ok":
         text += f"; in {memory['pairs']} pairs what was rejected left no trace, to the bit"
