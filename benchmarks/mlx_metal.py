@@ -10,7 +10,8 @@ Without arguments: the catalogue's default pair, as ``localspec chat --backend m
   kernels that are launched, since operations that only view memory are left out and some others are fused);
 * speed: tokens per second, plainly and with ``--draft-length auto``, taking turns on the same prompts.
 
-It runs on Linux too, on the CPU, where only the counts mean anything.
+It runs on Linux too, on the CPU, where only bytes and waits mean anything: norms and rotations, one operation each on a
+GPU, come apart there.
 """
 
 from __future__ import annotations
@@ -201,14 +202,14 @@ def speed_table(llm: LLM, other: LLM | None, n_tokens: int, repeats: int, say: C
         acceptance, waits, n_rounds = 0.0, 0, 0
         for repeat in range(repeats):
             say(f"{category}, turn {repeat + 1} of {repeats}")
-            speeds["plain"].append(llm.chat(messages, params, speculate=False).stats.tokens_per_second)
+            speeds["plain"].append(llm.chat(messages, params, speculate=False).stats["tokens_per_second"])
             with counting(graphs=False) as counts:
                 reply = llm.chat(messages, params, draft_length="auto")
-            speeds["auto"].append(reply.stats.tokens_per_second)
-            acceptance = reply.stats.acceptance_rate
+            speeds["auto"].append(reply.stats["tokens_per_second"])
+            acceptance = reply.stats["acceptance_rate"]
             waits, n_rounds = waits + counts.waits, n_rounds + reply.stats.num_rounds
             if other is not None:
-                speeds["other"].append(other.chat(messages, params, speculate=False).stats.tokens_per_second)
+                speeds["other"].append(other.chat(messages, params, speculate=False).stats["tokens_per_second"])
         plain, auto = (statistics.median(speeds[name]) for name in ("plain", "auto"))
         ratio = statistics.median(a / p for a, p in zip(speeds["auto"], speeds["plain"], strict=True))
         row = [category, f"{plain:.1f}", f"{auto:.1f}", f"{ratio:.2f}", f"{acceptance:.0%}", f"{waits / n_rounds:.2f}"]
@@ -248,7 +249,7 @@ def main() -> int:
         times = {role: pass_times(model, arguments.repeats) for role, model in models.items()}
         bandwidth = read_bandwidth(models["target"])
         print(f"{cpu_name()} · {platform.platform()} · Python {platform.python_version()} · MLX {engine.version}")
-        print(f"on {' '.join(engine.built_for)}, which reads {bandwidth / 1e9:.0f} GB/s in a sum\n")
+        print(f"on {' '.join(engine.built_for)}, which reads {bandwidth / 1e9:.3g} GB/s in a sum\n")
         print(weights_table(models, {role: found[1] for role, found in times.items()}, bandwidth))
         print(passes_table(times))
         print(counts_table(models))

@@ -374,6 +374,9 @@ def test_auto_takes_it_on_a_mac_for_its_gpu_only(monkeypatch: pytest.MonkeyPatch
         gpu = True
 
     with monkeypatch.context() as patch:
+        patch.setattr(mlx, "binding", Metal)
+        assert "mlx" not in backends.candidates()
+    with monkeypatch.context() as patch:
         patch.setattr(sys, "platform", "darwin")
         assert "mlx" not in backends.candidates(), "without a GPU it is slow"
         patch.setattr(mlx, "binding", Metal)
