@@ -107,6 +107,9 @@ def test_the_bound_holds_and_the_least_recently_used_goes_first(tiny: TinyFiles)
         prompts = [llm.encode(f"{i} {LONG_TEXT}") for i in range(4)]
         llm.generate(prompts[0], SamplingParams(max_tokens=1))
         size = one.state_bytes
+        for i in (1, 0, 1, 0):  # what is in use is not kept twice
+            llm.generate(prompts[i], SamplingParams(max_tokens=1))
+            assert llm.cache_info()["entries"] == 1
         llm.prefix_cache_bytes = int(2.5 * size)
         for i in (1, 2, 0, 3, 0):  # 0 is used again before 3 needs room, so 1 goes
             reply = llm.generate(prompts[i], SamplingParams(max_tokens=1))
