@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import math
 import queue
@@ -365,7 +366,7 @@ def test_answers_survive_random_cancels_from_many_threads(tiny: TinyFiles, backe
                 task = asyncio.create_task(llm.achat([{"role": "user", "content": "x"}], params, **given))
                 await asyncio.sleep(rng.random() * 0.05)
                 task.cancel()
-                with pytest.raises(asyncio.CancelledError):
+                with contextlib.suppress(asyncio.CancelledError):  # a fast engine may have answered already
                     await task
                 check(i, await llm.agenerate(prompts[i], params, **given), speculated)
 

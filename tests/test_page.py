@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -116,9 +117,16 @@ def server(llm: LLM) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory, home: None) -> Iterator[Server]:
-    """A server whose model does not stop by itself."""
+    """A server whose model does not stop by itself, and takes its time."""
     path = write_endless(tmp_path_factory.mktemp("endless") / "endless.gguf")
-    with LLM(path, draft="ngram", backend="reference", n_ctx=4096) as loaded, serve(loaded) as running:
+    with LLM(path, draft=None, backend="reference", n_ctx=4096) as loaded, serve(loaded) as running:
+        decode = loaded._pair.context.decode
+
+        def slowly(*args: Any, **options: Any) -> Any:
+            time.sleep(0.01)
+            return decode(*args, **options)
+
+        loaded._pair.context.decode = slowly  # type: ignore[method-assign]
         yield running
 
 
@@ -412,8 +420,10 @@ def test_a_server_that_goes_away_is_one_line(tab: Callable[..., Tab], endless: S
 
 
 def race(it: Tab) -> None:
+    n_before = len(it.asked)
     it.page.click("#start")
-    it.page.wait_for_selector("#start:disabled")
+    while len(it.asked) < n_before + 2:  # a race may be over before anybody sees the button disabled
+        it.page.wait_for_timeout(20)
     it.page.wait_for_selector("#start:enabled")
 
 
