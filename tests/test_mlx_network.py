@@ -384,7 +384,7 @@ def test_real_weights_are_the_files_own(name: str, real_model: Callable[[str], P
             worst[info.type_name] = max(worst.get(info.type_name, 0.0), error)
     print(name, worst)
     assert all(error == 0.0 for kind_name, error in worst.items() if BLOCK_TYPES[kind_name].exact)
-    assert worst.get("Q6_K", 0.0) < 5e-3
+    assert worst.get("Q6_K", 0.0) < 7e-3
 
 
 @pytest.mark.real

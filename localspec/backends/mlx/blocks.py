@@ -259,8 +259,9 @@ def _q6_k(blocks: Bytes) -> Unpacked:
     """Values d·s·q with q in -32..31 and a scale s in -128..127 for each 16 of them; MLX's groups are 32 wide.
 
     Of the two scales in a group the larger in magnitude, S, is kept: codes count steps of d·S/4, so its 16 values are
-    represented as they are, and those of the other are rounded to a step. The error is at most d·|S|/8 [one 8th of the
-    larger block's own resolution].
+    represented as they are, and those of the other are rounded to a step: an error of at most d·|S|/8. Relative to the
+    weights that is 4e-3 on real files, 6.5e-3 on the worst tensor of one; spreading 256 codes over each group's range
+    gives 4.8e-3 and 6.6e-3.
     """
     n = len(blocks)
     low = _nibbles(blocks[:, :128].reshape(n, 2, 64)).reshape(n, 256)
