@@ -146,7 +146,9 @@ class Constraint:
 
     def forced_bytes(self) -> bytes:
         """What the text must go on with here, whatever the tokens; often nothing."""
-        return b"" if self.complete else bytes(self._matcher.compute_ff_bytes())
+        forced = b"" if self.complete else bytes(self._matcher.compute_ff_bytes())
+        self._check()
+        return forced
 
     def rows(self, logits: npt.NDArray[np.float32], guesses: Sequence[int], params: SamplingParams) -> MaskedRows:
         """The rows of a pass over a draft, masked; see ``MaskedRows``."""
