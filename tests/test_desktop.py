@@ -31,10 +31,8 @@ from PySide6 import QtCore, QtGui, QtTest, QtWidgets
 from PySide6.QtCore import Qt
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-PATIENCE = 120.0
+PATIENCE = 280.0
 """Seconds until something that should have happened counts as missing. No speed is tested."""
-
-REAL_PAIR = ("qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b")
 
 
 @contextmanager
@@ -88,7 +86,8 @@ def until(condition: Callable[[], Any], what: str = "") -> None:
     deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, f"still not: {what or condition}"
-        QtTest.QTest.qWait(5)
+        QtWidgets.QApplication.processEvents()
+        time.sleep(0.005)  # QTest.qWait keeps the GIL while it waits, and the model's threads from running
 
 
 @pytest.fixture
@@ -360,6 +359,7 @@ def test_the_program_ends_with_ctrl_c(app: Any, tiny: TinyFiles) -> None:
 
 
 @pytest.mark.real
+@pytest.mark.timeout(1200)
 def test_a_real_chat(window: Any, real_model: Callable[[str], Path]) -> None:
     it = window(real_model("smollm2-135m"), "ngram", backend="auto")
     first = ask(it, "Count from one to twenty in words, one on each line.")
