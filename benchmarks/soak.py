@@ -136,6 +136,7 @@ class Server:
     def __init__(self, args: argparse.Namespace) -> None:
         command = [sys.executable, "-m", "localspec", "serve", args.model, "--port", "0", "--ctx", str(args.ctx)]
         command += ["--backend", args.backend, "--queue", str(4 * args.clients)]
+        command += ["--prefix-cache", str(args.prefix_cache)]
         for draft in args.draft:
             command += ["--draft", draft]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -494,6 +495,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=170)
     parser.add_argument("--requests", type=int, default=0)
     parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--prefix-cache", type=int, default=64, help="MB; it fills for a while, which is no leak")
     parser.add_argument("--questions", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--gap", type=float, help="logits; default: what localspec verify measures")
