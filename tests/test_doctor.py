@@ -364,10 +364,13 @@ def test_rank(doctor: Doctor, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_ranking_that_has_no_time(doctor: Doctor, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranking, "SECONDS", 0.0)
+    monkeypatch.setattr(power, "busy_share", lambda: 1.0)
     status, found = doctor.json(tiny.quick.target, "--backend", "reference", "--rank")
     assert status == 0
     assert all(each["n_prompts"] == 0 for each in found["rank"]["candidates"])
-    assert "Time ran out" in found["recommendation"]["text"]
+    assert found["recommendation"]["text"].startswith("Time ran out")
+    assert "in doubt" not in found["recommendation"]["text"]
+    assert list(ranking.remarks(report.RankFacts(**found["rank"]))) == []
 
 
 @pytest.mark.parametrize(

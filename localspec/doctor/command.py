@@ -300,7 +300,9 @@ class Doctor:
         doubts = [
             check for check in self.report.checks if check.status == "note" and check.name in ("load", "one token")
         ]
-        if not doubts:
+        rank = self.report.rank
+        nothing_timed = rank is not None and not rank.prompts
+        if not doubts or nothing_timed:
             return found
         return replace(found, text=f"{found.text} But this rests on timings that are in doubt (see {doubts[0].name}).")
 

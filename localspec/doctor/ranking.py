@@ -237,6 +237,8 @@ def _noise(plain: Iterable[Sequence[float]]) -> float | None:
 def remarks(rank: RankFacts) -> Iterator[str]:
     """The remarks under the table."""
     n = len(rank.prompts)
+    if not n:
+        return
     yield (
         f"{n} prompt{'s' * (n != 1)}, up to {rank.max_tokens} tokens each, {rank.seconds:.0f} s in all; × is speed "
         "over plain on the same prompt, the geometric mean and the extremes"
