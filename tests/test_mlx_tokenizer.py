@@ -33,7 +33,7 @@ PIECES = [
     "😀", "👨‍👩‍👧", "\U0001e030",
     "'s", "'LL", "'ſ", "'", "1", "23", "456789", "４", "²", "Ⅷ", "٣", "!", "?!",
     "_", '"', "<", "|", ">", "$", "+=", "~", "\\",
-    "the", "ing", "def ", "(x)", "{", "}", "==", "\x00", "\x7f", "\ufffd", "\uffff", "\ue000", "\U0010ffff",
+    "the", "ing", "sab", "def ", "(x)", "{", "}", "==", "\x00", "\x7f", "\ufffd", "\uffff", "\ue000", "\U0010ffff",
     "▁", "▁▁", "Ġ",
     "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<s>", "</s>", "<unk>", "<0x0A>", "<mark>", "<mark><", "k>", "[x]",
 ]  # fmt: skip
@@ -82,6 +82,8 @@ def pair_vocab(pre: str) -> TinyVocab:
     # A merge of merges, and one whose product has no token.
     merges += ["ab ab", "zz zz"]
     tokens.append("abab")
+    # No merges lead here: only splits that take whole words as they are find it.
+    tokens.append("sab")
     types = [NORMAL] * len(tokens)
     special = {"<|endoftext|>": CONTROL, "<|im_end|>": NORMAL, "<mark>": USER_DEFINED, "<mark><mark>": USER_DEFINED}
     tokens += special
