@@ -6,14 +6,19 @@ import math
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Any, Literal
 
+from localspec.ending import at_end
 from localspec.errors import Cancelled, Closed, QueueFull, UsageError
 
 CancelledBy = Literal["caller", "deadline"]
 JobState = Literal["waiting", "running", "done"]
+
+_ENDING_S = 10.0
+"""How long the end of the program waits for the passes that are under way."""
 
 
 class Job:
@@ -203,6 +208,7 @@ class Worker:
         self._last: tuple[Callable[[], None], ...] = ()
         self._thread = threading.Thread(target=self._run, name="localspec", daemon=True)
         self._thread.start()
+        _WORKERS.add(self)
 
     def call(self, function: Callable[[], Any], *, conversation: Hashable | None = None) -> Any:
         """Run a function on the thread, in its turn, and wait for what it returns.
@@ -256,6 +262,12 @@ class Worker:
         for job in [*self.queue.waiting(), *([running] if running else [])]:
             job.cancel()
 
+    def leave(self, seconds: float) -> None:
+        """Stop at the next round and end the thread, at most so much later. What it owns is left to the system."""
+        self.queue.close()
+        self.cancel_all()
+        self._thread.join(seconds)
+
     def _run(self) -> None:
         while (job := self.queue.get()) is not None:
             self.running = job
@@ -264,6 +276,18 @@ class Worker:
             del job
         for last in self._last:
             last()
+
+
+_WORKERS: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+def _leave_all() -> None:
+    ends_at = time.monotonic() + _ENDING_S
+    for worker in list(_WORKERS):
+        worker.leave(max(0.0, ends_at - time.monotonic()))
+
+
+at_end("workers", _leave_all)
 
 
 def wait_for(items: queue.SimpleQueue[Any], job: Job | None = None) -> Any:

