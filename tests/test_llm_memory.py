@@ -56,6 +56,7 @@ def test_cycles_on_a_tiny_pair(tiny: TinyFiles, backend: str) -> None:
 
 
 @pytest.mark.real
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("backend", ["ik-llama", "llama-cpp"])

@@ -25,7 +25,7 @@ from localspec.backends.base import FloatArray, Model
 from localspec.text import ChatTemplate
 from tests.conftest import TinyFiles, open_backend
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 CODE = "Write a Python function that merges two sorted lists."
 SKY = "Explain in three sentences why the sky is blue."
