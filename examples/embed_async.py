@@ -12,7 +12,7 @@ import sys
 from localspec import LLM, LocalspecError, SamplingParams
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=48)
-LONG = SamplingParams(temperature=0.0, max_tokens=4096)
+LONG = SamplingParams(temperature=0.0, max_tokens=4096, ignore_eos=True)  # goes on until it is stopped
 
 
 async def converse(llm: LLM, name: str, *questions: str) -> None:
