@@ -17,7 +17,7 @@ from localspec.controller import Controller
 from localspec.cost_model import PassTimes
 from localspec.drafters.base import Plan
 from localspec.rounds import Round
-from localspec.sampling import Row, SamplingParams
+from localspec.sampling import Row, SamplingParams, top_probability
 from localspec.stopping import Continuation, Prospects
 
 MAX_DRAFT = 16
@@ -296,11 +296,7 @@ class AutoController(Controller):
     def watch(self, row: Row) -> None:
         # A draft model that is at work shows by itself how it does here.
         if any(source not in self._at_work for source in self.draft_times):
-            # Tokens e^-12 times as likely as the best add nothing that matters here, and the exponential of all of a
-            # vocabulary takes a quarter of a millisecond.
-            top = row.max()
-            likely = row[row > top - 12.0 * self._temperature]
-            self._certainty = float(1.0 / np.exp((likely - top) / self._temperature).sum())
+            self._certainty = top_probability(row, self._temperature)
 
     def update(self, round_: Round) -> None:
         drafted = set()

@@ -262,10 +262,8 @@ class Worker:
         for job in [*self.queue.waiting(), *([running] if running else [])]:
             job.cancel()
 
-    def leave(self, seconds: float) -> None:
-        """Stop at the next round and end the thread, at most so much later. What it owns is left to the system."""
-        self.queue.close()
-        self.cancel_all()
+    def join(self, seconds: float) -> None:
+        """Wait for the end of the thread, at most so long."""
         self._thread.join(seconds)
 
     def _run(self) -> None:
@@ -281,13 +279,17 @@ class Worker:
 _WORKERS: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
-def _leave_all() -> None:
+def _end_all() -> None:
+    """Stop every worker at its next round, and wait for them. What they own is left to the system."""
+    workers = list(_WORKERS)
+    for worker in workers:
+        worker.close(cancel=True, wait=False)
     ends_at = time.monotonic() + _ENDING_S
-    for worker in list(_WORKERS):
-        worker.leave(max(0.0, ends_at - time.monotonic()))
+    for worker in workers:
+        worker.join(max(0.0, ends_at - time.monotonic()))
 
 
-at_end("workers", _leave_all)
+at_end("workers", _end_all)
 
 
 def wait_for(items: queue.SimpleQueue[Any], job: Job | None = None) -> Any:

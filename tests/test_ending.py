@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import TinyFiles, open_backend
 
 PROGRAM = """
-import sys, threading, time
+import sys, threading
 from localspec import LLM, SamplingParams
 
 llm = LLM(sys.argv[1], draft=None, backend=sys.argv[2], n_ctx=1024)
