@@ -109,6 +109,10 @@ class AutoController(Controller):
 
     EXPLORE_SHARE = 0.01
     GRANT_TOKENS = 2.0
+    STAKE = 0.5
+    """Of the account, what one draft of copies may cost: a copied run is right or wrong as a whole, and one that is wrong
+    must leave something to try the next with."""
+
     SAVED_CAP_TOKENS = 40.0
     HORIZON_TOKENS = 128
     PATIENCE_TOKENS = 16
@@ -230,9 +234,11 @@ class AutoController(Controller):
         A guess that cost nothing also stands in the way of a better one: it is passed over where a step of a draft
         model is worth more.
         """
-        if plan.ms_spent + self.times(plan.n + 2) - self.times(1) > self._saved:
+        runs_model = source in self.draft_times
+        stake = self._saved * (1.0 if runs_model else self.STAKE)
+        if not self._affords(plan, 0.0, stake):
             return False
-        if source in self.draft_times:
+        if runs_model:
             return self.prospect.send(plan.n, plan.reach, expected, after) > 0
         continuation = self.continuation
         worth = continuation.copy(plan.n, plan.reach, expected, plan.room, after)
@@ -253,7 +259,7 @@ class AutoController(Controller):
             if not self._worth_reading(catch_up, saved, big=big):
                 self._set_behind(source, True)
                 return False
-        if plan.ms_spent + times(pending) + self.times(plan.n + 2) - self.times(1) > saved:
+        if not self._affords(plan, times(pending), saved):
             return False
         model = list(self.draft_times).index(source)
         if self.prospect.step(plan.n, plan.reach, plan.after, model) <= 0:
@@ -262,6 +268,11 @@ class AutoController(Controller):
             self._saved, self._invested = saved, True
         self._set_behind(source, False)
         return True
+
+    def _affords(self, plan: AutoPlan, step_ms: float, stake: float) -> bool:
+        """Whether one more guess, were the whole draft in vain, costs no more than this; wider passes can be shorter."""
+        left = stake - plan.ms_spent - step_ms + self.times(1)
+        return any(self.times(plan.n + 1 + k) <= left for k in range(1, plan.room + 1))
 
     def _set_behind(self, source: str, behind: bool) -> None:
         if (source in self._behind) != behind:

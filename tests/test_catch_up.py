@@ -95,7 +95,7 @@ def test_of_a_short_new_prompt_only_the_ends_are_read(tiny: TinyFiles) -> None:
         def words(n: int) -> list[int]:
             return [20 + i % 60 for i in range(n)]
 
-        for n, abridged in ((40, False), (N_HEAD + N_TAIL, False), (150, True), (MAX_ABRIDGED, True), (400, False)):
+        for n, abridged in ((40, False), (N_HEAD + N_TAIL, False), (100, True), (MAX_ABRIDGED, True), (400, False)):
             prompt, answer = words(n), [7, 8, 9]
             llm._call(lambda: context.truncate(0))
             read_in = llm._call(lambda p=prompt, a=answer: read(p, a))
@@ -110,7 +110,7 @@ def test_of_a_short_new_prompt_only_the_ends_are_read(tiny: TinyFiles) -> None:
 
 def test_an_abridged_prompt_changes_guesses_and_nothing_else(tiny: TinyFiles) -> None:
     with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=1024) as llm:
-        prompt = "the cat sat on the mat and the dog ran to the door " * 6
+        prompt = "the cat sat on the mat and the dog ran to the door " * 4
         assert N_HEAD + N_TAIL < llm.count_tokens(prompt) <= MAX_ABRIDGED
         params = SamplingParams(max_tokens=60, ignore_eos=True)
         plain = llm.generate(prompt, params, speculate=False).token_ids

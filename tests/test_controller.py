@@ -16,7 +16,7 @@ from localspec.errors import UsageError
 from localspec.rounds import Draft, DraftToken, EmittedToken, Round, Verdict
 from localspec.sampling import SamplingParams
 from localspec.stopping import Continuation, Prospects
-from tests.simulator import CURVES, World, adversarial, stationary, switching
+from tests.simulator import CURVES, Source, World, adversarial, stationary, switching
 
 N_TOKENS = 500
 
@@ -312,3 +312,12 @@ def test_a_model_that_has_not_read_the_text_does_not_stand_in_the_way_of_copies(
     here.n_prompt = 2000  # costs more to read than it will ever save
     alone = World(here.curve, {"ngram": here.sources["ngram"]})
     assert here.run(auto(here), N_TOKENS) >= 0.99 * alone.run(auto(alone), N_TOKENS)
+
+
+def test_a_copy_that_is_wrong_leaves_something_to_try_the_next_with() -> None:
+    """A predicted output whose first words are not those of the answer, which is short and repeats all the rest."""
+    curve = {1: 18.6, 2: 24.7, 3: 28.8, 4: 31.5, 5: 37.2, 6: 43.6, 7: 51.0, 8: 55.5, 16: 103.0}
+    right = np.ones(60, dtype=bool)
+    right[0] = False
+    here = World(curve, {"ngram": Source(np.full(60, 0.9), right)})
+    assert here.run(auto(here), 40) >= 2.0 * here.plain_rate()  # 1.07 where all may be staked at once

@@ -80,8 +80,8 @@ def test_openai_client_on_a_real_model(
         assert example("openai_client").main(server.url) == 0
     out = capsys.readouterr().out
     accepted = int(re.search(r"with a prediction: .* guesses: (\d+) accepted", out)[1])  # type: ignore[index]
-    # Most of the edit is the text that was predicted; how much of that is sent depends on what passes cost here.
-    assert accepted > 3
+    # Most of the edit is the text that was predicted, though not its first words.
+    assert accepted > 10
 
 
 @pytest.mark.real
