@@ -110,8 +110,8 @@ class AutoController(Controller):
     EXPLORE_SHARE = 0.01
     GRANT_TOKENS = 2.0
     STAKE = 0.5
-    """Of the account, what one draft of copies may cost: a copied run is right or wrong as a whole, and one that is wrong
-    must leave something to try the next with."""
+    """Of the account, what one draft of copies may cost: a copied run is right or wrong as a whole, and one that is
+    wrong must leave something to try the next with."""
 
     SAVED_CAP_TOKENS = 40.0
     HORIZON_TOKENS = 128
@@ -270,7 +270,7 @@ class AutoController(Controller):
         return True
 
     def _affords(self, plan: AutoPlan, step_ms: float, stake: float) -> bool:
-        """Whether one more guess, were the whole draft in vain, costs no more than this; wider passes can be shorter."""
+        """Whether one more guess, were the draft in vain, costs no more than this; a wider pass can be shorter."""
         left = stake - plan.ms_spent - step_ms + self.times(1)
         return any(self.times(plan.n + 1 + k) <= left for k in range(1, plan.room + 1))
 

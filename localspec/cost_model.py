@@ -18,13 +18,16 @@ WIDE = 64
 """A width at which the engines' kernels for many tokens are at work: what reading a text costs, per token."""
 
 NOISY = 1.15
-"""Passes whose median is this many times their minimum were disturbed: another program had the CPU."""
+"""Passes whose median is this many times the shortest were disturbed: another program had the CPU."""
+
+NARROW = (1, 2, 3, 4)
+"""Widths timed three times as often: most passes are this narrow, and what a row costs is a small difference."""
 
 ENOUGH_S = 45.0
 """After so many seconds nothing is timed again: engines that exist for tests take minutes otherwise."""
 
 _MAX_DISTURBED = 3
-_FORMAT = 5
+_FORMAT = 6
 
 
 @dataclass(slots=True)
@@ -110,16 +113,17 @@ def calibrate(
 ) -> PassTimes:
     """Measure t(w) on a context.
 
-    Other programs can only make a pass longer, so the shortest of the repeats counts; where the repeats differ much,
-    there are up to three times as many.
+    Other programs can only make a pass longer, so the shortest third of the repeats counts, which favours no width for
+    having more of them; where the repeats differ much, there are up to three times as many.
 
     Args:
         context: used and left empty.
         tokens: any ordinary text's token ids; the first part fills the context, the rest is what is timed.
-        repeats: timed passes per width.
+        repeats: timed passes per width; of ``NARROW`` ones three times as many.
         tick: called between passes (for progress); whatever it raises ends the calibration.
     """
     widths = [w for w in CALIBRATED_WIDTHS if w + 8 <= context.n_ctx]
+    narrow = [w for w in NARROW if w in widths]
     wide = [w for w in (WIDE,) if w + CALIBRATED_PAST <= context.n_ctx]
     tokens = [tokens[i % len(tokens)] for i in range(CALIBRATED_PAST + max([*widths, *wide]))]
     fill = min(CALIBRATED_PAST, context.n_ctx - max(widths))
@@ -132,20 +136,25 @@ def calibrate(
     for repeat in range(3 * repeats):
         if (repeat >= repeats and not _is_noisy(samples)) or (repeat and time.perf_counter() - began > ENOUGH_S):
             break
-        for width in widths if repeat > 1 else [*widths, *wide]:  # a wide pass takes long, and is less noisy
+        # A wide pass takes long, and is less noisy.
+        for width in [*narrow, *widths, *narrow, *(wide if repeat < 2 else [])]:
             tick()
             started = time.perf_counter()
             context.decode(tokens[fill : fill + width])
             samples[width].append((time.perf_counter() - started) * 1e3)
             context.truncate(fill)
     context.truncate(0)
-    times = PassTimes({width: min(times) for width, times in samples.items()})
+    times = PassTimes({width: _undisturbed(times) for width, times in samples.items()})
     times.noisy = _is_noisy(samples)
     return times
 
 
+def _undisturbed(samples: list[float]) -> float:
+    return statistics.fmean(sorted(samples)[: max(1, len(samples) // 3)])
+
+
 def _is_noisy(samples: dict[int, list[float]]) -> bool:
-    return sum(map(statistics.median, samples.values())) > NOISY * sum(map(min, samples.values()))
+    return sum(map(statistics.median, samples.values())) > NOISY * sum(map(_undisturbed, samples.values()))
 
 
 class CalibrationCache:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from localspec import LLM, SamplingParams
 from localspec.auto_controller import AutoPlan
+from localspec.controller import FixedPlan
 from localspec.drafters.draft_model import MAX_ABRIDGED, MAX_WITNESS, N_HEAD, N_TAIL
 from localspec.proposer import SamplingProposer
 from localspec.sampling import Noise
@@ -15,11 +18,12 @@ class Recorder:
 
     room = 1
 
-    def __init__(self) -> None:
+    def __init__(self, worth: int = 1 << 20) -> None:
         self.seen: list[tuple[float, bool]] = []
+        self.worth = worth
 
     def more(self, source: str, pending: int = 0) -> bool:
-        return True
+        return pending <= self.worth
 
     def spent(self, source: str, n_tokens: int, ms: float) -> None:
         self.n_read = n_tokens
@@ -80,35 +84,59 @@ def test_what_was_witnessed_is_learned(tiny: TinyFiles) -> None:
         assert plan.controller.sources["model"].expected(0.97) < before - 0.3
 
 
-def test_of_a_short_new_prompt_only_the_ends_are_read(tiny: TinyFiles) -> None:
+def test_of_a_short_new_prompt_only_the_ends_are_read_if_all_of_it_is_not_worth_that(tiny: TinyFiles) -> None:
     with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=1024) as llm:
         (drafter,) = llm._pair._drafters
         ((_, context),) = llm._pair._models.values()
         params = SamplingParams()
 
-        def read(prompt: list[int], answer: list[int]) -> list[int]:
+        def read(prompt: list[int], answer: list[int], worth: int = 80) -> list[int]:
             drafter.begin(prompt)
             drafter.accept(answer)
-            drafter.draft(prompt + answer, Recorder(), SamplingProposer(params, Noise(0)))
+            drafter.draft(prompt + answer, Recorder(worth), SamplingProposer(params, Noise(0)))
             return list(context.tokens)
 
         def words(n: int) -> list[int]:
             return [20 + i % 60 for i in range(n)]
 
-        for n, abridged in ((40, False), (N_HEAD + N_TAIL, False), (100, True), (MAX_ABRIDGED, True), (400, False)):
+        for n, abridged in ((40, False), (N_HEAD + N_TAIL, False), (100, True), (MAX_ABRIDGED, True)):
             prompt, answer = words(n), [7, 8, 9]
             llm._call(lambda: context.truncate(0))
-            read_in = llm._call(lambda p=prompt, a=answer: read(p, a))
-            assert read_in == (prompt[:N_HEAD] + prompt[-N_TAIL:] if abridged else prompt) + answer
+            ends = (prompt[:N_HEAD] + prompt[-N_TAIL:] if abridged else prompt) + answer
+            assert llm._call(lambda p=prompt, a=answer: read(p, a)) == ends
+            llm._call(lambda: context.truncate(0))
+            assert llm._call(lambda p=prompt, a=answer: read(p, a, 400)) == prompt + answer
+        llm._call(lambda: context.truncate(0))
+        assert llm._call(lambda: read(words(400), [7])) == []  # a longer one is read whole, or not at all
         # What was read in an earlier turn stays: nothing is left out of a prompt that goes on from there.
         prompt = words(400)
         longer = [*prompt, 7, 8, 9, *words(30)]
-        llm._call(lambda: context.truncate(0))
-        llm._call(lambda: read(prompt, [7, 8, 9]))
+        llm._call(lambda: read(prompt, [7, 8, 9], 500))
         assert llm._call(lambda: read(longer, [5])) == [*longer, 5]
 
 
-def test_an_abridged_prompt_changes_guesses_and_nothing_else(tiny: TinyFiles) -> None:
+def test_all_of_a_prompt_is_read_once_that_has_come_to_be_worth_it(tiny: TinyFiles) -> None:
+    with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=1024) as llm:
+        (drafter,) = llm._pair._drafters
+        ((_, context),) = llm._pair._models.values()
+
+        def read() -> None:
+            proposer = SamplingProposer(SamplingParams(), Noise(0))
+            context.truncate(0)
+            drafter.begin(prompt)
+            drafter.draft(prompt, Recorder(10), proposer)
+            assert context.tokens == []
+            drafter.accept([7])
+            drafter.draft([*prompt, 7], Recorder(200), proposer)
+            assert context.tokens == [*prompt, 7]
+
+        prompt = [20 + i % 60 for i in range(100)]
+        llm._call(read)
+
+
+def test_an_abridged_prompt_changes_guesses_and_nothing_else(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    worth = N_HEAD + N_TAIL + 8
+    monkeypatch.setattr(FixedPlan, "more", lambda plan, source, pending=0: plan.room > 0 and pending <= worth)
     with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=1024) as llm:
         prompt = "the cat sat on the mat and the dog ran to the door " * 4
         assert N_HEAD + N_TAIL < llm.count_tokens(prompt) <= MAX_ABRIDGED
@@ -117,6 +145,7 @@ def test_an_abridged_prompt_changes_guesses_and_nothing_else(tiny: TinyFiles) ->
         drafted = llm.generate(prompt, params, draft_length=4)
         assert drafted.token_ids == plain
         assert drafted.stats["num_accepted_tokens"] > 0
+        assert llm._pair._drafters[0]._n_hidden > 0  # type: ignore[attr-defined]
         seeded = SamplingParams(temperature=1.0, seed=5, max_tokens=60, ignore_eos=True)
         assert (
             llm.generate(prompt, seeded, draft_length=4).token_ids
