@@ -119,7 +119,7 @@ class AutoController(Controller):
     """An answer must have come this far before a draft model reads the prompt: many are shorter, and how certain the
     target is of its first tokens foretells, for nothing, how the draft will fare."""
 
-    FORGIVEN_TOKENS = 7.0
+    FORGIVEN_TOKENS = 9.0
     """What reading a prompt may cost that nothing was saved for yet, once a request, in the time of plain tokens."""
 
     CAUTION = 2.0
