@@ -83,6 +83,14 @@ class Forward:
         return len(self.logits)
 
 
+def shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the longest common prefix of two texts in tokens."""
+    n = min(len(a), len(b))
+    if list(a[:n]) == list(b[:n]):
+        return n
+    return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+
+
 class Context(ABC):
     """The memory of one sequence.
 
@@ -165,9 +173,7 @@ class Context(ABC):
 
     def reuse(self, tokens: Sequence[int]) -> int:
         """Keep the longest common prefix of the memory and ``tokens``, drop the rest, and return its length."""
-        n = min(self.n_past, len(tokens))
-        if self.tokens[:n] != list(tokens[:n]):
-            n = next(i for i, (ours, theirs) in enumerate(zip(self.tokens, tokens, strict=False)) if ours != theirs)
+        n = shared_prefix(self.tokens, tokens)
         self.truncate(n)
         return n
 

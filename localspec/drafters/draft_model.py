@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from itertools import takewhile
 
-from localspec.backends.base import Context, FloatArray
+from localspec.backends.base import Context, FloatArray, shared_prefix
 from localspec.drafters.base import Drafter, Plan, Proposer
 from localspec.rounds import DraftToken
 from localspec.sampling import Row
@@ -100,9 +99,7 @@ class DraftModelDrafter(Drafter):
 
     def begin(self, tokens: Sequence[int]) -> None:
         self._n_prompt = self._n_settled = len(tokens)
-        known = sum(
-            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.context.tokens, tokens, strict=False))
-        )
+        known = shared_prefix(self.context.tokens, tokens)
         is_short = len(tokens) <= MAX_ABRIDGED and len(tokens) - known > N_HEAD + N_TAIL + N_TAIL // 4
         self._n_hidden, self._n_hideable = 0, len(tokens) - N_HEAD - N_TAIL if is_short else 0
 

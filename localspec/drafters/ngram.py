@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
+from localspec.backends.base import shared_prefix
 from localspec.drafters.base import Drafter, Plan, Proposer
 from localspec.drafters.suffix_automaton import SuffixAutomaton
 from localspec.rounds import DraftToken
@@ -62,7 +63,7 @@ class NgramDrafter(Drafter):
         ahead = [*tokens[-LEAD:], *self._expected, _BREAK] if self._expected else []
         self._n_ahead = len(ahead)
         tokens = [*ahead, *tokens]
-        shared = _shared_prefix(self._tokens, tokens)
+        shared = shared_prefix(self._tokens, tokens)
         n_stale = len(self._tokens) - shared
         # Taking a token back costs about as much as adding it.
         if n_stale > self._automaton.n_undoable or n_stale > shared:
@@ -141,10 +142,3 @@ def _kind(times: int, total: int, length: int) -> tuple[int, int]:
     else:
         row = 2 if 2 * times >= total else 3
     return row, bisect_right(_LENGTHS, length) - 1
-
-
-def _shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    n = min(len(a), len(b))
-    if a[:n] == b[:n]:
-        return n
-    return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from localspec.backends.base import shared_prefix
 from localspec.errors import EngineError
 from localspec.structured.compiler import reason
 from localspec.structured.request import grammar_of
@@ -75,7 +76,7 @@ class Constraint:
     def place(self, guesses: Sequence[int]) -> None:
         """Stand behind the settled tokens and these guesses, from wherever it stood."""
         here = self.guesses
-        n = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(here, guesses, strict=False)))
+        n = shared_prefix(here, guesses)
         if n < len(here):
             self._back(len(here) - n)
             del self._tokens[self._n_settled + n :]
