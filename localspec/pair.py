@@ -23,6 +23,7 @@ from localspec.drafters.ngram import NgramDrafter
 from localspec.errors import Cancelled, ModelFileError, UsageError, VocabularyMismatch
 from localspec.experience import Experience
 from localspec.gguf_file import GGUFFile
+from localspec.heap import trim_heap
 from localspec.home import home
 from localspec.kv_memory import kv_shape
 from localspec.model_loading import Loader, PairOptions, Report, Target, close_both
@@ -313,6 +314,7 @@ class Pair:
         if hasattr(self, "context"):
             self.context.close()
         self.target.close()
+        trim_heap()
 
 
 def _growth(model: Model, kv_type: str) -> float:

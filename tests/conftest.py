@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -31,6 +31,10 @@ REAL_MODELS = {
 
 REAL_FOLDER = Path(os.environ.get("LOCALSPEC_TEST_MODELS") or models_dir())
 """Read before ``isolated_home`` hides it."""
+
+
+ONCE_PER_FILE = ("calibration", "digests", "drafts", "repacked", "trust")
+"""Folders of a home that say nothing of what was asked, only of files and the machine."""
 
 
 class TinyFiles:
@@ -168,10 +172,29 @@ def real_model() -> Callable[[str], Path]:
     return find
 
 
+@pytest.fixture(scope="session", autouse=True)
+def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where fixtures of a module load their models, and what the tests of real models start from."""
+    home = tmp_path_factory.mktemp("shared-home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCALSPEC_HOME", str(home))
+        yield home
+
+
 @pytest.fixture(autouse=True)
-def isolated_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No test reads or writes the user's own LOCALSPEC_HOME, or goes to the network."""
+def isolated_home(
+    request: pytest.FixtureRequest, shared_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """No test reads or writes the user's own LOCALSPEC_HOME, or goes to the network.
+
+    What is measured and made once per file, a minute's work for a real pair, is shared by the tests of real models.
+    """
     home = tmp_path / "home"
+    if request.node.get_closest_marker("real"):
+        home.mkdir()
+        for name in ONCE_PER_FILE:
+            (shared_home / name).mkdir(exist_ok=True)
+            (home / name).symlink_to(shared_home / name)
     monkeypatch.setenv("LOCALSPEC_HOME", str(home))
     monkeypatch.setenv("LOCALSPEC_OFFLINE", "1")
     for name in ("LOCALSPEC_SOURCE", "HF_ENDPOINT", "NO_COLOR", "FORCE_COLOR"):
