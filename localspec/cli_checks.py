@@ -62,6 +62,12 @@ def bench(
     category: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this kind; repeatable.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Time budget.", show_default="15, or 2 if --quick")] = None,
     repeats: Annotated[int | None, typer.Option(help="Ask each question so often.")] = None,
+    slice_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--slice", metavar="TOKENS", help="Take turns after so many tokens; 0: after answers.", show_default="16"
+        ),
+    ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Let answers go on to --max-tokens.")] = False,
     json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Keep everything measured.")] = None,
     markdown: Annotated[str | None, typer.Option(metavar="FILE|-", help="A report.")] = None,
@@ -109,7 +115,7 @@ def bench(
             "arms": arm or (),
             "categories": category or (),
             **{name: given[name] for name in ("prompts", "which", "quick", "full", "minutes", "repeats")},
-            **{name: given[name] for name in ("ignore_eos", "resume")},
+            **{name: given[name] for name in ("slice_tokens", "ignore_eos", "resume")},
         }
         return bench_command(named, request, Outputs(json, markdown, html, svg, force))
 

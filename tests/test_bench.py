@@ -19,7 +19,17 @@ from localspec.bench.conditions import Watcher, clock_mhz, temperature_c
 from localspec.bench.questions import Question, digest, in_turns, own_questions, read_questions
 from localspec.bench.record import Engine, ModelFile, Record, Sample, Session, Settings
 from localspec.bench.results import analyse
-from localspec.bench.schedule import DEFAULT, QUICK, Block, Clock, affordable_tokens, blocks, is_tight, turns
+from localspec.bench.schedule import (
+    DEFAULT,
+    QUICK,
+    Block,
+    Clock,
+    affordable_tokens,
+    blocks,
+    is_tight,
+    take_turns,
+    turns,
+)
 from localspec.bench.statistics import (
     estimate,
     estimate_quotient,
@@ -177,6 +187,36 @@ def test_a_budget_ends_a_run_before_it_is_used_up() -> None:
     assert Clock(0.0, None, 5).left(10.0, 0) is None
 
 
+class Talker:
+    """An answer of so many tokens, in rounds of a given length."""
+
+    def __init__(self, n: int, per_round: int) -> None:
+        self.n, self.per_round, self.n_tokens, self.finish_reason = n, per_round, 0, None
+
+    def advance(self, n_tokens: int | None) -> None:
+        until = self.n if n_tokens is None else self.n_tokens + n_tokens
+        while self.finish_reason is None and self.n_tokens < until:
+            self.n_tokens = min(self.n, self.n_tokens + self.per_round)
+            self.finish_reason = "length" if self.n_tokens == self.n else None
+
+
+def test_slices_keep_all_answers_as_far() -> None:
+    answers, order = [Talker(40, 1), Talker(40, 5), Talker(12, 1)], []
+    for i in take_turns(answers, 8):
+        order.append(i)
+        going = [each.n_tokens for each in answers if each.finish_reason is None]
+        assert not going or max(going) - min(going) <= 8 + 4
+    assert order[:3] == [0, 1, 2]
+    assert [each.finish_reason for each in answers] == ["length"] * 3
+    assert [order.count(i) for i in range(3)] == [5, 4, 2]
+
+
+def test_whole_answers_come_one_after_the_other() -> None:
+    answers = [Talker(40, 1), Talker(9, 5)]
+    assert list(take_turns(answers, 0)) == [0, 1]
+    assert all(each.finish_reason for each in answers)
+
+
 def test_tight_is_what_every_arm_is() -> None:
     near = {str(i): [1.5 + 0.001 * i] for i in range(12)}
     far = {str(i): [1.0 + 0.2 * i] for i in range(12)}
@@ -307,7 +347,7 @@ def test_others_cpu_time_is_what_is_not_ours(tmp_path: Path) -> None:
     after = watcher.read()
     # In two seconds each CPU was busy for 0.5 s and stolen for 0.3 s, of which half a second on one was ours.
     after = replace(after, at=before.at + 2.0, own=before.own + 0.5)
-    seen = watcher.between(before, after)
+    seen = watcher.over([(before, after)])
     assert seen.others_share == pytest.approx((0.8 * after.n_cpus - 0.5) / (2 * after.n_cpus), abs=1e-4)
     assert seen.joules is None
     assert not watcher.measures_energy
@@ -315,7 +355,7 @@ def test_others_cpu_time_is_what_is_not_ours(tmp_path: Path) -> None:
 
 def test_nothing_is_said_where_the_system_tells_nothing(tmp_path: Path) -> None:
     watcher = Watcher(tmp_path)
-    seen = watcher.between(watcher.read(), watcher.read())
+    seen = watcher.over([(watcher.read(), watcher.read())])
     assert (seen.others_share, seen.clock_mhz, seen.temperature_c, seen.throttled, seen.joules) == (None,) * 5
 
 
@@ -337,8 +377,8 @@ def test_energy_is_that_of_the_packages_over_a_wrap(tmp_path: Path) -> None:
     for folder in ("intel-rapl:0", "intel-rapl-mmio:0"):
         write(tmp_path, f"{power}/{folder}/energy_uj", 20 * 1_000_000)
     late = watcher.read()
-    assert watcher.between(before, after).joules == 35.0
-    assert watcher.between(before, late).joules == 35.0 + (1000 - wrapped + 20)
+    assert watcher.over([(before, after)]).joules == 35.0
+    assert watcher.over([(before, late)]).joules == 35.0 + (1000 - wrapped + 20)
 
 
 def test_an_energy_counter_that_may_not_be_read_is_not_there(tmp_path: Path) -> None:
@@ -362,9 +402,9 @@ def test_clock_heat_and_throttling_are_read(tmp_path: Path) -> None:
     write(tmp_path, counter, 3)
     watcher = Watcher(tmp_path)
     before = watcher.read()
-    assert watcher.between(before, watcher.read()).throttled is False
+    assert watcher.over([(before, watcher.read())]).throttled is False
     write(tmp_path, counter, 5)
-    assert watcher.between(before, watcher.read()).throttled is True
+    assert watcher.over([(before, watcher.read())]).throttled is True
 
 
 # -- what a record says ------------------------------------------------------------------------------------------------

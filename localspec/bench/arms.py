@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from localspec.arguments import DraftLength
 from localspec.errors import UsageError
 
 _PATTERN = re.compile(r"(?:(?P<who>ngram|model\d*):)?(?P<length>auto|\d{1,4})")
@@ -23,7 +24,7 @@ class Arm:
 
     name: str
     source: str | None
-    length: int | str
+    length: DraftLength
 
     @property
     def is_plain(self) -> bool:

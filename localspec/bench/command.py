@@ -86,6 +86,7 @@ class Request:
         which: our own set of questions.
         quick, full: the mode.
         minutes, repeats: in place of the mode's.
+        slice_tokens: how far an arm goes before the next has its turn.
         ignore_eos: go on behind end tokens.
         resume: a file to go on with.
     """
@@ -100,6 +101,7 @@ class Request:
     full: bool = False
     minutes: float | None = None
     repeats: int | None = None
+    slice_tokens: int | None = None
     ignore_eos: bool = False
     resume: str | None = None
 
@@ -219,6 +221,11 @@ def _plan(request: Request, before: Record | None) -> Plan:
         backends, arms = backends or then.backends, arms or then.arms
         categories, source = categories or then.categories, source or then.questions
     mode = _adjusted(mode, request)
+    slices = then.slice_tokens if then is not None else schedule.SLICE_TOKENS
+    if request.slice_tokens is not None:
+        slices = request.slice_tokens
+        if not 0 <= slices <= 1000:
+            raise UsageError(f"--slice must be in 0..1000, not {slices}")
     chosen = _questions(source or "own:report", categories)
     return Plan(
         options=options,
@@ -231,6 +238,7 @@ def _plan(request: Request, before: Record | None) -> Plan:
         mode=mode,
         max_tokens=options.sampling.get("max_tokens"),
         ignore_eos=request.ignore_eos or (then is not None and then.ignore_eos),
+        slice_tokens=slices,
         before=before,
     )
 

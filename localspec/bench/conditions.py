@@ -6,6 +6,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +39,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What happened between two readings.
+    """What happened in some spans of time.
 
     Attributes:
         others_share: share of the CPUs' time that others used, stolen time included.
@@ -86,24 +87,27 @@ class Watcher:
             microjoules={name: value for name, value in microjoules.items() if value is not None},
         )
 
-    def between(self, before: Reading, after: Reading) -> Conditions:
-        """What happened from one reading to the other."""
-        seconds = after.at - before.at
+    def over(self, spans: Sequence[tuple[Reading, Reading]]) -> Conditions:
+        """What happened in some spans of time, each between two readings, one after the other."""
+        seconds = sum((after.at - before.at) * after.n_cpus for before, after in spans)
         others = None
-        if before.busy is not None and after.busy is not None and seconds > 0:
-            unaccounted = (after.busy - before.busy) - (after.own - before.own)
-            others = min(1.0, max(0.0, unaccounted / (seconds * after.n_cpus)))
+        if seconds > 0 and all(each.busy is not None for span in spans for each in span):
+            busy = sum((after.busy or 0.0) - (before.busy or 0.0) for before, after in spans)
+            own = sum(after.own - before.own for before, after in spans)
+            others = min(1.0, max(0.0, (busy - own) / seconds))
         joules = None
-        if after.microjoules and after.microjoules.keys() == before.microjoules.keys():
+        if all(after.microjoules and after.microjoules.keys() == before.microjoules.keys() for before, after in spans):
             joules = 1e-6 * sum(
                 self._counters[name].difference(before.microjoules[name], value)
+                for before, after in spans
                 for name, value in after.microjoules.items()
             )
+        throttled = [power.throttled(before.throttled, after.throttled) for before, after in spans]
         return Conditions(
             others_share=None if others is None else round(others, 4),
             clock_mhz=clock_mhz(self._root, self._cpus),
             temperature_c=temperature_c(self._root),
-            throttled=power.throttled(before.throttled, after.throttled),
+            throttled=None if None in throttled else any(throttled),
             joules=None if joules is None else round(joules, 6),
         )
 

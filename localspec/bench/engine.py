@@ -10,29 +10,32 @@ from __future__ import annotations
 import copy
 import hashlib
 import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from localspec.backends.base import Context, Model
+from localspec.backends.base import Context, ContextState, Model
 from localspec.backends.trust import CHECK_TEXT, fingerprint
 from localspec.bench.arms import PLAIN, Arm
 from localspec.bench.conditions import Watcher
+from localspec.bench.lane import Asked, Lane, Stopped, UnderWay, hold
 from localspec.bench.questions import Question
-from localspec.bench.record import Engine, ModelFile, Sample
+from localspec.bench.record import Engine, ModelFile
 from localspec.cost_model import PassTimes, calibrate
 from localspec.doctor.costs import WIDTHS, Watch
+from localspec.doctor.header import read_header
+from localspec.doctor.memory import read_memory
 from localspec.drafters.ngram import NgramDrafter
-from localspec.errors import ModelFileError, PromptTooLong
+from localspec.errors import EngineError, ModelFileError, PromptTooLong
 from localspec.gguf_file import GGUFFile
 from localspec.home import home
 from localspec.kv_memory import kv_shape
 from localspec.ledger import Ledger
 from localspec.llm import LLM
+from localspec.pair import Pair
 from localspec.rounds import Round
 from localspec.sampling import SamplingParams
 from localspec.stream import Reply
@@ -41,10 +44,6 @@ _VALUE_BYTES = {"f32": 4.0, "f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
 _WARM_UP = "Count: 1 2 3 4 1 2 3 4 1 2 3"
 
 Json = dict[str, Any]
-
-
-class Stopped(Exception):
-    """Somebody asked to stop; the answer under way does not count."""
 
 
 @dataclass(slots=True)
@@ -65,19 +64,32 @@ class EngineUnderTest:
         arms: what it will be asked to do.
         stop: set when somebody wants to stop.
         system: the system prompt.
+        in_slices: whether arms are to take turns within an answer, for which each needs a lane of its own.
+
+    Attributes:
+        in_slices: whether they can: whether there was memory for the lanes.
 
     Raises:
         UsageError: an arm wants a drafter that is not loaded.
     """
 
-    def __init__(self, llm: LLM, arms: Sequence[Arm], stop: threading.Event, system: str | None = None) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        arms: Sequence[Arm],
+        stop: threading.Event,
+        system: str | None = None,
+        *,
+        in_slices: bool = False,
+    ) -> None:
         self.llm = llm
         self.arms = list(arms)
         self._stop = stop
         self._system = [{"role": "system", "content": system}] if system else []
         pair = llm._pair
-        self._drafters, self._models = list(pair._drafters), dict(pair._models)
-        self.sources = [drafter.source for drafter in self._drafters]
+        self._own = Lane(pair.context, list(pair._drafters), dict(pair._models))
+        self._lanes = {arm.name: self._own for arm in [PLAIN, *arms]}
+        self.sources = [drafter.source for drafter in self._own.drafters]
         for arm in arms:
             arm.check(self.sources)
         self._draft_sources = list(pair._draft_times)
@@ -85,6 +97,7 @@ class EngineUnderTest:
         self._learned: dict[str, _Knowledge] = {}
         self._conversations: dict[str, list[Json]] = {}
         self.forget()
+        self.in_slices = in_slices and llm._call(self._make_lanes)
 
     # -- arms ----------------------------------------------------------------------------------------------------
 
@@ -95,32 +108,59 @@ class EngineUnderTest:
 
     def _knowledge(self) -> _Knowledge:
         pair = self.llm._pair
-        hits = [drafter._hits for drafter in self._drafters if isinstance(drafter, NgramDrafter)]
+        hits = [drafter._hits for drafter in self._own.drafters if isinstance(drafter, NgramDrafter)]
         return copy.deepcopy(_Knowledge(pair.times, pair._draft_times, pair._experience, hits))
 
     def _become(self, arm: Arm) -> None:
         """Only this arm's drafters, with what it has learned, and with no text in their memories; on the worker."""
-        pair, known = self.llm._pair, self._learned[arm.name]
-        used = [drafter for drafter in self._drafters if arm.source in (None, drafter.source)]
-        models = zip(self._draft_sources, self._models.items(), strict=True)
-        pair._drafters = used
+        pair, known, lane = self.llm._pair, self._learned[arm.name], self._lanes[arm.name]
+        models = zip(self._draft_sources, lane.models.items(), strict=True)
+        pair.context = lane.context
+        pair._drafters = [drafter for drafter in lane.drafters if arm.source in (None, drafter.source)]
         pair._models = {path: model for source, (path, model) in models if arm.source in (None, source)}
         pair._draft_times = {s: times for s, times in known.draft_times.items() if arm.source in (None, s)}
         pair.times, pair._experience = known.times, known.experience
-        ngrams = [drafter for drafter in self._drafters if isinstance(drafter, NgramDrafter)]
+        ngrams = [drafter for drafter in lane.drafters if isinstance(drafter, NgramDrafter)]
         for drafter, hits in zip(ngrams, known.hits, strict=True):
             drafter._hits = hits
-        for each in self._drafters:
+        for each in lane.drafters:
             each.begin([])
-        for _, context in self._models.values():
+        for _, context in lane.models.values():
             context.truncate(0)
+
+    def _make_lanes(self) -> bool:
+        """A lane for every arm but one, which has the pair's own; False, and none, where memory lacks for them."""
+        arms = [arm for arm in self.arms if not arm.is_plain]
+        others = [arm for arm in [*arms[1:], PLAIN] if arms]
+        room = read_memory().available
+        need = sum(
+            _context_bytes(each, self.llm._pair) for arm in others for each in self._own.asked(self._sources_of(arm))
+        )
+        if room is not None and need > room / 2:
+            return False
+        made: dict[str, Lane] = {}
+        try:
+            for arm in others:
+                made[arm.name] = self._own.another(self._sources_of(arm))
+        except EngineError:
+            for lane in made.values():
+                lane.close(self.llm._pair, self._own)
+            return False
+        self._lanes |= made
+        return True
+
+    def _sources_of(self, arm: Arm) -> list[str]:
+        return [] if arm.is_plain else [source for source in self.sources if arm.source in (None, source)]
 
     def restore(self) -> None:
         """Leave the pair as it was, so that it can be closed."""
 
         def put_back() -> None:
             pair = self.llm._pair
-            pair._drafters, pair._models = self._drafters, self._models
+            pair.context = self._own.context
+            pair._drafters, pair._models = self._own.drafters, dict(self._own.models)
+            for lane in self._lanes.values():
+                lane.close(pair, self._own)
             pair.times, pair._draft_times = self._fresh.times, self._fresh.draft_times
             pair._experience = self._fresh.experience
 
@@ -145,13 +185,10 @@ class EngineUnderTest:
     def _messages(self, question: Question) -> list[Json]:
         return [*self._system, *({"role": "user", "content": turn} for turn in question.turns)]
 
-    def prepare(self, question: Question, params: SamplingParams) -> float:
+    def prepare(self, question: Question, params: SamplingParams) -> Asked:
         """Read a question's prompt into an empty memory.
 
         Earlier turns are answered first, plainly and untimed, the first time that a question is met.
-
-        Returns:
-            Seconds that the reading took.
         """
         if question.id not in self._conversations:
             messages = [*self._system, {"role": "user", "content": question.turns[0]}]
@@ -165,71 +202,37 @@ class EngineUnderTest:
             self.llm._pair.context.truncate(0)
 
         self.llm._call(empty)
-        once = replace(params, max_tokens=1)
-        reply, _ = self._answer(self._conversations[question.id], once, PLAIN)
-        seconds: float = reply.stats["seconds_prompt"]
-        return seconds
+        messages, once = self._conversations[question.id], replace(params, max_tokens=1)
+        reply, _ = self._answer(messages, once, PLAIN)
+        tokens = self.llm.encode(messages)
 
-    def measure(
-        self,
-        question: Question,
-        arm: Arm,
-        params: SamplingParams,
-        place: tuple[int, int],
-        seconds_prompt: float,
-        watcher: Watcher,
-    ) -> Sample:
-        """One answer, the prompt being in the target's memory.
+        def state() -> ContextState | None:
+            context = self.llm._pair.context
+            context.reuse(tokens[:-1])
+            return context.export_state() if context.model.capabilities.saves_state else None
+
+        return Asked(question, tokens, self.llm._call(state) if self.in_slices else None, reply.stats["seconds_prompt"])
+
+    def begin(
+        self, arm: Arm, asked: Asked, params: SamplingParams, place: tuple[int, int], watcher: Watcher
+    ) -> UnderWay:
+        """One answer, the prompt being in the target's memory; nothing is decoded yet.
 
         Args:
-            question: what was given to ``prepare`` last.
             arm: how to decode.
+            asked: what ``prepare`` returned last.
             params: how to sample.
             place: the repeat, and the place in the order of arms.
-            seconds_prompt: what ``prepare`` returned.
-            watcher: looks at the machine before and after.
-
-        Raises:
-            Stopped: somebody asked to stop.
+            watcher: looks at the machine.
         """
-        self.llm._call(lambda: self._become(arm))
-        before, started = watcher.read(), time.time()
-        reply, rounds = self._answer(self._conversations[question.id], params, arm)
-        seen = watcher.between(before, watcher.read())
-        stats = reply.stats.as_dict()
-        first = (stats["time_to_first_token_s"] or 0.0) - stats["seconds_prompt"]
-        repeat, order = place
-        return Sample(
-            question=question.id,
-            category=question.category,
-            backend=self.llm.backend_name,
-            arm=arm.name,
-            repeat=repeat,
-            order=order,
-            started=round(started, 1),
-            prompt_tokens=stats["prompt_tokens"],
-            tokens=stats["completion_tokens"],
-            token_sha256=hashlib.sha256(" ".join(map(str, reply.token_ids)).encode()).hexdigest()[:16],
-            finish_reason=reply.finish_reason,
-            num_rounds=stats["num_rounds"],
-            num_draft_tokens=stats["num_draft_tokens"],
-            num_accepted_tokens=stats["num_accepted_tokens"],
-            drafted_per_position=stats["drafted_per_position"],
-            accepted_per_position=stats["accepted_per_position"],
-            by_source=stats["by_source"],
-            seconds_prompt=round(seconds_prompt, 6),
-            seconds_draft=round(stats["seconds_draft"], 6),
-            seconds_verify=round(stats["seconds_verify"], 6),
-            seconds_other=round(stats["seconds_other"], 6),
-            time_to_first_token=round(seconds_prompt + first, 6),
-            rounds=[_figures(each) for each in rounds],
-            judged=[judged for each in rounds for judged in _judged(each)],
-            others_share=seen.others_share,
-            clock_mhz=seen.clock_mhz,
-            temperature_c=seen.temperature_c,
-            throttled=seen.throttled,
-            joules=seen.joules,
-        )
+
+        def rounds(prefilled: Callable[[int], None]) -> Iterator[Round]:
+            self._become(arm)
+            pair = self.llm._pair
+            hold(pair.context, asked)
+            return pair.rounds(asked.tokens, params, arm.length, prefilled, self._stop.is_set)
+
+        return UnderWay(self.llm, arm, asked, place, rounds, self._stop, watcher)
 
     def _answer(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams, arm: Arm
@@ -257,9 +260,9 @@ class EngineUnderTest:
             measure: measure t(w) now, rather than tell what was measured at the first load.
         """
         llm, pair = self.llm, self.llm._pair
-        loaded = [("target", llm.model_name, pair.target, pair.context)]
+        loaded = [("target", llm.model_name, pair.target, self._own.context)]
         names = dict(zip(self.sources, llm.draft_names, strict=True))
-        for source, (model, context) in zip(self._draft_sources, self._models.values(), strict=True):
+        for source, (model, context) in zip(self._draft_sources, self._own.models.values(), strict=True):
             loaded.append((source, names[source], model, context))
         times: dict[str, PassTimes] = {"target": self._fresh.times, **self._fresh.draft_times}
         measured: Literal["now", "before"] = "before"
@@ -298,26 +301,21 @@ def _measured(model: Model, context: Context, watch: Watch) -> PassTimes:
     return calibrate(context, text, tick=watch.check)
 
 
-def _figures(round_: Round) -> list[float]:
-    times = (round_.ms_draft, round_.ms_verify, round_.ms_other)
-    return [*(round(ms, 3) for ms in times), len(round_.draft), round_.verdict.n_accepted, len(round_.emitted)]
-
-
-def _judged(round_: Round) -> list[list[Any]]:
-    """The guesses that the target compared with its own token: the accepted ones and the first that was not."""
-    accepted = round_.verdict.n_accepted
-    return [
-        [guess.source, position, round(guess.expected, 4), int(position < accepted)]
-        for position, guess in enumerate(round_.draft[: accepted + 1])
-    ]
-
-
 def _kv(model: Model, context: Context, kv_cache: str) -> int:
     try:
         with GGUFFile(model.path) as gguf:
             return kv_shape(gguf).bytes(context.n_ctx, _VALUE_BYTES[kv_cache])
     except ModelFileError:
         return 0
+
+
+def _context_bytes(context: Context, pair: Pair) -> int:
+    """What another context like this one takes."""
+    try:
+        need = read_header(context.model.path).need("", context.n_ctx, pair.options.kv_type, context.model.backend)
+    except ModelFileError:
+        return 0
+    return (need.kv_bytes or 0) + (need.compute_bytes or 0)
 
 
 def sha256(path: Path, watch: Watch) -> str:

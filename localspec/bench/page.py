@@ -256,12 +256,15 @@ def _timelines(record: Record) -> Iterator[str]:
 
 
 def _footer(record: Record) -> Iterator[str]:
-    session = record.sessions[-1]
+    session, slice_tokens = record.sessions[-1], record.settings.slice_tokens
+    turns = (
+        f"the arms took turns after every {slice_tokens} tokens" if slice_tokens else "the order of the arms alternates"
+    )
     yield (
         "<p>Speed is an answer's tokens, as the engine counted them, over the seconds spent drafting, verifying and in "
         "our own code; the target's reading of the prompt is measured apart and is in no arm, a draft model's is in "
         "the arm. A speed-up divides by the plain answer to the same question in the same repeat, next to which it was "
-        "measured; the order of the arms alternates. A question counts with the median of its repeats, a row is the "
+        f"measured; {turns}. A question counts with the median of its repeats, a row is the "
         "median of its questions.</p>"
     )
     models = "".join(

@@ -21,7 +21,7 @@ class Sample:
         backend: the engine's name.
         arm: how it was decoded.
         repeat: from 0.
-        order: place of this answer among those to the same question in this repeat, from 0.
+        order: place of this answer among those to the same question in this repeat, from 0; of its first slice.
         started: when, in seconds since 1970.
         prompt_tokens: tokens of the prompt.
         tokens: tokens of the answer as the engine counted them, an end token included.
@@ -157,6 +157,7 @@ class Settings:
         categories: those that were named; empty: all.
         questions_sha256: digest over the ids, categories and texts of all questions chosen, in order.
         max_tokens: longest answer.
+        slice_tokens: the arms of a question take turns after so many tokens; 0: after whole answers.
         sampling: what was given of temperature and its like; empty is greedy.
         ignore_eos: whether answers go on behind an end token.
         system: the system prompt.
@@ -182,6 +183,7 @@ class Settings:
     kv_cache: str
     light_draft: bool
     mode: str
+    slice_tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -16,17 +16,20 @@ from typing import Any
 from localspec import __version__
 from localspec.bench import conditions
 from localspec.bench.arms import Arm
-from localspec.bench.engine import EngineUnderTest, Stopped
+from localspec.bench.engine import EngineUnderTest
+from localspec.bench.lane import Stopped
 from localspec.bench.questions import Question
 from localspec.bench.record import Ending, Record, Session, Settings
 from localspec.bench.results import speedups
 from localspec.bench.schedule import (
+    SLICE_TOKENS,
     Block,
     Clock,
     Mode,
     affordable_tokens,
     blocks,
     is_tight,
+    take_turns,
     time_text,
     turns,
 )
@@ -65,6 +68,8 @@ class Plan:
         mode: how thorough, with the command line's changes in it.
         max_tokens: longest answer as asked for; None leaves it to the mode.
         ignore_eos: whether answers go on behind an end token.
+        slice_tokens: the arms of a question take turns after so many tokens, where there is memory for it; 0: after
+            whole answers.
         before: a run to go on with.
         save: called with the record after every question.
     """
@@ -79,6 +84,7 @@ class Plan:
     mode: Mode
     max_tokens: int | None = None
     ignore_eos: bool = False
+    slice_tokens: int = SLICE_TOKENS
     before: Record | None = None
     save: Callable[[Record], None] = field(default=lambda record: None)
 
@@ -128,7 +134,9 @@ class Run:
             engines = [stack.enter_context(self._open(backend)) for backend in self.plan.backends]
             subjects = []
             for llm in engines:
-                subject = EngineUnderTest(llm, self.plan.arms, self._stop, self.plan.options.system)
+                subject = EngineUnderTest(
+                    llm, self.plan.arms, self._stop, self.plan.options.system, in_slices=self.plan.slice_tokens > 0
+                )
                 stack.callback(subject.restore)
                 subjects.append(subject)
             settings = self._settings(subjects)
@@ -234,6 +242,7 @@ class Run:
             kv_cache=options.kv_cache,
             light_draft=options.light_draft,
             mode=plan.mode.name,
+            slice_tokens=plan.slice_tokens if all(subject.in_slices for subject in subjects) else 0,
         )
 
     def _record(self, settings: Settings, engines: list[Any], session: Session) -> Record:
@@ -331,17 +340,21 @@ class Run:
             about += f", {time_text(left)} left"
         self._progress.report(about, None)
         params = self._params(record.settings, question, block.repeat)
-        seconds = {}
-        for subject in dict.fromkeys(subject for _, subject, _ in wanted):
-            seconds[subject.llm.backend_name] = subject.prepare(question, params)
-        samples = []
-        for i, (place, subject, arm) in enumerate(wanted):
-            name = subject.llm.backend_name
-            who = f"{name} {arm.name}" if len(record.settings.backends) > 1 else arm.name
-            self._progress.report(f"{about} · {who}", (number + i / len(wanted)) / clock.n_blocks)
-            at = (block.repeat, place)
-            samples.append(subject.measure(question, arm, params, at, seconds[name], self._watcher))
-        record.samples += samples
+        asked = {each: each.prepare(question, params) for each in dict.fromkeys(subject for _, subject, _ in wanted)}
+        with ExitStack() as stack:
+            answers = []
+            for place, subject, arm in wanted:
+                at = (block.repeat, place)
+                answers.append(subject.begin(arm, asked[subject], params, at, self._watcher))
+                stack.callback(answers[-1].close)
+            budget = len(answers) * (params.max_tokens or subject.llm.n_ctx)
+            for i in take_turns(answers, record.settings.slice_tokens):
+                who = answers[i].arm.name
+                if len(record.settings.backends) > 1:
+                    who = f"{answers[i].backend} {who}"
+                done = sum(each.n_tokens for each in answers) / budget
+                self._progress.report(f"{about} · {who}", (number + min(1.0, done)) / clock.n_blocks)
+        record.samples += [answer.sample() for answer in answers]
 
     def _params(self, settings: Settings, question: Question, repeat: int) -> SamplingParams:
         given = dict(settings.sampling)

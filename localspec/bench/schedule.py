@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from localspec.bench.questions import Question
 from localspec.bench.statistics import Values, estimate, range_level
@@ -39,6 +40,10 @@ FULL = Mode("full", ("plain", "auto", "1", "2", "4", "8"), 256, None, 5, 0.02)
 
 LEAST_TOKENS = 24
 """A draft model is not asked before an answer has some tokens, so shorter answers would say nothing."""
+
+SLICE_TOKENS = 16
+"""How far an arm goes before the next has its turn: about a second on a laptop's CPU, so that both meet the same
+machine, and a dozen passes, so that what a switch costs is nothing beside them."""
 
 READING = 0.8
 """Time to read a prompt, guessed before any was read, as a share of the time that an answer takes plainly."""
@@ -99,6 +104,34 @@ def turns(n: int, block: Block) -> list[int]:
     repeat, so that what drifts favours none of them."""
     order = [(block.index + i) % n for i in range(n)]
     return order[::-1] if block.repeat % 2 else order
+
+
+class _Answer(Protocol):
+    @property
+    def n_tokens(self) -> int: ...
+    @property
+    def finish_reason(self) -> str | None: ...
+    def advance(self, n_tokens: int | None) -> None: ...
+
+
+def take_turns(answers: Sequence[_Answer], slice_tokens: int) -> Iterator[int]:
+    """Bring answers to their ends, a slice at a time: the one with the fewest tokens is always next.
+
+    So all are as far, and end at about the same time, whichever decodes faster.
+
+    Args:
+        answers: in their order.
+        slice_tokens: how far each goes at a time; 0: one after the other, each as a whole.
+
+    Yields:
+        The index of the answer that is next.
+    """
+    left = list(range(len(answers)))
+    while left:
+        at = min(left, key=lambda i: answers[i].n_tokens) if slice_tokens else left[0]
+        yield at
+        answers[at].advance(slice_tokens or None)
+        left = [i for i in left if answers[i].finish_reason is None]
 
 
 def is_tight(speedups: Sequence[Values], tolerance: float) -> bool:

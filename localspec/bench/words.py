@@ -62,6 +62,7 @@ def scope(record: Record, results: Results) -> str:
         f"{len(record.samples)} answers" + (f" in up to {repeats} repeats" if repeats > 1 else ""),
         f"of at most {settings.max_tokens} tokens",
         how,
+        f"in turns of {settings.slice_tokens} tokens" if settings.slice_tokens else "in turns",
         f"{time_text(record.seconds)} in all",
     ]
     return ", ".join(parts)
