@@ -1,7 +1,8 @@
 """llama.cpp's own C++ programs, plain and with a draft model: the figures that localspec's are to be held against.
 
     python benchmarks/llama_cpp_speculative.py --prompts FILE [--model NAME] [--draft NAME] [--tokens N] [--repeats N]
-        [--drafts K ...] [--p-min P ...] [--programs simple tree] [--set NAME] [--json FILE] [--resume FILE]
+        [--drafts K ...] [--p-min P ...] [--programs simple tree] [--localspec [BACKEND]] [--set NAME] [--json FILE]
+        [--resume FILE]
     nice -n 19 python benchmarks/llama_cpp_speculative.py --build-only --jobs 1
 
 FILE has a JSON object a line: ``id``, ``category``, ``prompt`` and perhaps ``set`` (without one, it is in every set).
@@ -18,6 +19,10 @@ Plain decoding is llama-speculative-simple too, so that one clock times all arms
 so it gets n-gram lookup with patterns of 1024 tokens and drafts of 1, which looks for nothing before 1026 tokens and,
 by a rule of that code (a draft shorter than the pattern is dropped), proposes nothing after. It was as fast as
 llama-completion where they took turns (18.8 and 18.9 tok/s, medians of 3).
+
+With ``--localspec`` localspec's ``auto`` takes its turn among the arms, in this process, with the same files, threads
+and prompts; what it has read of a prompt is forgotten before each answer, and its speed counts the draft model's
+reading of the prompt, which theirs does not.
 
 Speed is what the programs print as decoded tokens per second: from the end of reading the prompt to the end of the
 text, without loading. They decode one to K + 1 tokens more than asked, and count them. Decoding is greedy and ends with
@@ -45,6 +50,7 @@ import venv
 from pathlib import Path
 from typing import Any
 
+from localspec import LLM, SamplingParams, __version__
 from localspec.backends.machine import cpu_name, default_threads, prepare_threads
 from localspec.catalog import Catalog
 from localspec.gguf_file import GGUFFile
@@ -55,6 +61,7 @@ from localspec.vocab import Vocab
 SOURCE = "llama-cpp-python==0.3.36"
 PROGRAMS = {"simple": "llama-speculative-simple", "tree": "llama-speculative"}
 PLAIN = ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "1024", "--spec-ngram-simple-size-m", "1"]
+LOCALSPEC = "localspec auto"
 CMAKE_OPTIONS = [
     "-DCMAKE_BUILD_TYPE=Release",
     "-DBUILD_SHARED_LIBS=OFF",
@@ -173,6 +180,50 @@ def measure(command: list[str], prompt: str) -> dict[str, Any]:
     return numbers | {"text": done.stdout.decode(errors="replace").partition(prompt)[2].strip()}
 
 
+class Localspec:
+    """localspec with n-grams and the draft model, as ``draft_length`` auto decodes; loaded when first asked."""
+
+    def __init__(self, model: Path, draft: Path, backend: str, args: argparse.Namespace) -> None:
+        self._options = {
+            "draft": ["ngram", draft],
+            "backend": backend,
+            "n_ctx": args.ctx,
+            "n_threads": args.threads,
+            "remember": False,
+            "prefix_cache_bytes": 0,
+        }
+        self._model = model
+        self._params = SamplingParams(max_tokens=args.tokens, ignore_eos=args.ignore_eos)
+        self._llm: LLM | None = None
+
+    def measure(self, prompt: str) -> dict[str, Any]:
+        """One answer, with nothing read before."""
+        if self._llm is None:
+            self._llm = LLM(self._model, **self._options)
+        llm = self._llm
+
+        def forget() -> None:
+            for context in llm._pair.contexts:
+                context.truncate(0)
+
+        llm._call(forget)
+        reply = llm.chat([{"role": "user", "content": prompt}], self._params)
+        stats = reply.stats
+        return {
+            "prompt_tokens": stats["prompt_tokens"],
+            "tokens": stats["completion_tokens"],
+            "seconds": stats["seconds_draft"] + stats["seconds_verify"] + stats["seconds_other"],
+            "tokens_per_second": stats["tokens_per_second"],
+            "drafted": stats["num_draft_tokens"],
+            "accepted": stats["num_accepted_tokens"],
+            "text": reply.text,
+        }
+
+    def close(self) -> None:
+        if self._llm is not None:
+            self._llm.close()
+
+
 def median_speed(runs: list[dict[str, Any]], ids: list[str], arm: str) -> float | None:
     """Median over prompts of the median over repeats; None unless every prompt that has begun has this arm."""
     medians = []
@@ -194,17 +245,34 @@ def summarise(runs: list[dict[str, Any]], arms: list[str]) -> list[dict[str, Any
         ids = list({r["id"]: 0 for r in runs if r["id"] in complete and category in (None, r["category"])})
         speeds = {arm: speed for arm in arms if (speed := median_speed(runs, ids, arm)) is not None}
         if len(speeds) > 1:
-            best = max((arm for arm in speeds if arm != "plain"), key=lambda arm: speeds[arm])
-            rows.append({"category": category or "all", "prompts": len(ids), "speeds": speeds, "best": best})
+            best = max((arm for arm in speeds if arm not in ("plain", LOCALSPEC)), key=lambda arm: speeds[arm])
+            row = {"category": category or "all", "prompts": len(ids), "speeds": speeds, "best": best}
+            rows.append(row | {f"over {arm}": over(runs, ids, arm) for arm in (best, "plain") if LOCALSPEC in speeds})
     return rows
 
 
+def over(runs: list[dict[str, Any]], ids: list[str], arm: str) -> float:
+    """Median over prompts of localspec's speed over an arm's, prompt by prompt."""
+    ratios = []
+    for prompt in ids:
+        ours, theirs = median_speed(runs, [prompt], LOCALSPEC), median_speed(runs, [prompt], arm)
+        if ours is not None and theirs:
+            ratios.append(ours / theirs)
+    return statistics.median(ratios)
+
+
 def show(rows: list[dict[str, Any]]) -> None:
-    print(f"{'':14} {'prompts':>7} {'plain tok/s':>11} {'best tok/s':>10} {'x':>5}  with")
+    ours = any(LOCALSPEC in row["speeds"] for row in rows)
+    head = f" {'localspec':>10} {'x best':>6} {'x plain':>7}" if ours else ""
+    print(f"{'':14} {'prompts':>7} {'plain tok/s':>11} {'best tok/s':>10} {'x':>5}{head}  with")
     for row in rows:
         plain, best = row["speeds"]["plain"], row["speeds"][row["best"]]
         name, ratio = row["category"], best / plain
-        print(f"{name:14} {row['prompts']:>7} {plain:>11.1f} {best:>10.1f} {ratio:>5.2f}  {row['best']}")
+        if ours:
+            our = f" {row['speeds'][LOCALSPEC]:>10.1f} {row['over ' + row['best']]:>6.2f} {row['over plain']:>7.2f}"
+        else:
+            our = ""
+        print(f"{name:14} {row['prompts']:>7} {plain:>11.1f} {best:>10.1f} {ratio:>5.2f}{our}  {row['best']}")
     if rows:
         print("all prompts: " + ", ".join(f"{arm} {speed:.1f}" for arm, speed in rows[-1]["speeds"].items()))
 
@@ -228,6 +296,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--drafts", type=int, nargs="+", default=[1, 2, 3, 4, 8, 16])
     parser.add_argument("--p-min", type=float, nargs="*", default=[0.75], help="besides the default, 0")
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=["simple"])
+    parser.add_argument("--localspec", nargs="?", const="auto", metavar="BACKEND", help="localspec takes part")
     parser.add_argument("--ignore-eos", action="store_true")
     parser.add_argument("--ctx", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=default_threads())
@@ -254,6 +323,7 @@ def main() -> None:
     common = ["-m", str(model), "-t", str(args.threads), "-c", str(args.ctx), "-b", str(args.ctx), "-n"]
     common += [str(args.tokens), "--no-escape", "--temp", "0", "--top-k", "1", "--samplers", "top_k", "--fit", "off"]
     common += ["--ignore-eos"] if args.ignore_eos else []
+    localspec = Localspec(model, draft, args.localspec, args) if args.localspec else None
     commands = {arm: [str(programs[program]), *common, *options] for arm, (program, options) in arms.items()}
     # What must not change within one report; the arms and prompts may grow.
     settings = {"model": model.name, "draft": draft.name, "options": common[2:], "set": args.set, "cpu": cpu_name()}
@@ -273,6 +343,9 @@ def main() -> None:
         if earlier["settings"] != settings:
             raise SystemExit(f"{args.resume} was made with {earlier['settings']}, not {settings}")
         report["runs"], report["started"] = earlier["runs"], earlier["started"]
+    if localspec is not None:
+        commands[LOCALSPEC] = [f"LLM(..., backend={args.localspec!r}), localspec {__version__}"]
+    order = list(commands)
     target, runs = args.json or args.resume, report["runs"]
     done = {(run["id"], run["arm"], run["repeat"]) for run in runs}
     prompts, render = read_prompts(args.prompts, args.set, args.category), Renderer(model)
@@ -281,17 +354,24 @@ def main() -> None:
         for prompt in prompts:
             text = render(prompt["prompt"])
             for repeat in range(args.repeats):
-                for arm in list(arms) if repeat % 2 == 0 else list(arms)[::-1]:
+                for arm in order if repeat % 2 == 0 else order[::-1]:
                     if (prompt["id"], arm, repeat) in done:
                         continue
                     print(f"\r\x1b[K{prompt['id']} {repeat} {arm}", end="", file=sys.stderr, flush=True)
                     run = {"id": prompt["id"], "category": prompt["category"], "arm": arm, "repeat": repeat}
-                    runs.append(run | measure(commands[arm], text))
+                    if arm == LOCALSPEC:
+                        assert localspec is not None
+                        runs.append(run | localspec.measure(prompt["prompt"]))
+                    else:
+                        runs.append(run | measure(commands[arm], text))
                     write(target, report)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
+    finally:
+        if localspec is not None:
+            localspec.close()
     print("\r\x1b[K", end="", file=sys.stderr)
-    report["summary"] = summarise(runs, list(arms))
+    report["summary"] = summarise(runs, order)
     write(target, report)
     show(report["summary"])
 

@@ -65,7 +65,7 @@ def bench(
     slice_tokens: Annotated[
         int | None,
         typer.Option(
-            "--slice", metavar="TOKENS", help="Take turns after so many tokens; 0: after answers.", show_default="16"
+            "--slice", metavar="TOKENS", help="Take turns after so many tokens; 0: after answers.", show_default="4"
         ),
     ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Let answers go on to --max-tokens.")] = False,

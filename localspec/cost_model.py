@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from localspec.backends.base import Context
+from localspec.backends.base import FEW_ROWS, Context, Model
 from localspec.ledger import Key, Ledger
 
 CALIBRATED_PAST = 64
 CALIBRATED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24)
 WIDE = 64
-"""A width at which the engines' kernels for many tokens are at work: what reading a text costs, per token."""
+"""A width at which the engines' kernels for many tokens are at work: what reading a text costs, per token. Of what is
+read only the last row's logits are computed."""
 
 NOISY = 1.15
 """Passes whose median is this many times the shortest were disturbed: another program had the CPU."""
@@ -27,7 +28,7 @@ ENOUGH_S = 45.0
 """After so many seconds nothing is timed again: engines that exist for tests take minutes otherwise."""
 
 _MAX_DISTURBED = 3
-_FORMAT = 6
+_FORMAT = 7
 
 
 @dataclass(slots=True)
@@ -108,8 +109,28 @@ class PassTimes:
         return self._n_observed < 300 or abs(self._drift) < math.log(1.5)
 
 
+def calibrate_model(
+    model: Model, n_ctx: int, tokens: Sequence[int], *, tick: Callable[[], None] = lambda: None
+) -> PassTimes:
+    """Measure t(w) of a model in contexts made for it; see ``calibrate`` and ``FEW_ROWS``.
+
+    Args:
+        model: the model.
+        n_ctx: the size of the context it will be used with; a smaller one is enough here.
+        tokens, tick: see ``calibrate``.
+    """
+    n_ctx = min(n_ctx, CALIBRATED_PAST + WIDE + FEW_ROWS)
+    with model.new_context(n_ctx) as narrow, model.new_context(n_ctx) as wide:
+        return calibrate(narrow, tokens, wide=wide, tick=tick)
+
+
 def calibrate(
-    context: Context, tokens: Sequence[int], *, repeats: int = 3, tick: Callable[[], None] = lambda: None
+    context: Context,
+    tokens: Sequence[int],
+    *,
+    wide: Context | None = None,
+    repeats: int = 3,
+    tick: Callable[[], None] = lambda: None,
 ) -> PassTimes:
     """Measure t(w) on a context.
 
@@ -119,31 +140,36 @@ def calibrate(
     Args:
         context: used and left empty.
         tokens: any ordinary text's token ids; the first part fills the context, the rest is what is timed.
+        wide: another context of the same size, for what takes more than ``FEW_ROWS`` rows of logits; None: the same.
         repeats: timed passes per width; of ``NARROW`` ones three times as many.
         tick: called between passes (for progress); whatever it raises ends the calibration.
     """
+    wide = wide or context
     widths = [w for w in CALIBRATED_WIDTHS if w + 8 <= context.n_ctx]
     narrow = [w for w in NARROW if w in widths]
-    wide = [w for w in (WIDE,) if w + CALIBRATED_PAST <= context.n_ctx]
-    tokens = [tokens[i % len(tokens)] for i in range(CALIBRATED_PAST + max([*widths, *wide]))]
+    reading = [w for w in (WIDE,) if w + CALIBRATED_PAST <= context.n_ctx]
+    tokens = [tokens[i % len(tokens)] for i in range(CALIBRATED_PAST + max([*widths, *reading]))]
     fill = min(CALIBRATED_PAST, context.n_ctx - max(widths))
-    context.truncate(0)
-    context.decode(tokens[:fill], "none")
-    samples: dict[int, list[float]] = {width: [] for width in [*widths, *wide]}
-    context.decode(tokens[fill : fill + 2])  # the first pass of a kind allocates
-    context.truncate(fill)
+    for each in {context, wide}:
+        each.truncate(0)
+        each.decode(tokens[:fill], "none")
+        each.decode(tokens[fill : fill + 2])  # the first pass of a kind allocates
+        each.truncate(fill)
+    samples: dict[int, list[float]] = {width: [] for width in [*widths, *reading]}
     began = time.perf_counter()
     for repeat in range(3 * repeats):
         if (repeat >= repeats and not _is_noisy(samples)) or (repeat and time.perf_counter() - began > ENOUGH_S):
             break
-        # A wide pass takes long, and is less noisy.
-        for width in [*narrow, *widths, *narrow, *(wide if repeat < 2 else [])]:
+        # Reading takes long, and is less noisy.
+        for width in [*narrow, *widths, *narrow, *(reading if repeat < 2 else [])]:
             tick()
+            used = wide if width > FEW_ROWS else context
             started = time.perf_counter()
-            context.decode(tokens[fill : fill + width])
+            used.decode(tokens[fill : fill + width], "last" if width in reading else "all")
             samples[width].append((time.perf_counter() - started) * 1e3)
-            context.truncate(fill)
-    context.truncate(0)
+            used.truncate(fill)
+    for each in {context, wide}:
+        each.truncate(0)
     times = PassTimes({width: _undisturbed(times) for width, times in samples.items()})
     times.noisy = _is_noisy(samples)
     return times

@@ -99,8 +99,10 @@ def candidate(model: Model, tokens: Sequence[int], target_tops: npt.NDArray[np.i
         target_tops: the target's most probable tokens on it [n].
         times: the target's t(w).
     """
-    with model.new_context(len(tokens) + N_STEPS) as context:
+    with model.new_context(len(tokens)) as context:
         agreement = float((_read(context, tokens) == target_tops).mean())
+    with model.new_context(_PIECE + N_STEPS) as context:  # one that never handed out many rows; see FEW_ROWS
+        context.decode(tokens[:_PIECE], "none")
         steps = []
         for token in tokens[:N_STEPS]:
             started = time.perf_counter()

@@ -15,7 +15,7 @@ from localspec.backends.machine import cpu_name
 from localspec.backends.trust import CHECK_TEXT, fingerprint
 from localspec.catalog import Catalog
 from localspec.controller import Controller, FixedController
-from localspec.cost_model import CalibrationCache, PassTimes, calibrate
+from localspec.cost_model import CalibrationCache, PassTimes, calibrate_model
 from localspec.decoder import SpeculativeDecoder
 from localspec.drafters.base import Drafter
 from localspec.drafters.draft_model import DraftModelDrafter
@@ -68,13 +68,13 @@ class Pair:
                     "answers far into the context may degrade"
                 )
             self.context = self.target.new_context(n_ctx)
-            self.times = self._calibrate(self.target, self.context, report)
+            self.times = self._calibrate(self.target, n_ctx, report)
             self.set_draft(draft, report)
         except BaseException:
             self.close()
             raise
 
-    def _calibrate(self, model: Model, context: Context, report: Report) -> PassTimes:
+    def _calibrate(self, model: Model, n_ctx: int, report: Report) -> PassTimes:
         cache = CalibrationCache(home() / "calibration")
         key = {
             "machine": cpu_name(),
@@ -88,7 +88,7 @@ class Pair:
         if times is None or times.noisy:
             report(f"measuring what a pass of {model.path.name} costs here (once)", None)
             text = model.tokenize(CHECK_TEXT, add_special=True) or [0]
-            times = calibrate(context, text, tick=lambda: report("measuring", None))
+            times = calibrate_model(model, n_ctx, text, tick=lambda: report("measuring", None))
             cache.put(key, times)
         times.growth = _growth(model, self.options.kv_type)
         self._calibrations.append((key, times))
@@ -137,7 +137,7 @@ class Pair:
                 model, context = fresh[key]
                 n_models += 1
                 source = "model" if n_models == 1 else f"model{n_models}"
-                times[source] = self._calibrate(model, context, report)
+                times[source] = self._calibrate(model, context.n_ctx, report)
                 drafters.append(DraftModelDrafter(context, source))
         except BaseException:
             for key, (model, context) in fresh.items():

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Literal
+
 import pytest
 
 from localspec import LLM, SamplingParams
 from localspec.auto_controller import AutoPlan
+from localspec.backends.base import FEW_ROWS, Forward
 from localspec.controller import FixedPlan
 from localspec.drafters.draft_model import MAX_ABRIDGED, MAX_WITNESS, N_HEAD, N_TAIL
 from localspec.proposer import SamplingProposer
@@ -40,7 +44,7 @@ class Recorder:
         return None
 
 
-def test_guesses_for_missed_tokens_are_judged_and_no_others(tiny: TinyFiles) -> None:
+def test_guesses_for_missed_tokens_are_judged_and_no_others(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=256) as llm:
         pair = llm._pair
         (drafter,) = pair._drafters
@@ -53,9 +57,17 @@ def test_guesses_for_missed_tokens_are_judged_and_no_others(tiny: TinyFiles) -> 
             context.truncate(0)
             drafter.begin(prompt)
             drafter.accept(answer[:n])
-            plan = Recorder()
-            drafter.draft(prompt + answer[:n], plan, SamplingProposer(params, Noise(0)))
+            plan, n_rows, decode = Recorder(), [], context.decode
+
+            def counted(tokens: Sequence[int], logits: Literal["all", "last", "none"] = "all") -> Forward:
+                n_rows.append(len(tokens) if logits == "all" else 1)
+                return decode(tokens, logits)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(context, "decode", counted)
+                drafter.draft(prompt + answer[:n], plan, SamplingProposer(params, Noise(0)))
             assert context.tokens == prompt + answer[:n]
+            assert max(n_rows) <= FEW_ROWS
             return plan
 
         def rightly_guessed(n: int) -> list[bool]:

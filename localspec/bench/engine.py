@@ -24,7 +24,7 @@ from localspec.bench.conditions import Watcher
 from localspec.bench.lane import Asked, Lane, Stopped, UnderWay, hold
 from localspec.bench.questions import Question
 from localspec.bench.record import Engine, ModelFile
-from localspec.cost_model import PassTimes, calibrate
+from localspec.cost_model import PassTimes, calibrate_model
 from localspec.doctor.costs import WIDTHS, Watch
 from localspec.doctor.header import read_header
 from localspec.doctor.memory import read_memory
@@ -298,7 +298,7 @@ class EngineUnderTest:
 
 def _measured(model: Model, context: Context, watch: Watch) -> PassTimes:
     text = model.tokenize(CHECK_TEXT, add_special=True) or [0]
-    return calibrate(context, text, tick=watch.check)
+    return calibrate_model(model, context.n_ctx, text, tick=watch.check)
 
 
 def _kv(model: Model, context: Context, kv_cache: str) -> int:

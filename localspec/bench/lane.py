@@ -1,7 +1,7 @@
 """A place to decode in, and an answer under way in it, which goes on a slice at a time.
 
 Other programs, heat and clock move a machine's speed by more than most speed-ups, and they move it from one second to
-the next. Arms that answer in slices, a second of one and a second of the other, meet the same machine. Each has target
+the next. Arms that answer in slices, a few passes of one and a few of the other, meet the same machine. Each has target
 and drafters of its own for that: contexts, not weights.
 """
 

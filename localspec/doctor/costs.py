@@ -140,9 +140,9 @@ def recalibrate(llm: LLM, watch: Watch) -> None:
         for key, _ in pair._calibrations:
             cache.drop(key)
         pair._calibrations.clear()
-        pair.times = pair._calibrate(pair.target, pair.context, watch.report)
+        pair.times = pair._calibrate(pair.target, pair.context.n_ctx, watch.report)
         for source, (model, context) in zip(list(pair._draft_times), pair._models.values(), strict=True):
-            pair._draft_times[source] = pair._calibrate(model, context, watch.report)
+            pair._draft_times[source] = pair._calibrate(model, context.n_ctx, watch.report)
 
     watch.call(llm, measure)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from localspec.backends.base import Context, FloatArray, shared_prefix
+from localspec.backends.base import FEW_ROWS, Context, FloatArray, shared_prefix
 from localspec.drafters.base import Drafter, Plan, Proposer
 from localspec.rounds import DraftToken
 from localspec.sampling import Row
@@ -88,12 +88,11 @@ class DraftModelDrafter(Drafter):
         first = self._n_settled - self._n_hidden - n_witness - 1  # its logits predict the first token to be judged
         if first > known:
             self.context.decode(tokens[known:first], "none")
-        logits: FloatArray = self.context.decode(tokens[first:], "all").logits
-        for i in range(n_witness):
-            token = tokens[first + i + 1]
-            at = first + i + 1
-            confidence = proposer.confidence(logits[i], tokens[:at], behind=len(tokens) - at)
-            plan.witness(self.source, confidence, proposer.best() == token)
+        for start in range(first, len(tokens), FEW_ROWS):
+            logits: FloatArray = self.context.decode(tokens[start : start + FEW_ROWS], "all").logits
+            for at in range(start + 1, min(start + FEW_ROWS, first + n_witness) + 1):
+                confidence = proposer.confidence(logits[at - start - 1], tokens[:at], behind=len(tokens) - at)
+                plan.witness(self.source, confidence, proposer.best() == tokens[at])
         behind_last: Row = logits[-1]
         return behind_last
 
