@@ -53,6 +53,7 @@ class AutoPlan:
 
     def spent(self, source: str, n_tokens: int, ms: float) -> None:
         self.ms_spent += ms
+        self.controller.excuse(source, n_tokens, ms)
         self.controller.draft_times[source].observe(n_tokens, ms)
 
     def witness(self, source: str, confidence: float, right: bool) -> None:
@@ -151,6 +152,7 @@ class AutoController(Controller):
         self.stale = True
         self._saved = self.GRANT_TOKENS * times(1)
         self._invested = False
+        self._ms_excused = 0.0
         self._at_work: set[str] = set()
         self._emitted = 0
         self._behind: set[str] = set(draft_times)
@@ -304,6 +306,16 @@ class AutoController(Controller):
 
     # -- learning ------------------------------------------------------------------------------------------------
 
+    def excuse(self, source: str, n_tokens: int, ms: float) -> None:
+        """Do not charge a long reading with what it took beyond what was foretold, up to as much again.
+
+        It happens once, in half a second in which another program can take the CPU, and what it bought is then never
+        used for want of credit: the worst of both.
+        """
+        expected = self.draft_times[source](n_tokens)
+        if expected > 2 * self.times(1):
+            self._ms_excused += min(max(0.0, ms - expected), expected)
+
     def watch(self, row: Row) -> None:
         # A draft model that is at work shows by itself how it does here.
         if any(source not in self._at_work for source in self.draft_times):
@@ -347,7 +359,8 @@ class AutoController(Controller):
         width, ms = len(round_.draft) + 1, round_.ms_draft + round_.ms_verify + self.ms_other
         slowness = min(3.0, max(0.33, round_.ms_verify / self.times(width))) if round_.ms_verify > 0 else 1.0
         plain = len(round_.emitted) * self.ms_plain * slowness if width > 1 else ms - round_.ms_draft
-        self._saved += plain - ms + self.EXPLORE_SHARE * ms
+        self._saved += plain - ms + self.EXPLORE_SHARE * ms + self._ms_excused
+        self._ms_excused = 0.0
         self._saved = min(self._saved, self.SAVED_CAP_TOKENS * self.times(1))
 
     # -- explaining ----------------------------------------------------------------------------------------------

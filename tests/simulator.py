@@ -77,6 +77,7 @@ class World:
         sources: the drafters by name, in the order they are asked.
         noise: relative spread of every measured time.
         n_prompt: tokens before the text, which a draft model has to read.
+        burst: how much longer than otherwise the first reading of over 32 tokens takes, as another program has the CPU.
         certainty: the target's probability for its most probable token, along the text; None is unknown.
     """
 
@@ -87,6 +88,7 @@ class World:
     other_ms: float = 0.3
     slowdown: Callable[[int], float] = field(default=lambda position: 1.0)
     n_prompt: int = 0
+    burst: float = 1.0
     certainty: np.ndarray | None = None
 
     def true_times(self) -> PassTimes:
@@ -104,7 +106,7 @@ class World:
         rng = np.random.default_rng(self.seed)
         times, draft_times = self.true_times(), self.draft_times()
         caught_up = dict.fromkeys(self.sources, -self.n_prompt)
-        position, total = 0, 0.0
+        position, total, burst = 0, 0.0, self.burst
         while position < n_tokens:
             factor = self.slowdown(position)
             plan = controller.plan(room=n_tokens - position, n_past=position)
@@ -123,6 +125,8 @@ class World:
                         continue
                     if pending:
                         ms = draft_times[name](pending) * factor * rng.normal(1, self.noise)
+                        if pending > 32:
+                            ms, burst = ms * burst, 1.0
                         plan.spent(name, pending, ms)
                         ms_draft += ms
                         if pending > 2:  # as a draft model does: what it would have guessed for what was said

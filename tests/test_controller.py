@@ -305,6 +305,17 @@ def test_a_prompt_is_not_read_for_a_text_that_the_target_is_unsure_of() -> None:
     assert sure.run(auto(sure), N_TOKENS) >= 1.15 * sure.plain_rate()
 
 
+def test_what_was_read_while_another_program_had_the_cpu_is_used_all_the_same() -> None:
+    """A reading that took twice as long as foretold costs that time, and not the draft's chance too."""
+    usual, disturbed = reading_world(0.97, 0.9), reading_world(0.97, 0.9)
+    disturbed.burst = 2.2
+    source = disturbed.sources["model"]
+    lost = 1.2 * disturbed.draft_times()["model"](disturbed.n_prompt + AutoController.PATIENCE_TOKENS)
+    assert source.prefill_ms > 0
+    there, here = usual.run(auto(usual), N_TOKENS), disturbed.run(auto(disturbed), N_TOKENS)
+    assert N_TOKENS / here == pytest.approx(N_TOKENS / there + lost, rel=0.03)
+
+
 def test_a_model_that_has_not_read_the_text_does_not_stand_in_the_way_of_copies() -> None:
     here = world("ik", 0.31, "stationary 0.95")
     rng = np.random.default_rng(3)
