@@ -106,6 +106,7 @@ class AutoController(Controller):
         draft_times: by source, d(w) of drafters that run a model of their own [ms]; the others guess for nothing.
         sources: by source, the acceptance model; kept by the caller, so that it outlives a request.
         sampled: the same for guesses that a draft model samples; ``sources`` is for its most probable tokens.
+        max_draft: longest draft to consider.
     """
 
     EXPLORE_SHARE = 0.01
@@ -140,8 +141,10 @@ class AutoController(Controller):
         draft_times: Mapping[str, PassTimes],
         sources: Mapping[str, SourceAcceptance],
         sampled: Mapping[str, SourceAcceptance] | None = None,
+        max_draft: int = MAX_DRAFT,
     ) -> None:
         self.times = times
+        self.max_draft = max_draft
         self.draft_times = draft_times
         self.sources = sources
         self.sampled = sampled or {}
@@ -179,7 +182,7 @@ class AutoController(Controller):
 
     def solve(self, *sources: str, rate: float | None = None) -> Continuation:
         """The stopping problem with some sources only; ``rate`` as in ``Continuation``."""
-        rows = [self.times(w) + self.ms_other for w in range(1, MAX_DRAFT + 2)]
+        rows = [self.times(w) + self.ms_other for w in range(1, self.max_draft + 2)]
         models = [self._prospects(s, self.draft_times[s](1)) for s in self.draft_times if s in sources]
         free = [self._prospects(s, 0.0) for s in sources if s not in self.draft_times]
         return Continuation(rows, models, free[0] if free else None, rate)
@@ -228,7 +231,7 @@ class AutoController(Controller):
         if self._age % self.SOLVE_EVERY == 1:
             self.stale = True
         self._budget = room
-        return AutoPlan(self, min(room, MAX_DRAFT))
+        return AutoPlan(self, min(room, self.max_draft))
 
     def row_pays(self, plan: AutoPlan, source: str, expected: float, after: int) -> bool:
         """Whether a guess, already made, is worth a row of the target's pass (or leads to rows that are).

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from localspec import backends
 from localspec.arguments import DraftLength
-from localspec.auto_controller import AutoController
-from localspec.backends.base import Context, FloatArray, Model
+from localspec.auto_controller import MAX_DRAFT, AutoController
+from localspec.backends.base import FEW_ROWS, Context, FloatArray, Model
 from localspec.backends.machine import cpu_name
 from localspec.backends.trust import CHECK_TEXT, fingerprint
 from localspec.catalog import Catalog
@@ -195,7 +195,9 @@ class Pair:
             if is_model:
                 sampled[source] = self._experience.source(params, source, copies=False, sampled=True)
         draft_times = {source: times for source, times in self._draft_times.items() if source in sources}
-        return AutoController(self.times, draft_times, sources, sampled)
+        # What longer copies gain where text repeats itself is less than they would cost all text after it.
+        longest = FEW_ROWS - 1 if self.target.capabilities.keeps_rows else MAX_DRAFT
+        return AutoController(self.times, draft_times, sources, sampled, longest)
 
     def explain(self, draft_length: DraftLength) -> str:
         """Why the last answer was, or the next one will be, drafted as it is: one sentence."""

@@ -8,14 +8,17 @@ import zlib
 import numpy as np
 import pytest
 
+from localspec import LLM
 from localspec.acceptance import COPY_CLIMATES, N_BINS, START, SourceAcceptance, bin_of, estimate_prior, model_prior
-from localspec.auto_controller import AutoController
+from localspec.auto_controller import MAX_DRAFT, AutoController
+from localspec.backends.base import FEW_ROWS
 from localspec.controller import FixedController
 from localspec.cost_model import PassTimes
 from localspec.errors import UsageError
 from localspec.rounds import Draft, DraftToken, EmittedToken, Round, Verdict
 from localspec.sampling import SamplingParams
 from localspec.stopping import Continuation, Prospects
+from tests.conftest import TinyFiles, open_backend
 from tests.simulator import CURVES, Source, World, adversarial, stationary, switching
 
 N_TOKENS = 500
@@ -332,3 +335,15 @@ def test_a_copy_that_is_wrong_leaves_something_to_try_the_next_with() -> None:
     right[0] = False
     here = World(curve, {"ngram": Source(np.full(60, 0.9), right)})
     assert here.run(auto(here), 40) >= 2.0 * here.plain_rate()  # 1.07 where all may be staked at once
+
+
+@pytest.mark.parametrize(("engine", "longest"), [("ik-llama", FEW_ROWS - 1), ("llama-cpp", MAX_DRAFT)])
+def test_copies_are_no_longer_than_an_engine_bears(tiny: TinyFiles, engine: str, longest: int) -> None:
+    """Where wide passes make all later ones longer, the free copies of a text that repeats itself stay narrow."""
+    open_backend(engine)
+    with LLM(tiny.pair.target, "ngram", backend=engine, n_ctx=512) as llm:
+        llm._pair.times = PassTimes({1: 10.0, 24: 10.5})  # where width is all but free
+        params = SamplingParams(max_tokens=120, ignore_eos=True)
+        prediction = llm.generate("a b c d", params, speculate=False).token_ids
+        with llm.rounds("a b c d", params, prediction=prediction) as rounds:
+            assert max(len(round_.draft) for round_ in rounds) == longest

@@ -47,12 +47,14 @@ class Capabilities:
             reference backend is True, and only there can exactness be asserted to the bit.
         device: where the weights live: ``cpu``, ``gpu`` or ``mixed``.
         saves_state: contexts can hand out what they hold and take it back; see ``ContextState``.
+        keeps_rows: once a pass was asked for more than ``FEW_ROWS`` rows of logits, every later one takes longer.
     """
 
     rollback: Literal["exact", "replay"] = "exact"
     batch_invariant: bool = False
     device: str = "cpu"
     saves_state: bool = False
+    keeps_rows: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ class IkLlamaBinding(Binding):
 
     name = NAME
     version = VERSION
+    keeps_rows = True
     state_flags = (0,)  # left out, it is whatever the register holds: at times "no keys and values"
 
     def __init__(self) -> None:

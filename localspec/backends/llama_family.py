@@ -39,6 +39,8 @@ class Binding(ABC):
     """The module or library that has the llama_* functions both engines share under one name."""
     state_flags: tuple[int, ...] = ()
     """Last arguments of the functions that save a sequence, for an engine that takes flags there."""
+    keeps_rows = False
+    """See ``Capabilities``."""
 
     @abstractmethod
     def load_model(self, path: Path, n_gpu_layers: int, progress: Progress | None) -> int | None: ...
@@ -129,6 +131,7 @@ class LlamaModel(Model):
             rollback="replay" if binding.is_recurrent(handle) else "exact",
             device=binding.device(n_gpu_layers),
             saves_state=True,
+            keeps_rows=binding.keeps_rows,
         )
 
     @property
