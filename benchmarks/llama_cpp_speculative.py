@@ -200,6 +200,9 @@ class Localspec:
         """One answer, with nothing read before."""
         if self._llm is None:
             self._llm = LLM(self._model, **self._options)
+            self._llm.chat(
+                [{"role": "user", "content": "Count to ten."}], SamplingParams(max_tokens=16)
+            )  # as theirs do
         llm = self._llm
 
         def forget() -> None:
