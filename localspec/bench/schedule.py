@@ -44,8 +44,8 @@ LEAST_TOKENS = 24
 SLICE_TOKENS = 4
 """How far an arm goes before the next has its turn. Other programs take the CPU in bursts of a second or less: with
 slices of 16 tokens, a second on a laptop, passes of one token still differed by 5 % (standard deviation) between two
-arms of a question, with 4 by 2 to 4 %, and with whole answers by 11 to 15 %. A pass reads all of the weights, so nothing that
-an arm leaves in the CPU's caches outlives its first."""
+arms of a question, with 4 by 2 to 4 %, and with whole answers by 11 to 15 %. A pass reads all of the weights, so
+nothing that an arm leaves in the CPU's caches outlives its first."""
 
 READING = 0.8
 """Time to read a prompt, guessed before any was read, as a share of the time that an answer takes plainly."""
