@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from localspec.backends.base import FEW_ROWS, Context, Model
+from localspec.backends.trust import CHECK_TEXT
 from localspec.ledger import Key, Ledger
 
 CALIBRATED_PAST = 64
@@ -109,16 +110,15 @@ class PassTimes:
         return self._n_observed < 300 or abs(self._drift) < math.log(1.5)
 
 
-def calibrate_model(
-    model: Model, n_ctx: int, tokens: Sequence[int], *, tick: Callable[[], None] = lambda: None
-) -> PassTimes:
+def calibrate_model(model: Model, n_ctx: int, *, tick: Callable[[], None] = lambda: None) -> PassTimes:
     """Measure t(w) of a model in contexts made for it; see ``calibrate`` and ``FEW_ROWS``.
 
     Args:
         model: the model.
         n_ctx: the size of the context it will be used with; a smaller one is enough here.
-        tokens, tick: see ``calibrate``.
+        tick: see ``calibrate``.
     """
+    tokens = model.tokenize(CHECK_TEXT, add_special=True) or [0]
     n_ctx = min(n_ctx, CALIBRATED_PAST + WIDE + FEW_ROWS)
     with model.new_context(n_ctx) as narrow, model.new_context(n_ctx) as wide:
         return calibrate(narrow, tokens, wide=wide, tick=tick)

@@ -12,7 +12,7 @@ from localspec.arguments import DraftLength
 from localspec.auto_controller import MAX_DRAFT, AutoController
 from localspec.backends.base import FEW_ROWS, Context, FloatArray, Model
 from localspec.backends.machine import cpu_name
-from localspec.backends.trust import CHECK_TEXT, fingerprint
+from localspec.backends.trust import fingerprint
 from localspec.catalog import Catalog
 from localspec.controller import Controller, FixedController
 from localspec.cost_model import CalibrationCache, PassTimes, calibrate_model
@@ -87,8 +87,7 @@ class Pair:
         times = cache.get(key)
         if times is None or times.noisy:
             report(f"measuring what a pass of {model.path.name} costs here (once)", None)
-            text = model.tokenize(CHECK_TEXT, add_special=True) or [0]
-            times = calibrate_model(model, n_ctx, text, tick=lambda: report("measuring", None))
+            times = calibrate_model(model, n_ctx, tick=lambda: report("measuring", None))
             cache.put(key, times)
         times.growth = _growth(model, self.options.kv_type)
         self._calibrations.append((key, times))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from localspec.backends.base import Context, ContextState, Model
-from localspec.backends.trust import CHECK_TEXT, fingerprint
+from localspec.backends.trust import fingerprint
 from localspec.bench.arms import PLAIN, Arm
 from localspec.bench.conditions import Watcher
 from localspec.bench.lane import Asked, Lane, Stopped, UnderWay, hold
@@ -193,7 +193,7 @@ class EngineUnderTest:
         if question.id not in self._conversations:
             messages = [*self._system, {"role": "user", "content": question.turns[0]}]
             for turn in question.turns[1:]:
-                reply, _ = self._answer(messages, SamplingParams(max_tokens=params.max_tokens), PLAIN)
+                reply = self._answer(messages, SamplingParams(max_tokens=params.max_tokens), PLAIN)
                 messages += [{"role": "assistant", "content": reply.text}, {"role": "user", "content": turn}]
             self._conversations[question.id] = messages
 
@@ -203,7 +203,7 @@ class EngineUnderTest:
 
         self.llm._call(empty)
         messages, once = self._conversations[question.id], replace(params, max_tokens=1)
-        reply, _ = self._answer(messages, once, PLAIN)
+        reply = self._answer(messages, once, PLAIN)
         tokens = self.llm.encode(messages)
 
         def state() -> ContextState | None:
@@ -234,20 +234,16 @@ class EngineUnderTest:
 
         return UnderWay(self.llm, arm, asked, place, rounds, self._stop, watcher)
 
-    def _answer(
-        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams, arm: Arm
-    ) -> tuple[Reply, list[Round]]:
-        rounds = []
+    def _answer(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams, arm: Arm) -> Reply:
         length = arm.length if arm.length else None
         with self.llm.rounds(messages, params, speculate=not arm.is_plain, draft_length=length) as stream:
-            for round_ in stream:
-                rounds.append(round_)
+            for _ in stream:
                 if self._stop.is_set():
                     stream.close()
             reply = stream.reply
         if self._stop.is_set():
             raise Stopped
-        return reply, rounds
+        return reply
 
     # -- what it is ----------------------------------------------------------------------------------------------
 
@@ -297,8 +293,7 @@ class EngineUnderTest:
 
 
 def _measured(model: Model, context: Context, watch: Watch) -> PassTimes:
-    text = model.tokenize(CHECK_TEXT, add_special=True) or [0]
-    return calibrate_model(model, context.n_ctx, text, tick=watch.check)
+    return calibrate_model(model, context.n_ctx, tick=watch.check)
 
 
 def _kv(model: Model, context: Context, kv_cache: str) -> int:

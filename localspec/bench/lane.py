@@ -19,14 +19,13 @@ from localspec.bench.arms import Arm
 from localspec.bench.conditions import Reading, Watcher
 from localspec.bench.questions import Question
 from localspec.bench.record import Sample
+from localspec.decoder import PREFILL_CHUNK
 from localspec.drafters.base import Drafter
 from localspec.drafters.draft_model import DraftModelDrafter
 from localspec.drafters.ngram import NgramDrafter
 from localspec.llm import LLM
 from localspec.pair import Pair
 from localspec.rounds import FinishReason, Round, SpecStats
-
-PREFILL_CHUNK = 128
 
 
 class Stopped(Exception):
