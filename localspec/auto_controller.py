@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from localspec.acceptance import AFTER_SURE, AFTER_UNSURE, EDGES, START, SURE, SourceAcceptance
+from localspec.break_even import break_even
 from localspec.controller import Controller
 from localspec.cost_model import PassTimes
 from localspec.drafters.base import Plan
@@ -116,7 +117,9 @@ class AutoController(Controller):
     wrong must leave something to try the next with."""
 
     SAVED_CAP_TOKENS = 40.0
-    HORIZON_TOKENS = 128
+    HORIZON_TOKENS = 256
+    """How much longer an answer is taken to go on, unless less is allowed: what reading a prompt is set against."""
+
     PATIENCE_TOKENS = 16
     """An answer must have come this far before a draft model reads the prompt: many are shorter, and how certain the
     target is of its first tokens foretells, for nothing, how the draft will fare."""
@@ -127,6 +130,10 @@ class AutoController(Controller):
     CAUTION = 2.0
     """What reading a prompt is expected to save must be this many times its cost: answers end early, and texts whose
     guesses would be right rarely are foretold too well."""
+
+    LEAST_GAIN = 0.1
+    """Share of a plain token's time that a draft model must be expected to save of each for it to read a prompt: what
+    is foretold is not more exact than that, however long the answer."""
 
     OUTLOOK_TOKENS = 24
     SOLVE_EVERY = 16
@@ -293,8 +300,10 @@ class AutoController(Controller):
         if big and (self._emitted < self.PATIENCE_TOKENS or catch_up > saved):
             return False
         gain = self.ms_plain / self._gain_without_reading() - 1.0 / self.prospect.rate
-        horizon = self.HORIZON_TOKENS if big else self.OUTLOOK_TOKENS
-        return gain * min(self._budget, horizon) > catch_up * (self.CAUTION if big else 1.0)
+        if not big:
+            return gain * min(self._budget, self.OUTLOOK_TOKENS) > catch_up
+        pays = gain * min(self._budget, self.HORIZON_TOKENS) > self.CAUTION * catch_up
+        return pays and gain >= self.LEAST_GAIN * self.ms_plain
 
     def _gain_without_reading(self) -> float:
         """The rate with the sources that are at hand, or with free ones if all are, over that of plain decoding."""
@@ -385,12 +394,5 @@ class AutoController(Controller):
     def break_even(self, source: str) -> float:
         """The acceptance per token at which the best fixed draft length of this source only equals plain decoding."""
         step = self.draft_times[source](1) if source in self.draft_times else 0.0
-        low, high = 0.0, 1.0
-        for _ in range(12):
-            middle = (low + high) / 2
-            gains = any(
-                (1 - middle ** (k + 1)) / (1 - middle) * self.ms_plain > self.times(k + 1) + self.ms_other + k * step
-                for k in range(1, 9)
-            )
-            low, high = (low, middle) if gains else (middle, high)
-        return high
+        shares = [break_even(k, lambda w: self.times(w) + self.ms_other, step) for k in range(1, 9)]
+        return min((share for share in shares if share is not None), default=1.0)

@@ -258,10 +258,11 @@ def greedy_token(row: Row, history: Sequence[int], params: SamplingParams) -> in
 def top_probability(row: Row, temperature: float = 1.0) -> float:
     """About the probability of the most probable token, in (0, 1]: a measure of certainty, not a law to draw from.
 
-    Tokens e^-16 times as likely are left out: the exponential of all of a vocabulary takes a quarter of a millisecond.
+    Tokens e^-12 times as likely are left out, which makes it 0.5 % too large on average (at most 1.3 % over 24 rows of
+    Qwen2.5-Coder 0.5B): picking out and exponentiating the tens of thousands up to e^-16 took 2.7 times as long.
     """
     top = row.max()
-    likely = row[row > top - 16.0 * temperature]
+    likely = row[row > top - 12.0 * temperature]
     return float(1.0 / np.exp((likely - top) / temperature).sum())
 
 

@@ -308,6 +308,16 @@ def test_a_prompt_is_not_read_for_a_text_that_the_target_is_unsure_of() -> None:
     assert sure.run(auto(sure), N_TOKENS) >= 1.15 * sure.plain_rate()
 
 
+def test_a_longer_prompt_is_read_for_an_answer_that_may_be_long() -> None:
+    """Copies have saved what reading it is risked from, and an answer is expected to go on for a while."""
+    here = reading_world(0.93, 0.88)
+    here.n_prompt = 150
+    here.sources = {"ngram": stationary(np.random.default_rng(3), N_TOKENS + 64, 0.4), **here.sources}
+    copies = World(here.curve, {"ngram": here.sources["ngram"]})
+    # 1.00 where 128 more are expected
+    assert here.run(auto(here), N_TOKENS) >= 1.05 * copies.run(auto(copies), N_TOKENS)
+
+
 def test_what_was_read_while_another_program_had_the_cpu_is_used_all_the_same() -> None:
     """A reading that took twice as long as foretold costs that time, and not the draft's chance too."""
     usual, disturbed = reading_world(0.97, 0.9), reading_world(0.97, 0.9)

@@ -22,6 +22,7 @@ import pytest
 
 from localspec import backends
 from localspec.__main__ import run
+from localspec.break_even import break_even, expected_tokens, speedup
 from localspec.catalog import Catalog
 from localspec.doctor import bandwidth, engines, fit, memory, payoff, power, ranking, report
 from localspec.doctor.advice import recommend_ranked
@@ -533,7 +534,7 @@ def test_bars() -> None:
 def test_expected_tokens_are_a_geometric_sum() -> None:
     for a in (0.0, 0.25, 0.9, 1.0):
         for k in (0, 1, 5, 16):
-            assert payoff.expected_tokens(a, k) == pytest.approx(sum(a**i for i in range(k + 1)))
+            assert expected_tokens(a, k) == pytest.approx(sum(a**i for i in range(k + 1)))
 
 
 def test_break_even() -> None:
@@ -541,12 +542,12 @@ def test_break_even() -> None:
         return 50.0 + 6.0 * (width - 1) + (20.0 if width > 4 else 0.0)
 
     for k in payoff.LENGTHS:
-        share = payoff.break_even(k, steps, 10.0)
+        share = break_even(k, steps, 10.0)
         assert share is not None
-        assert payoff.speedup(share, k, steps, 10.0) == pytest.approx(1.0, abs=1e-6)
-    assert payoff.break_even(1, steps, 10.0) == pytest.approx(16.0 / 50.0, abs=1e-6)  # a·t(1) = t(2) - t(1) + d
-    assert payoff.break_even(3, lambda width: 50.0 * width, 1.0) is None
-    assert payoff.break_even(3, lambda width: 50.0, 0.0) == pytest.approx(0.0, abs=1e-6)
+        assert speedup(share, k, steps, 10.0) == pytest.approx(1.0, abs=1e-6)
+    assert break_even(1, steps, 10.0) == pytest.approx(16.0 / 50.0, abs=1e-6)  # a·t(1) = t(2) - t(1) + d
+    assert break_even(3, lambda width: 50.0 * width, 1.0) is None
+    assert break_even(3, lambda width: 50.0, 0.0) == pytest.approx(0.0, abs=1e-6)
 
 
 def test_best_length_is_none_where_nothing_pays() -> None:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from localspec.bench.record import Engine, Record, Sample
 from localspec.bench.remarks import remarks
 from localspec.bench.statistics import Estimate, Reliability, estimate, middle, reliability
+from localspec.break_even import break_even
 from localspec.cost_model import PassTimes
-from localspec.doctor.payoff import LENGTHS, break_even
+from localspec.doctor.payoff import LENGTHS
 
 ALL = "all"
 """The row over all categories."""

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from localspec.backends.base import Context, Model
+from localspec.break_even import Times
 from localspec.cost_model import CalibrationCache
 from localspec.doctor.header import bytes_per_token
-from localspec.doctor.payoff import Times
 from localspec.doctor.report import Check, CostFacts, CurveFacts
 from localspec.gguf_file import GGUFFile
 from localspec.home import home

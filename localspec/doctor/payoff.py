@@ -1,16 +1,11 @@
-"""What measured passes mean for speculation, by the theory.
+"""What measured passes mean for speculation: the rule of thumb in ``break_even`` for each drafter.
 
-With a draft of k tokens, each accepted with probability a given that all before it were, a round emits
-(1 − a^(k+1)) / (1 − a) tokens (Leviathan et al. 2023, equation 1) and takes t(k + 1) + k·d, where t(w) is the
-target's time for a pass over w tokens and d the draft's for one step. Plain decoding emits one token in t(1); the
-quotient is the speed-up. Real guesses are neither independent nor equally likely, so this is what to expect, not what
-will be. Guesses from the text itself cost nothing (d = 0), but are only there where something repeats.
+Guesses from the text itself cost nothing, but are only there where something repeats.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+from localspec.break_even import Times, break_even, speedup
 from localspec.doctor.report import PayoffFacts
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -18,39 +13,6 @@ LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 ACCEPTANCES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 """Acceptances for which the speed-up is told."""
-
-Times = Callable[[int], float]
-"""t(w): tokens in a pass -> milliseconds."""
-
-
-def expected_tokens(acceptance: float, length: int) -> float:
-    """Mean number of tokens that a round with a draft of this length emits."""
-    if acceptance >= 1.0:
-        return length + 1.0
-    return float((1.0 - acceptance ** (length + 1)) / (1.0 - acceptance))
-
-
-def speedup(acceptance: float, length: int, times: Times, step_ms: float) -> float:
-    """Predicted speed over plain decoding.
-
-    Args:
-        acceptance: probability that a guess is accepted, those before it having been.
-        length: tokens per draft; 0 is plain decoding.
-        times: the target's t(w).
-        step_ms: time of one draft token; 0 for guesses without a model.
-    """
-    return expected_tokens(acceptance, length) * times(1) / (times(length + 1) + length * step_ms)
-
-
-def break_even(length: int, times: Times, step_ms: float) -> float | None:
-    """The acceptance at which drafting this many tokens equals plain decoding; None: not even perfect guesses pay."""
-    if speedup(1.0, length, times, step_ms) <= 1.0:
-        return None
-    low, high = 0.0, 1.0
-    for _ in range(30):  # the speed-up rises with the acceptance
-        middle = (low + high) / 2
-        low, high = (low, middle) if speedup(middle, length, times, step_ms) > 1.0 else (middle, high)
-    return high
 
 
 def best_length(acceptance: float, times: Times, step_ms: float) -> int:
