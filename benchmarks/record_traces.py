@@ -1,7 +1,7 @@
 """Record what a policy needs to know about texts: what each drafter would have guessed, and was it right.
 
     python benchmarks/record_traces.py OUT.json [MODEL] [--draft NAME] [--backend NAME] [--set tuning] [--tokens N]
-        [--temperature T]
+        [--temperature T] [--category NAME ...]
 
 The target answers every prompt plainly. Then the draft model reads the answers (one pass each, so this is quick), and
 the n-gram drafter follows them token by token. ``tests/simulator.py`` replays policies on such traces in milliseconds,
@@ -132,9 +132,14 @@ def main() -> None:
     parser.add_argument("--set", default="tuning", choices=["tuning", "report"])
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--category", nargs="+", help="only these")
     args = parser.parse_args()
     lines = (resources.files("localspec") / "bench" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    prompts = [prompt for prompt in map(json.loads, lines) if prompt["set"] == args.set]
+    prompts = [
+        prompt
+        for prompt in map(json.loads, lines)
+        if prompt["set"] == args.set and prompt["category"] in (args.category or [prompt["category"]])
+    ]
     with LLM(args.model, args.draft, backend=args.backend, remember=False) as llm:
         pair = llm._pair
         traces = []
