@@ -27,7 +27,7 @@ from localspec.backends.base import FloatArray
 from localspec.drafters.draft_model import N_HEAD, N_TAIL
 from localspec.drafters.ngram import NgramDrafter
 from localspec.proposer import SamplingProposer
-from localspec.sampling import Noise, distribution
+from localspec.sampling import Noise, distribution, top_probability
 
 PIECE = 128
 
@@ -89,8 +89,7 @@ def model_trace(
     targets = rows(pair.context, tokens, len(prompt))
     for i, row in enumerate(drafts):
         history = tokens[: len(prompt) + i]
-        top = targets[i].max()
-        trace["certainty"].append(round(float(1 / np.exp(targets[i] - top).sum()), 4))
+        trace["certainty"].append(round(top_probability(targets[i], params.temperature or 1.0), 4))
         if params.greedy:
             guess = int(row.argmax())
             confidence = float(1 / np.exp(row - row[guess]).sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Literal
 
@@ -13,7 +14,7 @@ from localspec.backends.base import FEW_ROWS, Forward
 from localspec.controller import FixedPlan
 from localspec.drafters.draft_model import MAX_ABRIDGED, MAX_WITNESS, N_HEAD, N_TAIL
 from localspec.proposer import SamplingProposer
-from localspec.sampling import Noise
+from localspec.sampling import Noise, Row
 from tests.conftest import TinyFiles
 
 
@@ -30,7 +31,7 @@ class Recorder:
         return pending <= self.worth
 
     def spent(self, source: str, n_tokens: int, ms: float) -> None:
-        self.n_read = n_tokens
+        self.n_read, self.ms = n_tokens, ms
 
     def nothing(self, source: str) -> None: ...
 
@@ -83,6 +84,20 @@ def test_guesses_for_missed_tokens_are_judged_and_no_others(tiny: TinyFiles, mon
         plan = llm._call(lambda: catch_up(40))
         assert [right for _, right in plan.seen] == rightly_guessed(40)[-MAX_WITNESS:]
         assert llm._call(lambda: catch_up(0)).seen == []  # a prompt is not what the target said
+
+
+def test_a_guess_is_charged_for_what_is_made_of_its_logits_too(tiny: TinyFiles) -> None:
+    class Slow(SamplingProposer):
+        def confidence(self, row: Row, history: Sequence[int], behind: int = 0) -> float:
+            time.sleep(0.05)
+            return super().confidence(row, history, behind)
+
+    with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=256) as llm:
+        (drafter,) = llm._pair._drafters
+        prompt, plan = llm.tokenize("the cat sat", add_special=True), Recorder()
+        drafter.begin(prompt)
+        llm._call(lambda: drafter.draft(prompt, plan, Slow(SamplingParams(), Noise(0))))
+        assert plan.ms >= 50
 
 
 def test_what_was_witnessed_is_learned(tiny: TinyFiles) -> None:

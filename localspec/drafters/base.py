@@ -33,7 +33,7 @@ class Plan(Protocol):
         """
 
     def spent(self, source: str, n_tokens: int, ms: float) -> None:
-        """A step took a pass over ``n_tokens`` tokens of the drafter's own model, in milliseconds."""
+        """A pass over ``n_tokens`` tokens of the drafter's own model, and a guess made of it, took so long."""
 
     def samples(self, source: str, confidence: float) -> bool:
         """Whether a guess should be sampled from the draft's distribution, or be its most probable token.

@@ -54,8 +54,8 @@ class DraftModelDrafter(Drafter):
         n_settled, n_prompt = self._n_settled - self._n_hidden, self._n_prompt - self._n_hidden
         n_witness = min(n_settled - max(known, n_prompt - 1) - 1, MAX_WITNESS)
         row = self._read(tokens, known, n_witness if len(tokens) - known > 2 else 0, plan, proposer)
-        plan.spent(self.source, len(tokens) - known, (time.perf_counter() - started) * 1e3)
         confidence = proposer.confidence(row, tokens)
+        plan.spent(self.source, len(tokens) - known, (time.perf_counter() - started) * 1e3)
         sampled = proposer.has_fresh_noise and plan.samples(self.source, confidence)
         expected = plan.keep(self.source, confidence, sampled=sampled)
         if expected is None:
