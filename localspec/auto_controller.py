@@ -8,12 +8,12 @@ of the target's pass, a step of a draft model is taken if that is worth its time
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
-from localspec.acceptance import AFTER_SURE, AFTER_UNSURE, EDGES, START, SURE, SourceAcceptance
-from localspec.break_even import break_even
+from localspec.acceptance import AFTER_SURE, AFTER_UNSURE, EDGES, SURE, SourceAcceptance
+from localspec.auto_plan import AutoPlan
+from localspec.break_even import NEVER, break_even, reason
 from localspec.controller import Controller
 from localspec.cost_model import PassTimes
 from localspec.drafters.base import Plan
@@ -24,71 +24,7 @@ from localspec.stopping import Continuation, Prospects
 MAX_DRAFT = 16
 """Longest draft that ``auto`` considers."""
 
-
 _LEADS_TO = np.array([AFTER_SURE if low >= SURE else AFTER_UNSURE for low in (0.0, *EDGES)])
-
-
-@dataclass(slots=True)
-class AutoPlan:
-    """Draft while it pays; see ``AutoController``.
-
-    Attributes:
-        room: guesses that may still be made.
-        n: guesses made.
-        reach: probability that all of them are right.
-        ms_spent: time that draft models took for them.
-    """
-
-    controller: AutoController
-    room: int
-    n: int = 0
-    reach: float = 1.0
-    ms_spent: float = 0.0
-    after: int = START
-    last: str = ""
-    witnessed: int = START
-
-    def more(self, source: str, pending: int = 0) -> bool:
-        # Where looking costs nothing, keep() decides with the confidence known.
-        return self.room > 0 and (pending == 0 or self.controller.step_pays(self, source, pending))
-
-    def spent(self, source: str, n_tokens: int, ms: float) -> None:
-        self.ms_spent += ms
-        self.controller.excuse(source, n_tokens, ms)
-        self.controller.draft_times[source].observe(n_tokens, ms)
-
-    def witness(self, source: str, confidence: float, right: bool) -> None:
-        acceptance = self.controller.sources[source]
-        acceptance.notice(confidence)
-        if self.witnessed != START:
-            acceptance.notice(confidence, self.witnessed)
-        self.witnessed = START if not right else AFTER_SURE if confidence >= SURE else AFTER_UNSURE
-        acceptance.observe(confidence, right)
-        self.controller.stale = True
-
-    def nothing(self, source: str) -> None:
-        if self.last != source:
-            self.controller.sources[source].notice(0.0)
-
-    def samples(self, source: str, confidence: float) -> bool:
-        controller = self.controller
-        return controller.sampled[source].expected(confidence) > controller.sources[source].expected(confidence)
-
-    def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
-        acceptance = self.controller.sources[source]
-        if source in self.controller.draft_times:
-            acceptance.notice(confidence, self.after)
-        elif self.last != source:  # of a copy only the first guess counts
-            acceptance.notice(confidence)
-        expected = (self.controller.sampled[source] if sampled else acceptance).expected(confidence)
-        after = AFTER_SURE if confidence >= SURE else AFTER_UNSURE
-        if self.room <= 0 or not self.controller.row_pays(self, source, expected, after):
-            return None
-        self.room -= 1
-        self.n += 1
-        self.reach *= expected
-        self.after, self.last = after, source
-        return expected
 
 
 class AutoController(Controller):
@@ -142,6 +78,9 @@ class AutoController(Controller):
     EXPLAIN_EVERY = 32
     """Rounds between two explanations, which solve the problem for each source alone."""
 
+    WATCHED_TOKENS = 32
+    """For so many tokens the target's certainty is looked at every round, then every other: looking takes time too."""
+
     def __init__(
         self,
         times: PassTimes,
@@ -166,6 +105,7 @@ class AutoController(Controller):
         self._at_work: set[str] = set()
         self._emitted = 0
         self._behind: set[str] = set(draft_times)
+        self._hopeless: set[str] = set()
         self._budget = self.HORIZON_TOKENS
         self._continuation: Continuation | None = None
         self._at_hand: Continuation | None = None
@@ -190,9 +130,14 @@ class AutoController(Controller):
     def solve(self, *sources: str, rate: float | None = None) -> Continuation:
         """The stopping problem with some sources only; ``rate`` as in ``Continuation``."""
         rows = [self.times(w) + self.ms_other for w in range(1, self.max_draft + 2)]
-        models = [self._prospects(s, self.draft_times[s](1)) for s in self.draft_times if s in sources]
+        models = [self._prospects(s, self.draft_times[s](1)) for s in self._models if s in sources]
         free = [self._prospects(s, 0.0) for s in sources if s not in self.draft_times]
         return Continuation(rows, models, free[0] if free else None, rate)
+
+    @property
+    def _models(self) -> list[str]:
+        """The draft models that are thought about: not those that would not even pay if they were always right."""
+        return [source for source in self.draft_times if source not in self._hopeless]
 
     def _prospects(self, source: str, step_ms: float) -> Prospects:
         table = np.array(self.sources[source].table())
@@ -224,8 +169,11 @@ class AutoController(Controller):
     def _refresh(self) -> None:
         last, at_hand = self._continuation, self._at_hand
         self._continuation = self.solve(*self.sources, rate=last.best_rate if last else None)
-        able = [source for source in self.sources if source not in self._behind]
-        self._at_hand = self.solve(*able, rate=at_hand.best_rate if at_hand else None) if self._behind else None
+        if self._behind == self._hopeless:
+            self._at_hand = self._continuation
+        else:
+            able = [source for source in self.sources if source not in self._behind]
+            self._at_hand = self.solve(*able, rate=at_hand.best_rate if at_hand else None)
         self.stale = False
 
     # -- deciding ------------------------------------------------------------------------------------------------
@@ -254,11 +202,13 @@ class AutoController(Controller):
             return self.prospect.send(plan.n, plan.reach, expected, after) > 0
         continuation = self.continuation
         worth = continuation.copy(plan.n, plan.reach, expected, plan.room, after)
-        models = range(len(self.draft_times) - len(self._behind))
+        models = range(len(self.draft_times) - len(self._behind))  # who is hopeless is left behind
         return worth > 0 and all(worth >= continuation.step(plan.n, plan.reach, plan.after, model) for model in models)
 
     def step_pays(self, plan: AutoPlan, source: str, pending: int) -> bool:
         """Whether a draft step is worth its time, its confidence not yet known."""
+        if source in self._hopeless:
+            return False
         times = self.draft_times[source]
         catch_up = times(pending) - times(1)
         saved = self._saved
@@ -273,8 +223,7 @@ class AutoController(Controller):
                 return False
         if not self._affords(plan, times(pending), saved):
             return False
-        model = list(self.draft_times).index(source)
-        if self.prospect.step(plan.n, plan.reach, plan.after, model) <= 0:
+        if self.prospect.step(plan.n, plan.reach, plan.after, self._models.index(source)) <= 0:
             return False
         if saved != self._saved:
             self._saved, self._invested = saved, True
@@ -316,6 +265,14 @@ class AutoController(Controller):
             self._without_until = self._age + 3 * self.SOLVE_EVERY
         return self._without_gain
 
+    def _give_up_the_hopeless(self) -> None:
+        """Do not think about draft models that would not pay if they were always right, as long as passes cost this."""
+        hopeless = {source for source in self.draft_times if self.break_even(source) > NEVER}
+        if hopeless != self._hopeless:
+            self._hopeless, self.stale = hopeless, True
+            for source in hopeless:
+                self._set_behind(source, True)
+
     # -- learning ------------------------------------------------------------------------------------------------
 
     def excuse(self, source: str, n_tokens: int, ms: float) -> None:
@@ -330,8 +287,9 @@ class AutoController(Controller):
 
     def watch(self, row: Row) -> None:
         # A draft model that is at work shows by itself how it does here.
-        if any(source not in self._at_work for source in self.draft_times):
-            self._certainty = top_probability(row, self._temperature)
+        wanted = any(source not in self._at_work for source in self._models)
+        due = self._emitted < self.WATCHED_TOKENS or self._age % 2
+        self._certainty = top_probability(row, self._temperature) if wanted and due else None
 
     def update(self, round_: Round) -> None:
         drafted = set()
@@ -351,12 +309,13 @@ class AutoController(Controller):
             if source not in drafted:
                 # What slows the target's passes slows those of a draft model that is not running too.
                 times.scale *= self.times.scale / before
-                if round_.ms_draft < 0.5 * times(1):
+                if round_.ms_draft < 0.5 * times(1) and source not in self._hopeless:
                     self.sources[source].idle(len(round_.emitted), self._certainties(round_))
         self._at_work = drafted
         self._emitted += len(round_.emitted)
         if self._age % self.EXPLAIN_EVERY == 1:
             self._reason = self.explain()
+            self._give_up_the_hopeless()
         round_.reason = self._reason
 
     def _certainties(self, round_: Round) -> list[float]:
@@ -381,15 +340,10 @@ class AutoController(Controller):
         return "; ".join(self._explain_source(source) for source in self.sources)
 
     def _explain_source(self, source: str) -> str:
-        mean, need = self.sources[source].mean(), self.break_even(source)
-        if need > 0.995:
-            return f"not drafting with {source}: here even guesses that are always right cost more than they save"
-        if self.solve(source).rate * self.ms_plain <= 1.001:
-            needs = f"needs {need:.0%} acceptance to break even here, this text gives {mean:.0%}"
-            return f"not drafting with {source}: {needs}"
-        if source in self._behind and self._emitted:
-            return f"not drafting with {source}: reading the text so far would cost more than it is expected to save"
-        return f"drafting with {source}: {need:.0%} acceptance breaks even here, this text gives {mean:.0%}"
+        need = self.break_even(source)
+        gains = need <= NEVER and self.solve(source).rate * self.ms_plain > 1.001
+        is_behind = source in self._behind and self._emitted > 0
+        return reason(source, need, self.sources[source].mean(), gains=gains, is_behind=is_behind)
 
     def break_even(self, source: str) -> float:
         """The acceptance per token at which the best fixed draft length of this source only equals plain decoding."""

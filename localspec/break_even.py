@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+NEVER = 0.995
+"""Where more guesses than this must be right, drafting does not pay whatever the text."""
+
 Times = Callable[[int], float]
 """t(w): tokens in a pass -> milliseconds."""
 
@@ -49,3 +52,23 @@ def break_even(length: int, times: Times, step_ms: float) -> float | None:
         middle = (low + high) / 2
         low, high = (low, middle) if expected_tokens(middle, length) > needed else (middle, high)
     return high
+
+
+def reason(source: str, need: float, mean: float, *, gains: bool, is_behind: bool) -> str:
+    """Why there is drafting with a source or not, in a sentence.
+
+    Args:
+        source: its name.
+        need: acceptance per token at which its best fixed length equals plain decoding; 1 where none does.
+        mean: acceptance expected of its next guess.
+        gains: whether it is expected to make this text faster, alone and at its best.
+        is_behind: whether it would have to read too much first.
+    """
+    if need > NEVER:
+        return f"not drafting with {source}: here even guesses that are always right cost more than they save"
+    if not gains:
+        needs = f"needs {need:.0%} acceptance to break even here, this text gives {mean:.0%}"
+        return f"not drafting with {source}: {needs}"
+    if is_behind:
+        return f"not drafting with {source}: reading the text so far would cost more than it is expected to save"
+    return f"drafting with {source}: {need:.0%} acceptance breaks even here, this text gives {mean:.0%}"

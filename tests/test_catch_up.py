@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from localspec import LLM, SamplingParams
-from localspec.auto_controller import AutoPlan
+from localspec.auto_plan import AutoPlan
 from localspec.backends.base import FEW_ROWS, Forward
 from localspec.controller import FixedPlan
 from localspec.drafters.draft_model import MAX_ABRIDGED, MAX_WITNESS, N_HEAD, N_TAIL

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
-from localspec import LLM
+from localspec import LLM, auto_controller
 from localspec.acceptance import COPY_CLIMATES, N_BINS, START, SourceAcceptance, bin_of, estimate_prior, model_prior
 from localspec.auto_controller import MAX_DRAFT, AutoController
 from localspec.backends.base import FEW_ROWS
@@ -16,7 +18,7 @@ from localspec.controller import FixedController
 from localspec.cost_model import PassTimes
 from localspec.errors import UsageError
 from localspec.rounds import Draft, DraftToken, EmittedToken, Round, Verdict
-from localspec.sampling import SamplingParams
+from localspec.sampling import Row, SamplingParams, top_probability
 from localspec.stopping import Continuation, Prospects
 from tests.conftest import TinyFiles, open_backend
 from tests.simulator import CURVES, Source, World, adversarial, stationary, switching
@@ -327,6 +329,51 @@ def test_what_was_read_while_another_program_had_the_cpu_is_used_all_the_same() 
     assert source.prefill_ms > 0
     there, here = usual.run(auto(usual), N_TOKENS), disturbed.run(auto(disturbed), N_TOKENS)
     assert N_TOKENS / here == pytest.approx(N_TOKENS / there + lost, rel=0.03)
+
+
+def test_a_model_that_would_not_pay_if_always_right_costs_no_thought_until_it_would(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks, solved = 0, []
+
+    def look(row: Row, temperature: float = 1.0) -> float:
+        nonlocal looks
+        looks += 1
+        return top_probability(row, temperature)
+
+    class Watched(Continuation):
+        def __init__(self, rows: Sequence[float], models: Sequence[Prospects], *rest: Any) -> None:
+            solved.append(len(models))
+            super().__init__(rows, models, *rest)
+
+    monkeypatch.setattr(auto_controller, "top_probability", look)
+    monkeypatch.setattr(auto_controller, "Continuation", Watched)
+    here = world("linear", 0.3, "stationary 0.95")
+    here.certainty = np.full(N_TOKENS + 64, 0.95)
+    controller = auto(here)
+    here.run(controller, 200)
+    assert looks <= 1
+    assert "even guesses that are always right" in controller.explain()
+    assert sum(solved) <= 2
+    # Another machine, as it were: passes over more tokens are nearly free.
+    here.curve = CURVES["gpu"]
+    controller.times.base.update(here.curve)
+    controller.draft_times["model"].base.update(dict.fromkeys(controller.draft_times["model"].base, 1.0))
+    here.sources["model"].step_ms = here.sources["model"].prefill_ms = 1.0
+    assert here.run(controller, 300) > 1.5 * here.plain_rate()
+
+
+def test_a_target_that_was_watched_for_a_while_is_looked_at_half_as_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at = []
+
+    def look(row: Row, temperature: float = 1.0) -> float:
+        looked_at.append(len(row))
+        return top_probability(row, temperature)
+
+    monkeypatch.setattr(auto_controller, "top_probability", look)
+    here = reading_world(0.25, 0.4)
+    here.run(auto(here), 132)
+    assert AutoController.WATCHED_TOKENS + 45 <= len(looked_at) <= AutoController.WATCHED_TOKENS + 55
 
 
 def test_a_model_that_has_not_read_the_text_does_not_stand_in_the_way_of_copies() -> None:
