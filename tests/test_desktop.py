@@ -337,6 +337,9 @@ def test_inks_can_be_read_in_both_schemes(chat: Any) -> None:
                 assert (bright + 0.05) / (dim + 0.05) >= 4.5, (name, colours)
 
 
+OFF_SCREEN = "This plugin does not support propagateSizeHints()\n"
+"""Qt's off-screen platform says so of every window."""
+
 INTERRUPTED = """
 import os, signal, sys
 import desktop_chat
@@ -355,7 +358,7 @@ sys.exit(desktop_chat.main())
 def test_the_program_ends_with_ctrl_c(app: Any, tiny: TinyFiles) -> None:
     command = [sys.executable, "-c", INTERRUPTED, str(tiny.quick.target), "--draft", "none", "--backend", "reference"]
     done = subprocess.run(command, cwd=EXAMPLES, capture_output=True, text=True, timeout=PATIENCE)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (done.returncode, done.stdout, done.stderr.replace(OFF_SCREEN, "")) == (0, "", "")
 
 
 @pytest.mark.real
