@@ -67,6 +67,7 @@ def app() -> Iterator[Any]:
         application.setQuitOnLastWindowClosed(False)
         yield application
         application.closeAllWindows()
+        application.clipboard().clear()  # the off-screen one would free what Python made after Python's end, and crash
         application.processEvents()
         application.shutdown()  # before its X server
 
