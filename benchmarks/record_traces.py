@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 from functools import partial
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ import numpy as np
 
 from localspec import LLM, SamplingParams
 from localspec.backends.base import FloatArray
+from localspec.bench.questions import of_categories, own_questions
 from localspec.drafters.draft_model import N_HEAD, N_TAIL
 from localspec.drafters.ngram import NgramDrafter
 from localspec.proposer import SamplingProposer
@@ -92,7 +92,7 @@ def model_trace(
         trace["certainty"].append(round(top_probability(targets[i], params.temperature or 1.0), 4))
         if params.greedy:
             guess = int(row.argmax())
-            confidence = float(1 / np.exp(row - row[guess]).sum())
+            confidence = top_probability(row)
             right = sampled = float(guess == answer[i])
         else:
             q, p = distribution(row, history, params), distribution(targets[i], history, params)
@@ -133,17 +133,12 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--category", nargs="+", help="only these")
     args = parser.parse_args()
-    lines = (resources.files("localspec") / "bench" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    prompts = [
-        prompt
-        for prompt in map(json.loads, lines)
-        if prompt["set"] == args.set and prompt["category"] in (args.category or [prompt["category"]])
-    ]
+    questions = of_categories(own_questions(args.set), args.category or ())
     with LLM(args.model, args.draft, backend=args.backend, remember=False) as llm:
         pair = llm._pair
         traces = []
-        for prompt in prompts:
-            messages = [{"role": "user", "content": prompt["turns"][0]}]
+        for question in questions:
+            messages = [{"role": "user", "content": question.turns[0]}]
             top_k = 40 if args.temperature else 0
             params = SamplingParams(temperature=args.temperature, top_k=top_k, seed=1, max_tokens=args.tokens)
             reply = llm.chat(messages, params, speculate=False)
@@ -156,10 +151,10 @@ def main() -> None:
                     ("abridged", partial(model_trace, whole=False)),
                 )
             }
-            trace = {"id": prompt["id"], "category": prompt["category"], "prompt_tokens": len(tokens)}
+            trace = {"id": question.id, "category": question.category, "prompt_tokens": len(tokens)}
             traces.append(trace | {"sources": sources})
             right = {name: round(float(np.mean(source["right"])), 3) for name, source in sources.items()}
-            print(prompt["id"], len(reply.token_ids), right, flush=True)
+            print(question.id, len(reply.token_ids), right, flush=True)
         times = {"target": pair.times.base, "model": next(iter(pair._draft_times.values())).base}
         engine = pair.target.engine
     args.out.write_text(
