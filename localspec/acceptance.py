@@ -60,6 +60,11 @@ def bin_of(confidence: float) -> int:
     return bisect_right(EDGES, confidence)
 
 
+def leads_to(confidence: float) -> int:
+    """What the next guess of the draft comes after, if this one is sent."""
+    return AFTER_SURE if confidence >= SURE else AFTER_UNSURE
+
+
 class SourceAcceptance:
     """Calibration of one drafter.
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from localspec.acceptance import AFTER_SURE, AFTER_UNSURE, EDGES, SURE, SourceAcceptance
+from localspec.acceptance import EDGES, SourceAcceptance, leads_to
 from localspec.auto_plan import AutoPlan
 from localspec.break_even import NEVER, break_even, reason
 from localspec.controller import Controller
@@ -24,7 +24,7 @@ from localspec.stopping import Continuation, Prospects
 MAX_DRAFT = 16
 """Longest draft that ``auto`` considers."""
 
-_LEADS_TO = np.array([AFTER_SURE if low >= SURE else AFTER_UNSURE for low in (0.0, *EDGES)])
+_LEADS_TO = np.array([leads_to(low) for low in (0.0, *EDGES)])
 
 
 class AutoController(Controller):
@@ -130,7 +130,7 @@ class AutoController(Controller):
     def solve(self, *sources: str, rate: float | None = None) -> Continuation:
         """The stopping problem with some sources only; ``rate`` as in ``Continuation``."""
         rows = [self.times(w) + self.ms_other for w in range(1, self.max_draft + 2)]
-        models = [self._prospects(s, self.draft_times[s](1)) for s in self._models if s in sources]
+        models = [self._prospects(s, self.draft_times[s](1)) for s in self.draft_times if s in sources]
         free = [self._prospects(s, 0.0) for s in sources if s not in self.draft_times]
         return Continuation(rows, models, free[0] if free else None, rate)
 
@@ -168,7 +168,8 @@ class AutoController(Controller):
 
     def _refresh(self) -> None:
         last, at_hand = self._continuation, self._at_hand
-        self._continuation = self.solve(*self.sources, rate=last.best_rate if last else None)
+        hopeful = [source for source in self.sources if source not in self._hopeless]
+        self._continuation = self.solve(*hopeful, rate=last.best_rate if last else None)
         if self._behind == self._hopeless:
             self._at_hand = self._continuation
         else:
@@ -265,9 +266,9 @@ class AutoController(Controller):
             self._without_until = self._age + 3 * self.SOLVE_EVERY
         return self._without_gain
 
-    def _give_up_the_hopeless(self) -> None:
+    def _give_up_the_hopeless(self, needs: Mapping[str, float]) -> None:
         """Do not think about draft models that would not pay if they were always right, as long as passes cost this."""
-        hopeless = {source for source in self.draft_times if self.break_even(source) > NEVER}
+        hopeless = {source for source in self.draft_times if needs[source] > NEVER}
         if hopeless != self._hopeless:
             self._hopeless, self.stale = hopeless, True
             for source in hopeless:
@@ -314,8 +315,9 @@ class AutoController(Controller):
         self._at_work = drafted
         self._emitted += len(round_.emitted)
         if self._age % self.EXPLAIN_EVERY == 1:
-            self._reason = self.explain()
-            self._give_up_the_hopeless()
+            needs = self._needs()
+            self._give_up_the_hopeless(needs)
+            self._reason = self._explain(needs)
         round_.reason = self._reason
 
     def _certainties(self, round_: Round) -> list[float]:
@@ -337,13 +339,18 @@ class AutoController(Controller):
     # -- explaining ----------------------------------------------------------------------------------------------
 
     def explain(self) -> str:
-        return "; ".join(self._explain_source(source) for source in self.sources)
+        return self._explain(self._needs())
 
-    def _explain_source(self, source: str) -> str:
-        need = self.break_even(source)
+    def _explain(self, needs: Mapping[str, float]) -> str:
+        return "; ".join(self._explain_source(source, need) for source, need in needs.items())
+
+    def _explain_source(self, source: str, need: float) -> str:
         gains = need <= NEVER and self.solve(source).rate * self.ms_plain > 1.001
         is_behind = source in self._behind and self._emitted > 0
         return reason(source, need, self.sources[source].mean(), gains=gains, is_behind=is_behind)
+
+    def _needs(self) -> dict[str, float]:
+        return {source: self.break_even(source) for source in self.sources}
 
     def break_even(self, source: str) -> float:
         """The acceptance per token at which the best fixed draft length of this source only equals plain decoding."""

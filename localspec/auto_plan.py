@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from localspec.acceptance import AFTER_SURE, AFTER_UNSURE, START, SURE
+from localspec.acceptance import START, leads_to
 
 if TYPE_CHECKING:
     from localspec.auto_controller import AutoController
@@ -45,7 +45,7 @@ class AutoPlan:
         acceptance.notice(confidence)
         if self.witnessed != START:
             acceptance.notice(confidence, self.witnessed)
-        self.witnessed = START if not right else AFTER_SURE if confidence >= SURE else AFTER_UNSURE
+        self.witnessed = leads_to(confidence) if right else START
         acceptance.observe(confidence, right)
         self.controller.stale = True
 
@@ -64,7 +64,7 @@ class AutoPlan:
         elif self.last != source:  # of a copy only the first guess counts
             acceptance.notice(confidence)
         expected = (self.controller.sampled[source] if sampled else acceptance).expected(confidence)
-        after = AFTER_SURE if confidence >= SURE else AFTER_UNSURE
+        after = leads_to(confidence)
         if self.room <= 0 or not self.controller.row_pays(self, source, expected, after):
             return None
         self.room -= 1

@@ -331,28 +331,35 @@ def test_what_was_read_while_another_program_had_the_cpu_is_used_all_the_same() 
     assert N_TOKENS / here == pytest.approx(N_TOKENS / there + lost, rel=0.03)
 
 
-def test_a_model_that_would_not_pay_if_always_right_costs_no_thought_until_it_would(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    looks, solved = 0, []
+@pytest.fixture
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
+    """The target's rows whose certainty was looked at."""
+    rows: list[Row] = []
 
     def look(row: Row, temperature: float = 1.0) -> float:
-        nonlocal looks
-        looks += 1
+        rows.append(row)
         return top_probability(row, temperature)
+
+    monkeypatch.setattr(auto_controller, "top_probability", look)
+    return rows
+
+
+def test_a_model_that_would_not_pay_if_always_right_costs_no_thought_until_it_would(
+    monkeypatch: pytest.MonkeyPatch, looked_at: list[Row]
+) -> None:
+    solved = []
 
     class Watched(Continuation):
         def __init__(self, rows: Sequence[float], models: Sequence[Prospects], *rest: Any) -> None:
             solved.append(len(models))
             super().__init__(rows, models, *rest)
 
-    monkeypatch.setattr(auto_controller, "top_probability", look)
     monkeypatch.setattr(auto_controller, "Continuation", Watched)
     here = world("linear", 0.3, "stationary 0.95")
     here.certainty = np.full(N_TOKENS + 64, 0.95)
     controller = auto(here)
     here.run(controller, 200)
-    assert looks <= 1
+    assert len(looked_at) <= 1
     assert "even guesses that are always right" in controller.explain()
     assert sum(solved) <= 2
     # Another machine, as it were: passes over more tokens are nearly free.
@@ -360,17 +367,12 @@ def test_a_model_that_would_not_pay_if_always_right_costs_no_thought_until_it_wo
     controller.times.base.update(here.curve)
     controller.draft_times["model"].base.update(dict.fromkeys(controller.draft_times["model"].base, 1.0))
     here.sources["model"].step_ms = here.sources["model"].prefill_ms = 1.0
+    assert "always right" not in controller.explain()
+    assert "this text gives" not in controller.explain().partition("needs")[2]
     assert here.run(controller, 300) > 1.5 * here.plain_rate()
 
 
-def test_a_target_that_was_watched_for_a_while_is_looked_at_half_as_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked_at = []
-
-    def look(row: Row, temperature: float = 1.0) -> float:
-        looked_at.append(len(row))
-        return top_probability(row, temperature)
-
-    monkeypatch.setattr(auto_controller, "top_probability", look)
+def test_a_target_that_was_watched_for_a_while_is_looked_at_half_as_often(looked_at: list[Row]) -> None:
     here = reading_world(0.25, 0.4)
     here.run(auto(here), 132)
     assert AutoController.WATCHED_TOKENS + 45 <= len(looked_at) <= AutoController.WATCHED_TOKENS + 55
