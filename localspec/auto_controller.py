@@ -17,12 +17,23 @@ from localspec.break_even import NEVER, break_even, reason
 from localspec.controller import Controller
 from localspec.cost_model import PassTimes
 from localspec.drafters.base import Plan
+from localspec.prefill_gate import PATIENCE_TOKENS, prompt_pays, stretch_pays
 from localspec.rounds import Round
 from localspec.sampling import Row, SamplingParams, top_probability
 from localspec.stopping import Continuation, Prospects
+from localspec.time_budget import TimeBudget
 
 MAX_DRAFT = 16
 """Longest draft that ``auto`` considers."""
+
+LONG_READING = 2.0
+"""What a draft model has missed is long, and weighed as an investment, if reading it takes this many plain tokens."""
+
+BUSY_SCALE = 1.25
+"""Where the target's passes take this many times what was calibrated, another program has the CPU."""
+
+MOST_CHARGED = 2.0
+"""A pass of a draft model is charged at most this many times what was expected of it: the rest is the machine's."""
 
 _LEADS_TO = np.array([leads_to(low) for low in (0.0, *EDGES)])
 
@@ -30,13 +41,13 @@ _LEADS_TO = np.array([leads_to(low) for low in (0.0, *EDGES)])
 class AutoController(Controller):
     """Chooses the length of every draft.
 
-    Two things keep it from ever being slower than plain decoding. It drafts only where that is expected to pay; and it
-    keeps an account of the time saved so far against plain decoding, and never risks more than what is in it, a small
-    grant and one percent of the time gone by. So even text that is made to deceive it cannot cost more.
+    Two things keep it from being slower than plain decoding. It drafts only where that is expected to pay; and what it
+    may lose where it is wrong is bounded by a budget that outlives the answer (see ``time_budget``). A round is charged
+    at most twice what was expected of it: a machine that stalls is not the drafting's fault.
 
     A draft model that was given up is tried again: without new evidence its estimates drift back to what is typical,
-    and when the text it has missed is worth reading on those terms, and the account covers it, it catches up. What it
-    would have guessed for that text is then compared with what was said.
+    and when the text it has missed is worth reading on those terms (see ``prefill_gate``), and the budget covers it, it
+    catches up. What it would have guessed for that text is then compared with what was said.
 
     Args:
         times: the target's t(w) [ms].
@@ -44,34 +55,13 @@ class AutoController(Controller):
         sources: by source, the acceptance model; kept by the caller, so that it outlives a request.
         sampled: the same for guesses that a draft model samples; ``sources`` is for its most probable tokens.
         max_draft: longest draft to consider.
+        budget: what may be lost; kept by the caller too.
     """
 
-    EXPLORE_SHARE = 0.01
-    GRANT_TOKENS = 2.0
-    STAKE = 0.5
-    """Of the account, what one draft of copies may cost: a copied run is right or wrong as a whole, and one that is
+    COPY_STAKE = 0.5
+    """Of what drafts may lose, what one draft of copies may: a copied run is right or wrong as a whole, and one that is
     wrong must leave something to try the next with."""
 
-    SAVED_CAP_TOKENS = 40.0
-    HORIZON_TOKENS = 256
-    """How much longer an answer is taken to go on, unless less is allowed: what reading a prompt is set against."""
-
-    PATIENCE_TOKENS = 16
-    """An answer must have come this far before a draft model reads the prompt: many are shorter, and how certain the
-    target is of its first tokens foretells, for nothing, how the draft will fare."""
-
-    FORGIVEN_TOKENS = 9.0
-    """What reading a prompt may cost that nothing was saved for yet, once a request, in the time of plain tokens."""
-
-    CAUTION = 2.0
-    """What reading a prompt is expected to save must be this many times its cost: answers end early, and texts whose
-    guesses would be right rarely are foretold too well."""
-
-    LEAST_GAIN = 0.1
-    """Share of a plain token's time that a draft model must be expected to save of each for it to read a prompt: what
-    is foretold is not more exact than that, however long the answer."""
-
-    OUTLOOK_TOKENS = 24
     SOLVE_EVERY = 16
     """Rounds between two solutions of the stopping problem; one takes about a millisecond."""
 
@@ -88,6 +78,7 @@ class AutoController(Controller):
         sources: Mapping[str, SourceAcceptance],
         sampled: Mapping[str, SourceAcceptance] | None = None,
         max_draft: int = MAX_DRAFT,
+        budget: TimeBudget | None = None,
     ) -> None:
         self.times = times
         self.max_draft = max_draft
@@ -99,14 +90,13 @@ class AutoController(Controller):
         self._certainty: float | None = None
         self.ms_other = 0.3
         self.stale = True
-        self._saved = self.GRANT_TOKENS * times(1)
-        self._invested = False
-        self._ms_excused = 0.0
+        self.time_budget = budget or TimeBudget()
         self._at_work: set[str] = set()
         self._emitted = 0
         self._behind: set[str] = set(draft_times)
         self._hopeless: set[str] = set()
-        self._budget = self.HORIZON_TOKENS
+        self._room = 0
+        self._ms_draft = self._ms_invested = 0.0
         self._continuation: Continuation | None = None
         self._at_hand: Continuation | None = None
         self._without_gain = 1.0
@@ -117,6 +107,10 @@ class AutoController(Controller):
     def begin(self, params: SamplingParams, n_prompt: int) -> None:
         self._temperature = params.temperature or 1.0
         self._has_fresh_noise = not params.greedy and params.seed is None
+        self.time_budget.begin()
+        self.times.begin()
+        for times in self.draft_times.values():
+            times.begin()
         for source in self.sources.values():
             source.new_text()
 
@@ -186,7 +180,7 @@ class AutoController(Controller):
             times.n_past = n_past
         if self._age % self.SOLVE_EVERY == 1:
             self.stale = True
-        self._budget = room
+        self._room = room
         return AutoPlan(self, min(room, self.max_draft))
 
     def row_pays(self, plan: AutoPlan, source: str, expected: float, after: int) -> bool:
@@ -196,8 +190,7 @@ class AutoController(Controller):
         model is worth more.
         """
         runs_model = source in self.draft_times
-        stake = self._saved * (1.0 if runs_model else self.STAKE)
-        if not self._affords(plan, 0.0, stake):
+        if not self._affords(plan, 0.0, 1.0 if runs_model else self.COPY_STAKE):
             return False
         if runs_model:
             return self.prospect.send(plan.n, plan.reach, expected, after) > 0
@@ -212,28 +205,28 @@ class AutoController(Controller):
             return False
         times = self.draft_times[source]
         catch_up = times(pending) - times(1)
-        saved = self._saved
-        if catch_up > 0:
-            big = catch_up > 2 * self.times(1)  # a prompt, or a long stretch that was decoded plainly
-            if big and not self._invested:
-                # The price of having a draft at all; and then it gets the chance that every request begins with.
-                forgiven = min(catch_up, self.FORGIVEN_TOKENS * self.times(1))
-                saved = max(saved, self.GRANT_TOKENS * self.times(1)) + forgiven
-            if not self._worth_reading(catch_up, saved, big=big):
-                self._set_behind(source, True)
-                return False
-        if not self._affords(plan, times(pending), saved):
+        long = self.is_long(source, pending)
+        if catch_up > 0 and not self._worth_reading(catch_up, long=long):
+            self._set_behind(source, True)
+            return False
+        if not self._affords(plan, times(1 if long else pending), 1.0):
             return False
         if self.prospect.step(plan.n, plan.reach, plan.after, self._models.index(source)) <= 0:
             return False
-        if saved != self._saved:
-            self._saved, self._invested = saved, True
         self._set_behind(source, False)
         return True
 
-    def _affords(self, plan: AutoPlan, step_ms: float, stake: float) -> bool:
-        """Whether one more guess, were the draft in vain, costs no more than this; a wider pass can be shorter."""
-        left = stake - plan.ms_spent - step_ms + self.times(1)
+    def is_long(self, source: str, n_tokens: int) -> bool:
+        """Whether reading so many tokens with a draft model is an investment: a prompt, or a long plain stretch."""
+        times = self.draft_times[source]
+        return times(n_tokens) - times(1) > LONG_READING * self.times(1)
+
+    def _affords(self, plan: AutoPlan, step_ms: float, share: float) -> bool:
+        """Whether one more guess, were the draft in vain, costs no more than this share of what drafts may cost.
+
+        A wider pass can be shorter, so the widths after the next are looked at too.
+        """
+        left = share * self.time_budget.for_drafts * self.ms_plain - plan.ms_spent - step_ms + self.times(1)
         return any(self.times(plan.n + 1 + k) <= left for k in range(1, plan.room + 1))
 
     def _set_behind(self, source: str, behind: bool) -> None:
@@ -241,19 +234,17 @@ class AutoController(Controller):
             self._behind ^= {source}
             self._at_hand = None
 
-    def _worth_reading(self, catch_up: float, saved: float, *, big: bool) -> bool:
+    def _worth_reading(self, catch_up: float, *, long: bool) -> bool:
         """Whether a draft model should read what it has missed [ms], given what it is expected to save afterwards.
 
-        What is read now need not be read again, so the cost is not this round's alone. A short stretch is compared
-        with what the next few rounds should save.
+        What is read now need not be read again, so the cost is not this round's alone.
         """
-        if big and (self._emitted < self.PATIENCE_TOKENS or catch_up > saved):
+        if long and (self._emitted < PATIENCE_TOKENS or catch_up > self.time_budget.balance * self.ms_plain):
             return False
         gain = self.ms_plain / self._gain_without_reading() - 1.0 / self.prospect.rate
-        if not big:
-            return gain * min(self._budget, self.OUTLOOK_TOKENS) > catch_up
-        pays = gain * min(self._budget, self.HORIZON_TOKENS) > self.CAUTION * catch_up
-        return pays and gain >= self.LEAST_GAIN * self.ms_plain
+        if not long:
+            return stretch_pays(catch_up, gain, self._room)
+        return prompt_pays(catch_up, gain, self.ms_plain, self._emitted, self._room)
 
     def _gain_without_reading(self) -> float:
         """The rate with the sources that are at hand, or with free ones if all are, over that of plain decoding."""
@@ -276,15 +267,22 @@ class AutoController(Controller):
 
     # -- learning ------------------------------------------------------------------------------------------------
 
-    def excuse(self, source: str, n_tokens: int, ms: float) -> None:
-        """Do not charge a long reading with what it took beyond what was foretold, up to as much again.
+    def is_uncertain_of(self, source: str) -> bool:
+        """Whether the machine is slower than calibrated, and no pass of this answer shows what that does to a model.
 
-        It happens once, in half a second in which another program can take the CPU, and what it bought is then never
-        used for want of credit: the worst of both.
+        Beside a program that takes 40 % of the CPUs a target pass took 2.2 times as long, one of the draft model 3.1.
         """
-        expected = self.draft_times[source](n_tokens)
-        if expected > 2 * self.times(1):
-            self._ms_excused += min(max(0.0, ms - expected), expected)
+        return self.times.scale > BUSY_SCALE and not self.draft_times[source].is_recent
+
+    def charge(self, source: str, n_tokens: int, ms: float, *, is_investment: bool) -> float:
+        """A pass of a draft model took so long; returns what of it is charged [ms]."""
+        times = self.draft_times[source]
+        charged = min(ms, MOST_CHARGED * times(n_tokens))
+        self._ms_draft += charged
+        if is_investment:
+            self._ms_invested += charged
+        times.observe(n_tokens, ms)
+        return charged
 
     def watch(self, row: Row) -> None:
         # A draft model that is at work shows by itself how it does here.
@@ -328,13 +326,16 @@ class AutoController(Controller):
         return [1.0] * n_copied + [self._certainty] * (len(round_.emitted) - n_copied)
 
     def _account(self, round_: Round) -> None:
-        """Book what a round saved or lost against plain decoding; a machine that is slow now is slow for both."""
-        width, ms = len(round_.draft) + 1, round_.ms_draft + round_.ms_verify + self.ms_other
-        slowness = min(3.0, max(0.33, round_.ms_verify / self.times(width))) if round_.ms_verify > 0 else 1.0
-        plain = len(round_.emitted) * self.ms_plain * slowness if width > 1 else ms - round_.ms_draft
-        self._saved += plain - ms + self.EXPLORE_SHARE * ms + self._ms_excused
-        self._ms_excused = 0.0
-        self._saved = min(self._saved, self.SAVED_CAP_TOKENS * self.times(1))
+        """Book what a round saved or lost against plain decoding.
+
+        The pass is charged as expected, not as it went: a machine that is slow now is slow for plain decoding too, and
+        what a width really costs shows in ``times`` from the next round on.
+        """
+        n_tokens, plain = len(round_.emitted), self.ms_plain
+        pass_ms = self.times(len(round_.draft) + 1) + self.ms_other
+        saved = n_tokens - (pass_ms + self._ms_draft) / plain
+        self.time_budget.book(n_tokens, saved, self._ms_invested / plain)
+        self._ms_draft = self._ms_invested = 0.0
 
     # -- explaining ----------------------------------------------------------------------------------------------
 

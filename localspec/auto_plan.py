@@ -10,6 +10,10 @@ from localspec.acceptance import START, leads_to
 if TYPE_CHECKING:
     from localspec.auto_controller import AutoController
 
+PROBE_TOKENS = 8
+"""Tokens of a long reading that are read first on a machine that has become slower: with more in a pass a token is
+cheaper, and with fewer the pass says less of the rest."""
+
 
 @dataclass(slots=True)
 class AutoPlan:
@@ -19,7 +23,8 @@ class AutoPlan:
         room: guesses that may still be made.
         n: guesses made.
         reach: probability that all of them are right.
-        ms_spent: time that draft models took for them.
+        ms_spent: time that draft models took for them, long readings left out.
+        invests: whether the next pass of a draft model is a long reading, or a piece of one.
     """
 
     controller: AutoController
@@ -27,18 +32,25 @@ class AutoPlan:
     n: int = 0
     reach: float = 1.0
     ms_spent: float = 0.0
+    invests: bool = False
     after: int = START
     last: str = ""
     witnessed: int = START
 
     def more(self, source: str, pending: int = 0) -> bool:
-        # Where looking costs nothing, keep() decides with the confidence known.
-        return self.room > 0 and (pending == 0 or self.controller.step_pays(self, source, pending))
+        if self.room <= 0 or pending == 0:  # where looking costs nothing, keep() decides with the confidence known
+            return self.room > 0
+        self.invests = self.controller.is_long(source, pending)
+        return self.controller.step_pays(self, source, pending)
+
+    def piece(self, source: str, pending: int) -> int:
+        # A long reading is paid in advance, at a price that may be out of date: a first piece shows today's.
+        probes = self.invests and self.controller.is_uncertain_of(source)
+        return min(pending, PROBE_TOKENS) if probes else pending
 
     def spent(self, source: str, n_tokens: int, ms: float) -> None:
-        self.ms_spent += ms
-        self.controller.excuse(source, n_tokens, ms)
-        self.controller.draft_times[source].observe(n_tokens, ms)
+        charged = self.controller.charge(source, n_tokens, ms, is_investment=self.invests)
+        self.ms_spent += 0.0 if self.invests else charged
 
     def witness(self, source: str, confidence: float, right: bool) -> None:
         acceptance = self.controller.sources[source]

@@ -55,6 +55,9 @@ class FixedPlan:
     def more(self, source: str, pending: int = 0) -> bool:
         return self.room > 0
 
+    def piece(self, source: str, pending: int) -> int:
+        return pending
+
     def spent(self, source: str, n_tokens: int, ms: float) -> None:
         pass
 

@@ -25,6 +25,13 @@ NOISY = 1.15
 NARROW = (1, 2, 3, 4)
 """Widths timed three times as often: most passes are this narrow, and what a row costs is a small difference."""
 
+MOST_SURPRISE = 2.0
+"""One pass counts at most as if it had taken this many times as long as expected, or as short."""
+
+TRIM_KEPT = 0.99
+"""Of the correction of one width alone, what is left after a pass of another width: half after 69 passes. A width that
+was found slow is not used, and would otherwise be taken for slow for ever."""
+
 ENOUGH_S = 45.0
 """After so many seconds nothing is timed again: engines that exist for tests take minutes otherwise."""
 
@@ -59,6 +66,7 @@ class PassTimes:
     trim: dict[int, float] = field(default_factory=dict)
     noisy: bool = False
     _n_observed: int = 0
+    _n_recent: int = 0
     _drift: float = 0.0
 
     def __call__(self, width: int) -> float:
@@ -85,24 +93,43 @@ class PassTimes:
         share = (width - below) / (above - below)
         return known[below] * (1 - share) + known[above] * share
 
+    def begin(self) -> None:
+        """Another answer begins: the machine may have become another since the last, so the next passes count more."""
+        self._n_recent = 0
+
     def observe(self, width: int, ms: float) -> None:
-        """Correct the curve by one measured pass; an outlier counts at most as a factor of two."""
+        """Correct the curve by one measured pass; an outlier counts at most as a factor of two.
+
+        The first passes of an answer move the estimate by half, a third, … of the difference (the mean of all since
+        then, and one for what was known before), later ones by a fixed share: so two rounds show that a neighbour has
+        taken the CPU, and afterwards the estimate is steady.
+        """
         expected = self(width)
         if expected <= 0 or ms <= 0:
             return
-        surprise = math.log(min(2.0, max(0.5, ms / expected)))
+        surprise = math.log(min(MOST_SURPRISE, max(1 / MOST_SURPRISE, ms / expected)))
+        self._n_recent += 1
+        quick = 1.0 / (self._n_recent + 1)
+        for known in self.trim:
+            if known != width:  # nothing is learned of it now, so it drifts back to what was calibrated
+                self.trim[known] **= TRIM_KEPT
         if width > max(self.base):
             self.beyond = min(3.0, max(0.33, self.beyond * math.exp(0.3 * surprise)))
             return
         self._n_observed += 1
         self._drift += (math.log(ms / self._curve(width)) - self._drift) / min(self._n_observed, 500)
         if width == 1:
-            self.scale *= math.exp(0.1 * surprise)
-            self.slope **= 0.98  # nothing is learned of it now, so it drifts back to what was calibrated
+            self.scale *= math.exp(max(quick, 0.1) * surprise)
+            self.slope **= 0.98  # the same
         else:
-            self.scale *= math.exp(0.08 * surprise)
+            self.scale *= math.exp(max(quick, 0.08) * surprise)
             self.slope = min(2.5, max(0.4, self.slope * math.exp(0.06 * surprise)))
             self.trim[width] = min(1.5, max(0.67, self.trim.get(width, 1.0) * math.exp(0.04 * surprise)))
+
+    @property
+    def is_recent(self) -> bool:
+        """Whether a pass of this answer has shown what passes cost now."""
+        return self._n_recent > 0
 
     @property
     def fits(self) -> bool:

@@ -1,4 +1,4 @@
-"""What was learned about how often guesses are right: kept per pair and way of sampling, across requests and runs."""
+"""What was learned of a pair: how often guesses are right, by way of sampling, and the time saved; across runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from localspec.acceptance import COPY_CLIMATES, SourceAcceptance, estimate_prior, model_prior
 from localspec.ledger import Key, Ledger
 from localspec.sampling import SamplingParams
+from localspec.time_budget import TimeBudget
 
 _FORMAT = 1
 
@@ -20,11 +21,14 @@ def mode_of(params: SamplingParams) -> str:
 
 
 class Experience:
-    """The acceptance tables of one pair.
+    """The acceptance tables of one pair, and its time budget.
 
     Args:
         folder: where they are kept; None keeps nothing beyond the process.
         key: the target and the drafters.
+
+    Attributes:
+        budget: what drafting may still cost, in all answers of this process.
     """
 
     def __init__(self, folder: Path | None, key: Key) -> None:
@@ -32,6 +36,7 @@ class Experience:
         self._key = dict(key)
         self._tables: dict[str, SourceAcceptance] = {}
         self._stored: dict[str, Any] = (self._ledger.get(self._key) or {}) if self._ledger else {}
+        self.budget = TimeBudget.restored(self._stored.get("budget"))
 
     def source(self, params: SamplingParams, source: str, *, copies: bool, sampled: bool = False) -> SourceAcceptance:
         """The table of one source, for requests sampled like this one; what an earlier run learned is its start.
@@ -56,4 +61,5 @@ class Experience:
         """Keep what was learned so far."""
         if self._ledger is not None and self._tables:
             self._stored |= {name: table.as_dict() for name, table in self._tables.items()}
+            self._stored["budget"] = self.budget.as_dict()
             self._ledger.put(self._key, self._stored)

@@ -196,7 +196,7 @@ class Pair:
         draft_times = {source: times for source, times in self._draft_times.items() if source in sources}
         # What longer copies gain where text repeats itself is less than they would cost all text after it.
         longest = FEW_ROWS - 1 if self.target.capabilities.keeps_rows else MAX_DRAFT
-        return AutoController(self.times, draft_times, sources, sampled, longest)
+        return AutoController(self.times, draft_times, sources, sampled, longest, self._experience.budget)
 
     def explain(self, draft_length: DraftLength) -> str:
         """Why the last answer was, or the next one will be, drafted as it is: one sentence."""

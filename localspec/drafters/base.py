@@ -32,6 +32,9 @@ class Plan(Protocol):
             pending: tokens it must decode for the step; 0 when a step costs no pass of a model.
         """
 
+    def piece(self, source: str, pending: int) -> int:
+        """How many of ``pending`` tokens to read before ``more`` is asked again for the rest; 1 to ``pending``."""
+
     def spent(self, source: str, n_tokens: int, ms: float) -> None:
         """A pass over ``n_tokens`` tokens of the drafter's own model, and a guess made of it, took so long."""
 

@@ -71,10 +71,22 @@ class DraftModelDrafter(Drafter):
             known = self.context.reuse(seen[:-1])
             if max(seen[known:]) >= self.context.model.n_vocab:  # the target's padding can be wider than the draft's
                 continue
-            if plan.more(self.source, pending=len(seen) - known):
+            pending = len(seen) - known
+            if plan.more(self.source, pending):
                 self._n_hidden, self._n_hideable = n_hidden, 0
-                return seen, known
+                return seen, self._probe(seen, known, plan)
         return tokens, None
+
+    def _probe(self, tokens: Sequence[int], known: int, plan: Plan) -> int | None:
+        """Read a first piece, if the plan wants to see what reading costs now; None if the rest is not worth it."""
+        pending = len(tokens) - known
+        piece = plan.piece(self.source, pending)
+        if piece >= pending:
+            return known
+        started = time.perf_counter()
+        self.context.decode(tokens[known : known + piece], "none")
+        plan.spent(self.source, piece, (time.perf_counter() - started) * 1e3)
+        return known + piece if plan.more(self.source, pending - piece) else None
 
     def _read(self, tokens: Sequence[int], known: int, n_witness: int, plan: Plan, proposer: Proposer) -> Row:
         """Decode ``tokens[known:]`` and return the logits behind the last; judge guesses for settled ones on the way.
