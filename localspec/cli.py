@@ -16,6 +16,7 @@ from localspec.cli_options import (
     DraftBackend,
     DraftLength,
     GpuLayers,
+    Idle,
     Json,
     KVCache,
     LightDraft,
@@ -113,6 +114,7 @@ def chat(
     gpu_layers: GpuLayers = None,
     kv_cache: KVCache = "f16",
     light_draft: LightDraft = True,
+    idle: Idle = True,
     system: System = None,
     verbose: Verbose = False,
 ) -> Run:
@@ -157,6 +159,7 @@ def generate(
     gpu_layers: GpuLayers = None,
     kv_cache: KVCache = "f16",
     light_draft: LightDraft = True,
+    idle: Idle = True,
     system: System = None,
     verbose: Verbose = False,
 ) -> Run:
@@ -205,6 +208,7 @@ def serve(
     gpu_layers: GpuLayers = None,
     kv_cache: KVCache = "f16",
     light_draft: LightDraft = True,
+    idle: Idle = True,
     system: System = None,
     verbose: Verbose = False,
 ) -> Run:

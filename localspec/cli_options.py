@@ -47,6 +47,10 @@ LightDraft = Annotated[
     bool,
     typer.Option(help="On a CPU, draft with a lighter copy of the draft model where that is faster; made once."),
 ]
+Idle = Annotated[
+    bool,
+    typer.Option(help="Measure, copy and read ahead while nobody waits (never on battery), not before an answer."),
+]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show what the engine logs.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -67,11 +71,12 @@ def shared_options(given: dict[str, Any]) -> Callable[[], Any]:
         "gpu_layers",
         "kv_cache",
         "light_draft",
+        "idle",
         "system",
         "verbose",
     )
 
-    given = {"draft_backend": None} | given
+    given = {"draft_backend": None, "idle": False} | given
 
     def build() -> Any:
         from localspec.options import RunOptions, answer_form

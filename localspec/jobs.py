@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from localspec.ending import at_end
 from localspec.errors import Cancelled, Closed, QueueFull, UsageError
+from localspec.idle import IdleTask, IdleWork, NoIdleWork
 
 CancelledBy = Literal["caller", "deadline"]
 JobState = Literal["waiting", "running", "done"]
@@ -132,6 +133,7 @@ class FairQueue:
         self._served: tuple[Hashable, deque[Job]] | None = None
         self._changed = threading.Condition()
         self._closed = False
+        self._at_rest = False
 
     def put(self, job: Job, *, bounded: bool = True) -> None:
         """Add a job at the end of its conversation.
@@ -152,12 +154,18 @@ class FairQueue:
             else:
                 self._lanes.setdefault(job.conversation, deque()).append(job)
             self._prune()
-            self._changed.notify()
+            self._stir()
 
-    def get(self) -> Job | None:
-        """The next job, once there is one; None when the queue was closed and is empty."""
+    def get(self, pause: Callable[[], float | None] = lambda: None) -> Job | None:
+        """The next job, once there is one; None when the queue was closed and is empty, or it is time for other work.
+
+        Args:
+            pause: asked when there is no job: in how many seconds to look again, 0 for other work at once, None to wait
+                for a job or ``stir``.
+        """
         with self._changed:
             while True:
+                seconds = pause()  # before the look at what came: it is long enough for something to come
                 if self._served is not None and self._served[1]:
                     # Its conversation had its turn, and lines up behind those that came meanwhile.
                     self._lanes[self._served[0]] = self._served[1]
@@ -169,7 +177,36 @@ class FairQueue:
                     return lane.popleft()
                 if self._closed:
                     return None
-                self._changed.wait()
+                if seconds == 0:
+                    return None
+                self._at_rest = True
+                self._changed.notify_all()
+                self._changed.wait(seconds)
+                self._at_rest = False
+
+    def stir(self) -> None:
+        """Have ``get`` ask its ``pause`` again."""
+        with self._changed:
+            self._stir()
+
+    def _stir(self) -> None:
+        self._at_rest = False
+        self._changed.notify_all()
+
+    def wait_at_rest(self, timeout: float | None) -> bool:
+        """Wait until ``get`` waits, having nothing to give; whether that came about in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._at_rest or self._closed, timeout)
+
+    @property
+    def presses(self) -> bool:
+        """Whether somebody waits for the consumer, while it has no job: a job came, or the queue was closed."""
+        return bool(self._lanes) or self._closed
+
+    @property
+    def ended(self) -> bool:
+        """Whether the queue was closed and has nothing left."""
+        return self._closed and not self._lanes and not (self._served and self._served[1])
 
     def waiting(self) -> list[Job]:
         """The jobs that wait and were not cancelled."""
@@ -184,7 +221,7 @@ class FairQueue:
         """Take no more jobs; those that wait are still handed out."""
         with self._changed:
             self._closed = True
-            self._changed.notify_all()
+            self._stir()
 
     def _prune(self) -> None:
         """Drop jobs that were cancelled while they waited: a long answer must not let them pile up."""
@@ -200,10 +237,15 @@ class Worker:
     """The thread that owns an engine, and the queue in front of it.
 
     It keeps no reference to what submits the jobs, so an owner that is dropped can be collected.
+
+    Args:
+        max_waiting: most jobs that may wait; None is any number.
+        idle: takes what is to be done while the queue is empty; None does nothing then.
     """
 
-    def __init__(self, max_waiting: int | None = None) -> None:
+    def __init__(self, max_waiting: int | None = None, idle: IdleWork | None = None) -> None:
         self.queue = FairQueue(max_waiting)
+        self._idle = idle or NoIdleWork()
         self.running: Job | None = None
         self._last: tuple[Callable[[], None], ...] = ()
         self._thread = threading.Thread(target=self._run, name="localspec", daemon=True)
@@ -240,6 +282,24 @@ class Worker:
             raise error
         return good[0]
 
+    def when_idle(self, task: IdleTask, *, priority: int = 0, warn: Callable[[str], None] | None = None) -> None:
+        """Have a task done on the thread while nothing waits, step by step; see ``IdleWork.add``."""
+        self._idle.add(task, priority=priority, warn=warn)
+        self.queue.stir()
+
+    def forget_idle(self, task: IdleTask) -> None:
+        """Do no more of a task."""
+        self._idle.remove(task)
+
+    def idle_work_waits(self) -> None:
+        """Say that tasks may have new work. After every job they are asked without being told."""
+        self._idle.renew()
+        self.queue.stir()
+
+    def wait_idle(self, timeout: float | None = None) -> bool:
+        """Wait until no job and no idle work that may be done now is left; whether that came about in time."""
+        return self.queue.wait_at_rest(timeout)
+
     def close(self, *last: Callable[[], None], cancel: bool = False, wait: bool = True) -> None:
         """End the thread after what waits is done.
 
@@ -267,11 +327,19 @@ class Worker:
         self._thread.join(seconds)
 
     def _run(self) -> None:
-        while (job := self.queue.get()) is not None:
-            self.running = job
-            job.run()
-            self.running = None
-            del job
+        while True:
+            job = self.queue.get(self._idle.pause)
+            if job is not None:
+                self.running = job
+                job.run()
+                self.running = None
+                del job
+                self._idle.renew()
+            elif self.queue.ended:
+                break
+            else:
+                self._idle.step(lambda: self.queue.presses)
+        self._idle.clear()
         for last in self._last:
             last()
 

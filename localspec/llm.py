@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from localspec.arguments import DraftLength, checked_bound, checked_bytes, check
 from localspec.asking import AskingModel
 from localspec.catalog import Catalog
 from localspec.errors import Cancelled, UsageError
+from localspec.idle import IdleWork, OnMains
 from localspec.jobs import Job, Worker
 from localspec.logprobs import checked_top
 from localspec.model_loading import PairOptions, Report
@@ -26,10 +27,11 @@ from localspec.session import Session
 from localspec.session import load as load_session
 from localspec.stream import Submit
 from localspec.text import ChatTemplate
+from localspec.tokenizing import Tokenizing
 from localspec.vocab import Vocab
 
 
-class LLM(AskingModel):
+class LLM(AskingModel, Tokenizing):
     """A target model and its drafters, loaded and ready.
 
     One worker thread owns the engine; every method may be called from any thread. One request runs at a time, the
@@ -59,6 +61,8 @@ class LLM(AskingModel):
             draft: 40 KiB with Qwen2.5-Coder 1.5B and 0.5B at f16. 0 keeps none.
         max_queue: most requests that may wait (the one that runs not counted); beyond it a request raises
             ``QueueFull`` at once. None is any number.
+        idle: work while nobody waits: measuring, making copies, reading ahead. It gives way to a request within a pass,
+            and is not done on battery. False does what has to be done while loading, and then nothing between requests.
         progress: called while loading, from the worker thread, with what is being done and the fraction done (or
             None); an exception from it cancels the load and is raised here.
         cancel: set it, from any thread, to cancel the load.
@@ -84,6 +88,7 @@ class LLM(AskingModel):
         draft_backend: str | None = None,
         prefix_cache_bytes: int = DEFAULT_BYTES,
         max_queue: int | None = None,
+        idle: bool = True,
         progress: Report | None = None,
         cancel: threading.Event | None = None,
     ) -> None:
@@ -98,7 +103,7 @@ class LLM(AskingModel):
             backend, n_ctx, n_threads, n_gpu_layers, kv_cache_type, light_draft, remember, draft_backend
         )
         cache_bytes = checked_bytes(prefix_cache_bytes)
-        self._worker = Worker(checked_bound(max_queue))
+        self._worker = Worker(checked_bound(max_queue), IdleWork(OnMains()) if idle else None)
         self._pair = self._load(path, draft_specs(draft), options, cancel or threading.Event())
         target = self._pair.target
         self.backend_name = target.backend
@@ -222,45 +227,6 @@ class LLM(AskingModel):
         """One sentence: why the runtime is, or is not, drafting now."""
         return self._pair.explain(self.draft_length)
 
-    # -- text and tokens -----------------------------------------------------------------------------------------
-
-    # These do not wait for the requests in the queue.
-
-    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
-        """Token ids of a text.
-
-        Args:
-            text: any Unicode text.
-            add_special: put the begin-of-text token in front if the model wants one.
-            parse_special: read ``<|im_end|>`` and the like as the special tokens they name; not for a user's own text.
-        """
-        return self._encoder.tokenize(text, add_special=add_special, parse_special=parse_special)
-
-    def detokenize(self, tokens: Sequence[int]) -> str:
-        """The text that tokens stand for; bytes that are not valid UTF-8 become U+FFFD."""
-        return self._encoder.detokenize(tokens)
-
-    def token_text(self, token: int) -> str:
-        """A token on its own, for display: half of a character shows as U+FFFD, a special token as its name."""
-        return self._encoder.token_text(token)
-
-    def encode(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
-        """The token ids that a prompt stands for, chat template included where it is a list of messages.
-
-        Args:
-            prompt: messages, or a text.
-            tools: descriptions of functions, for templates that know about tools.
-
-        Raises:
-            UsageError: the messages are not messages.
-            TemplateError: the chat template failed on them.
-        """
-        return self._encoder.encode(prompt, tools=tools)
-
-    def count_tokens(self, prompt: Prompt) -> int:
-        """How many tokens a prompt has, chat template included where it is a list of messages."""
-        return len(self.encode(prompt))
-
     # -- conversations -------------------------------------------------------------------------------------------
 
     def session(self, system: str | None = None, params: SamplingParams | None = None) -> Session:
@@ -359,6 +325,10 @@ class LLM(AskingModel):
             return job
 
         return submit
+
+    def wait_idle(self, timeout: float | None = None) -> bool:
+        """Wait until no request and no work for idle time is left, at most so long [s]; whether that came about."""
+        return self._worker.wait_idle(timeout)
 
     def _call(self, function: Callable[[], Any]) -> Any:
         """Run a function on the worker thread, in its turn, and wait for its result."""

@@ -44,6 +44,7 @@ class RunOptions:
     gpu_layers: int | None = None
     kv_cache: str = "f16"
     light_draft: bool = True
+    idle: bool = True
     system: str | None = None
     verbose: bool = False
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -108,6 +109,7 @@ class RunOptions:
             n_gpu_layers=self.gpu_layers,
             kv_cache_type=self.kv_cache,
             light_draft=self.light_draft,
+            idle=self.idle,
             progress=report,
         )
 

@@ -187,6 +187,7 @@ class Run:
             light_draft=options.light_draft,
             remember=False,  # every run starts from the same knowledge
             prefix_cache_bytes=0,  # and reads every prompt itself
+            idle=False,  # nothing may run beside what is measured
             progress=self._watch.report,
         )
 

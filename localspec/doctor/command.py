@@ -324,6 +324,7 @@ class Doctor:
             light_draft=options.light_draft,
             remember=False,  # an examination is no conversation to learn from
             prefix_cache_bytes=0,
+            idle=False,  # nothing may run beside what is measured
             progress=watch.report,
         )
 
