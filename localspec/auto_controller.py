@@ -32,9 +32,6 @@ LONG_READING = 2.0
 BUSY_SCALE = 1.25
 """Where the target's passes take this many times what was calibrated, another program has the CPU."""
 
-MOST_CHARGED = 2.0
-"""A pass of a draft model is charged at most this many times what was expected of it: the rest is the machine's."""
-
 _LEADS_TO = np.array([leads_to(low) for low in (0.0, *EDGES)])
 
 
@@ -43,7 +40,7 @@ class AutoController(Controller):
 
     Two things keep it from being slower than plain decoding. It drafts only where that is expected to pay; and what it
     may lose where it is wrong is bounded by a budget that outlives the answer (see ``time_budget``). A round is charged
-    at most twice what was expected of it: a machine that stalls is not the drafting's fault.
+    at most what was expected of it: that a machine stalls is not the drafting's fault.
 
     A draft model that was given up is tried again: without new evidence its estimates drift back to what is typical,
     and when the text it has missed is worth reading on those terms (see ``prefill_gate``), and the budget covers it, it
@@ -94,7 +91,7 @@ class AutoController(Controller):
         self._at_work: set[str] = set()
         self._emitted = 0
         self._behind: set[str] = set(draft_times)
-        self._hopeless: set[str] = set()
+        self._unprofitable: set[str] = set()
         self._room = 0
         self._ms_draft = self._ms_invested = 0.0
         self._continuation: Continuation | None = None
@@ -103,6 +100,9 @@ class AutoController(Controller):
         self._without_until = 0
         self._age = 0
         self._reason = ""
+
+    def may_use(self, source: str) -> bool:
+        return source not in self._unprofitable
 
     def begin(self, params: SamplingParams, n_prompt: int) -> None:
         self._temperature = params.temperature or 1.0
@@ -131,7 +131,7 @@ class AutoController(Controller):
     @property
     def _models(self) -> list[str]:
         """The draft models that are thought about: not those that would not even pay if they were always right."""
-        return [source for source in self.draft_times if source not in self._hopeless]
+        return [source for source in self.draft_times if source not in self._unprofitable]
 
     def _prospects(self, source: str, step_ms: float) -> Prospects:
         table = np.array(self.sources[source].table())
@@ -162,9 +162,9 @@ class AutoController(Controller):
 
     def _refresh(self) -> None:
         last, at_hand = self._continuation, self._at_hand
-        hopeful = [source for source in self.sources if source not in self._hopeless]
-        self._continuation = self.solve(*hopeful, rate=last.best_rate if last else None)
-        if self._behind == self._hopeless:
+        profitable = [source for source in self.sources if source not in self._unprofitable]
+        self._continuation = self.solve(*profitable, rate=last.best_rate if last else None)
+        if self._behind == self._unprofitable:
             self._at_hand = self._continuation
         else:
             able = [source for source in self.sources if source not in self._behind]
@@ -196,12 +196,12 @@ class AutoController(Controller):
             return self.prospect.send(plan.n, plan.reach, expected, after) > 0
         continuation = self.continuation
         worth = continuation.copy(plan.n, plan.reach, expected, plan.room, after)
-        models = range(len(self.draft_times) - len(self._behind))  # who is hopeless is left behind
+        models = range(len(self.draft_times) - len(self._behind))  # who is unprofitable is left behind
         return worth > 0 and all(worth >= continuation.step(plan.n, plan.reach, plan.after, model) for model in models)
 
     def step_pays(self, plan: AutoPlan, source: str, pending: int) -> bool:
         """Whether a draft step is worth its time, its confidence not yet known."""
-        if source in self._hopeless:
+        if source in self._unprofitable:
             return False
         times = self.draft_times[source]
         catch_up = times(pending) - times(1)
@@ -257,27 +257,30 @@ class AutoController(Controller):
             self._without_until = self._age + 3 * self.SOLVE_EVERY
         return self._without_gain
 
-    def _give_up_the_hopeless(self, needs: Mapping[str, float]) -> None:
+    def _find_the_unprofitable(self, needs: Mapping[str, float]) -> None:
         """Do not think about draft models that would not pay if they were always right, as long as passes cost this."""
-        hopeless = {source for source in self.draft_times if needs[source] > NEVER}
-        if hopeless != self._hopeless:
-            self._hopeless, self.stale = hopeless, True
-            for source in hopeless:
+        unprofitable = {source for source in self.draft_times if needs[source] > NEVER}
+        if unprofitable != self._unprofitable:
+            self._unprofitable, self.stale = unprofitable, True
+            for source in unprofitable:
                 self._set_behind(source, True)
 
     # -- learning ------------------------------------------------------------------------------------------------
 
     def is_uncertain_of(self, source: str) -> bool:
-        """Whether the machine is slower than calibrated, and no pass of this answer shows what that does to a model.
+        """Whether the machine is slower than calibrated, and no passes of this answer show what that does to a model.
 
         Beside a program that takes 40 % of the CPUs a target pass took 2.2 times as long, one of the draft model 3.1.
         """
         return self.times.scale > BUSY_SCALE and not self.draft_times[source].is_recent
 
     def charge(self, source: str, n_tokens: int, ms: float, *, is_investment: bool) -> float:
-        """A pass of a draft model took so long; returns what of it is charged [ms]."""
+        """A pass of a draft model took so long; returns what of it is charged [ms]: at most what was expected.
+
+        The rest is the machine's doing. If it stays so slow, ``times`` says so from the second pass on.
+        """
         times = self.draft_times[source]
-        charged = min(ms, MOST_CHARGED * times(n_tokens))
+        charged = min(ms, times(n_tokens))
         self._ms_draft += charged
         if is_investment:
             self._ms_invested += charged
@@ -308,13 +311,13 @@ class AutoController(Controller):
             if source not in drafted:
                 # What slows the target's passes slows those of a draft model that is not running too.
                 times.scale *= self.times.scale / before
-                if round_.ms_draft < 0.5 * times(1) and source not in self._hopeless:
+                if round_.ms_draft < 0.5 * times(1) and source not in self._unprofitable:
                     self.sources[source].idle(len(round_.emitted), self._certainties(round_))
         self._at_work = drafted
         self._emitted += len(round_.emitted)
         if self._age % self.EXPLAIN_EVERY == 1:
             needs = self._needs()
-            self._give_up_the_hopeless(needs)
+            self._find_the_unprofitable(needs)
             self._reason = self._explain(needs)
         round_.reason = self._reason
 

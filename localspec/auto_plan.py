@@ -44,7 +44,7 @@ class AutoPlan:
         return self.controller.step_pays(self, source, pending)
 
     def piece(self, source: str, pending: int) -> int:
-        # A long reading is paid in advance, at a price that may be out of date: a first piece shows today's.
+        # A long reading is paid in advance, at a price that may be out of date: first pieces show today's.
         probes = self.invests and self.controller.is_uncertain_of(source)
         return min(pending, PROBE_TOKENS) if probes else pending
 

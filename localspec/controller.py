@@ -20,6 +20,10 @@ class Controller(ABC):
     def begin(self, params: SamplingParams, n_prompt: int) -> None:  # noqa: B027 - optional hook
         """A new request starts."""
 
+    def may_use(self, source: str) -> bool:
+        """Whether a drafter may be asked at all, as things stand; if not, it need not keep up with the conversation."""
+        return True
+
     @abstractmethod
     def plan(self, room: int, n_past: int) -> Plan:
         """The permission to draft in the next round.
@@ -92,6 +96,9 @@ class FixedController(Controller):
         self.length = length
         self.times = times
         self.floor = 0.7 if has_model else 0.0
+
+    def may_use(self, source: str) -> bool:
+        return self.length > 0
 
     def plan(self, room: int, n_past: int) -> Plan:
         return FixedPlan(min(room, self.length), self.floor)

@@ -25,8 +25,15 @@ NOISY = 1.15
 NARROW = (1, 2, 3, 4)
 """Widths timed three times as often: most passes are this narrow, and what a row costs is a small difference."""
 
-MOST_SURPRISE = 2.0
-"""One pass counts at most as if it had taken this many times as long as expected, or as short."""
+ONCE_MOST = math.log(2.0)
+"""One pass counts at most as if it had taken twice as long as expected, or half."""
+
+NOISE = 0.15
+"""Differences under this (of logarithms) are noise: passes of one width spread by 5 to 10 % here."""
+
+AGREED_SHARE = 0.7
+AGREED_MOST = math.log(4.0)
+"""Of what two passes in a row agree on, the share that is believed at once, and the most."""
 
 TRIM_KEPT = 0.99
 """Of the correction of one width alone, what is left after a pass of another width: half after 69 passes. A width that
@@ -67,6 +74,7 @@ class PassTimes:
     noisy: bool = False
     _n_observed: int = 0
     _n_recent: int = 0
+    _last: float = 0.0
     _drift: float = 0.0
 
     def __call__(self, width: int) -> float:
@@ -94,42 +102,47 @@ class PassTimes:
         return known[below] * (1 - share) + known[above] * share
 
     def begin(self) -> None:
-        """Another answer begins: the machine may have become another since the last, so the next passes count more."""
-        self._n_recent = 0
+        """Another answer begins."""
+        self._n_recent, self._last = 0, 0.0
 
     def observe(self, width: int, ms: float) -> None:
-        """Correct the curve by one measured pass; an outlier counts at most as a factor of two.
+        """Correct the curve by one measured pass.
 
-        The first passes of an answer move the estimate by half, a third, … of the difference (the mean of all since
-        then, and one for what was known before), later ones by a fixed share: so two rounds show that a neighbour has
-        taken the CPU, and afterwards the estimate is steady.
+        One pass says little: it moves the estimate by a tenth of the difference, and an outlier counts as a factor of
+        two at most. Two in a row that both differ by more than noise are another machine, as when a neighbour has taken
+        the CPU, and what they agree on is believed at once.
         """
         expected = self(width)
         if expected <= 0 or ms <= 0:
             return
-        surprise = math.log(min(MOST_SURPRISE, max(1 / MOST_SURPRISE, ms / expected)))
+        wide = width > max(self.base)
+        surprise = math.log(ms / expected)
+        agreed = min(abs(surprise), abs(self._last), AGREED_MOST) if surprise * self._last > 0 else 0.0
+        quick = math.copysign(AGREED_SHARE * agreed, surprise) if agreed > NOISE else 0.0
+        once = min(ONCE_MOST, max(-ONCE_MOST, surprise))
         self._n_recent += 1
-        quick = 1.0 / (self._n_recent + 1)
-        for known in self.trim:
-            if known != width:  # nothing is learned of it now, so it drifts back to what was calibrated
-                self.trim[known] **= TRIM_KEPT
-        if width > max(self.base):
-            self.beyond = min(3.0, max(0.33, self.beyond * math.exp(0.3 * surprise)))
+        if wide:
+            self.beyond = min(3.0, max(0.33, self.beyond * math.exp(0.3 * once)))
             return
         self._n_observed += 1
         self._drift += (math.log(ms / self._curve(width)) - self._drift) / min(self._n_observed, 500)
+        change = max(quick, (0.1 if width == 1 else 0.08) * once, key=abs)
+        self.scale *= math.exp(change)
+        self._last = surprise - change
         if width == 1:
-            self.scale *= math.exp(max(quick, 0.1) * surprise)
-            self.slope **= 0.98  # the same
+            self.slope **= 0.98  # nothing is learned of it now, so it drifts back to what was calibrated
         else:
-            self.scale *= math.exp(max(quick, 0.08) * surprise)
-            self.slope = min(2.5, max(0.4, self.slope * math.exp(0.06 * surprise)))
-            self.trim[width] = min(1.5, max(0.67, self.trim.get(width, 1.0) * math.exp(0.04 * surprise)))
+            self.slope = min(2.5, max(0.4, self.slope * math.exp(0.06 * once)))
+        for known in self.trim:
+            if known != width:  # the same
+                self.trim[known] **= TRIM_KEPT
+        if width > 1:
+            self.trim[width] = min(1.5, max(0.67, self.trim.get(width, 1.0) * math.exp(0.04 * once)))
 
     @property
     def is_recent(self) -> bool:
-        """Whether a pass of this answer has shown what passes cost now."""
-        return self._n_recent > 0
+        """Whether passes of this answer have shown what they cost now: two, see ``observe``."""
+        return self._n_recent >= 2
 
     @property
     def fits(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from localspec.answering import Request, answer, score
 from localspec.arguments import DraftLength, checked_bound, checked_bytes, checked_length, draft_specs
 from localspec.asking import AskingModel
+from localspec.backends.base import shared_prefix
 from localspec.catalog import Catalog
 from localspec.errors import Cancelled, UsageError
 from localspec.idle import IdleWork, OnMains
@@ -22,6 +23,7 @@ from localspec.model_loading import PairOptions, Report
 from localspec.pair import Pair
 from localspec.prefix_cache import DEFAULT_BYTES
 from localspec.prompts import Prompt, PromptEncoder
+from localspec.read_ahead import ReadAhead
 from localspec.sampling import SamplingParams
 from localspec.session import Session
 from localspec.session import load as load_session
@@ -117,6 +119,8 @@ class LLM(AskingModel, Tokenizing):
             self._worker.close(self._pair.close)
             raise
         self._encoder = PromptEncoder(target, self.template)
+        self._read_ahead = ReadAhead(self._pair)
+        self._worker.when_idle(self._read_ahead)
         self._last = (self._encoder.close, self._pair.close)
         # Neither the worker nor this holds on to the LLM: dropped without close(), it gives its memory back too.
         self._finalizer = weakref.finalize(self, self._worker.close, *self._last, cancel=True, wait=False)
@@ -325,6 +329,21 @@ class LLM(AskingModel, Tokenizing):
             return job
 
         return submit
+
+    def read_ahead(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Have idle time spent on reading what a chat's next prompt will begin with: these messages, then the user's.
+
+        >>> llm.read_ahead([{"role": "system", "content": "You are terse."}])  # while somebody types the first question
+
+        Args:
+            messages: what is known already, the system prompt or the conversation so far.
+
+        Raises:
+            UsageError, TemplateError: as from ``encode``.
+        """
+        one, other = (self.encode([*messages, {"role": "user", "content": text}]) for text in ("a", "1"))
+        self._read_ahead.expect(one[: shared_prefix(one, other)])
+        self._worker.idle_work_waits()
 
     def wait_idle(self, timeout: float | None = None) -> bool:
         """Wait until no request and no work for idle time is left, at most so long [s]; whether that came about."""

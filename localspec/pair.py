@@ -45,6 +45,7 @@ class Pair:
 
     Attributes:
         warnings: one-line remarks from loading that a user should see.
+        said: the conversation last worked on, prompt and answer.
     """
 
     def __init__(self, path: Path, draft: Sequence[str] | str | None, options: PairOptions, report: Report) -> None:
@@ -57,6 +58,7 @@ class Pair:
         self._loader = Loader(options, self.warnings)
         self._draft_times: dict[str, PassTimes] = {}
         self._last: Controller | None = None
+        self.said: Sequence[int] = ()
         self.prefix_cache = PrefixCache()
         backends.check_name(options.draft_backend or "auto")
         self.target = self._loader.load(path, report)
@@ -228,7 +230,7 @@ class Pair:
         plain = isinstance(controller, FixedController) and controller.length == 0
         decoder = SpeculativeDecoder(self.context, [] if plain else [*forced, *chosen], controller)
         reading = [] if plain else [each.context for each in chosen if isinstance(each, DraftModelDrafter)]
-        said = list(prompt)
+        said = self.said = list(prompt)
         # A pass that is broken off leaves every context with what its `tokens` says.
         with self._working_on(said, reading, cancelled), suppress(Cancelled):
             on_prefilled(decoder.prefill(prompt, cancelled))
@@ -285,6 +287,11 @@ class Pair:
         self.context.truncate(0)
         for start in range(0, len(tokens), n_chunk):
             yield start, self.context.decode(tokens[start : start + n_chunk]).logits
+
+    def useful_drafts(self) -> list[Context]:
+        """Contexts of the draft models that the next answer may use, as far as the last one told."""
+        drafts = [each for each in self._drafters if isinstance(each, DraftModelDrafter)]
+        return [each.context for each in drafts if self._last is None or self._last.may_use(each.source)]
 
     @property
     def contexts(self) -> list[Context]:

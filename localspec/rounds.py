@@ -189,8 +189,9 @@ class SpecStats(Mapping[str, Any]):
     * ``accepted_per_position[i]``: rounds in which the guess at position i was accepted;
       ``drafted_per_position[i]``: rounds that had a guess there.
     * ``tokens_per_second``: completion tokens / (seconds_draft + seconds_verify + seconds_other); prompt excluded.
-    * ``estimated_plain_tokens_per_second``: 1 / t(1), t(1) being the cost model's time of a one-token pass (plus our
-      own time per round); ``estimated_speedup`` is the ratio of the two. None where t(1) is not known.
+    * ``estimated_plain_tokens_per_second``: 1 / t(1), t(1) being the time of a one-token pass as this answer's own passes
+      went: what they took, by the cost model's ratio of their widths to one token. ``estimated_speedup`` is the ratio
+      of the two. None where t(1) is not known.
     """
 
     def __init__(self) -> None:

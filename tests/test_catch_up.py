@@ -30,6 +30,9 @@ class Recorder:
     def more(self, source: str, pending: int = 0) -> bool:
         return pending <= self.worth
 
+    def piece(self, source: str, pending: int) -> int:
+        return pending
+
     def spent(self, source: str, n_tokens: int, ms: float) -> None:
         self.n_read, self.ms = n_tokens, ms
 

@@ -34,6 +34,9 @@ class FixedPlan:
     def more(self, source: str, pending: int = 0) -> bool:
         return True
 
+    def piece(self, source: str, pending: int) -> int:
+        return pending
+
     def spent(self, source: str, n_tokens: int, ms: float) -> None:
         raise AssertionError("an n-gram runs no model")
 

@@ -78,15 +78,15 @@ class DraftModelDrafter(Drafter):
         return tokens, None
 
     def _probe(self, tokens: Sequence[int], known: int, plan: Plan) -> int | None:
-        """Read a first piece, if the plan wants to see what reading costs now; None if the rest is not worth it."""
-        pending = len(tokens) - known
-        piece = plan.piece(self.source, pending)
-        if piece >= pending:
-            return known
-        started = time.perf_counter()
-        self.context.decode(tokens[known : known + piece], "none")
-        plan.spent(self.source, piece, (time.perf_counter() - started) * 1e3)
-        return known + piece if plan.more(self.source, pending - piece) else None
+        """Read first pieces, if the plan wants to see what reading costs now; None if the rest is not worth it."""
+        while (piece := plan.piece(self.source, len(tokens) - known)) < len(tokens) - known:
+            started = time.perf_counter()
+            self.context.decode(tokens[known : known + piece], "none")
+            plan.spent(self.source, piece, (time.perf_counter() - started) * 1e3)
+            known += piece
+            if not plan.more(self.source, len(tokens) - known):
+                return None
+        return known
 
     def _read(self, tokens: Sequence[int], known: int, n_witness: int, plan: Plan, proposer: Proposer) -> Row:
         """Decode ``tokens[known:]`` and return the logits behind the last; judge guesses for settled ones on the way.

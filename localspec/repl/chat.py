@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from localspec.errors import LocalspecError
 from localspec.failures import line_of
 from localspec.interrupts import on_interrupt
 from localspec.repl.conversation import Conversation, Turn
@@ -98,8 +99,15 @@ class Chat:
             self.screen.note(f"[stopped; {kept}; /retry asks again]")
         elif turn.finish_reason == "length":
             self.screen.note(f"[cut short: {self._limit(turn)}]")
+        self.read_ahead()
         if self.screen.terminal and not self.screen.ansi:
             self.screen.note(f"({self.status})")
+
+    def read_ahead(self) -> None:
+        """While the person types, the models read what the next question will follow."""
+        if self.screen.interactive:
+            with suppress(LocalspecError):  # then it is read when it is asked
+                self.llm.read_ahead(self.conversation.messages())
 
     def _limit(self, turn: Turn) -> str:
         budget = self.params.max_tokens

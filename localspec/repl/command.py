@@ -69,6 +69,7 @@ def _converse(chat: Chat) -> int:
     """Prompt, answer, repeat."""
     ask = _asker(chat)
     header(chat.llm, chat.screen)
+    chat.read_ahead()
     while not chat.leaving:
         try:
             line = ask()
