@@ -106,6 +106,7 @@ class AutoController(Controller):
         self._emitted = 0
         self._behind: set[str] = set(draft_times)
         self._hopeless: set[str] = set()
+        self._lost: set[str] = set()
         self._budget = self.HORIZON_TOKENS
         self._continuation: Continuation | None = None
         self._at_hand: Continuation | None = None
@@ -268,11 +269,15 @@ class AutoController(Controller):
 
     def _give_up_the_hopeless(self, needs: Mapping[str, float]) -> None:
         """Do not think about draft models that would not pay if they were always right, as long as passes cost this."""
-        hopeless = {source for source in self.draft_times if needs[source] > NEVER}
+        hopeless = self._lost | {source for source in self.draft_times if needs[source] > NEVER}
         if hopeless != self._hopeless:
             self._hopeless, self.stale = hopeless, True
             for source in hopeless:
                 self._set_behind(source, True)
+
+    def lose(self, source: str) -> None:
+        self._lost.add(source)
+        self._give_up_the_hopeless(self._needs())
 
     # -- learning ------------------------------------------------------------------------------------------------
 

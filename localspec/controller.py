@@ -32,6 +32,9 @@ class Controller(ABC):
     def watch(self, row: Row) -> None:  # noqa: B027 - optional hook
         """The logits [n_vocab] that the target just chose a token from; ``update`` follows."""
 
+    def lose(self, source: str) -> None:  # noqa: B027 - optional hook
+        """A drafter failed and will make no more guesses."""
+
     @abstractmethod
     def update(self, round_: Round) -> None:
         """Learn from a finished round, and note in it why it drafted as it did."""
@@ -92,6 +95,9 @@ class FixedController(Controller):
 
     def plan(self, room: int, n_past: int) -> Plan:
         return FixedPlan(min(room, self.length), self.floor)
+
+    def lose(self, source: str) -> None:
+        self.floor = 0.0
 
     def update(self, round_: Round) -> None:
         if self.times is not None:

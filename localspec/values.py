@@ -1,0 +1,62 @@
+"""What callers give for numbers: Python's, NumPy's or none at all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from numbers import Integral, Real
+from typing import Any
+
+from localspec.errors import UsageError
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a real number, NaN and infinity included; True and False are none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def as_float(value: Any) -> float:
+    """A number in Python's own type; one too large for it is infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def checked_whole(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """A whole number within bounds, in Python's own type.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if not is_whole(value) or value < least or (most is not None and value > most):
+        bounds = f"a whole number, {least} or more" if most is None else f"a whole number in {least}..{most}"
+        raise UsageError(f"{name} must be {bounds}, not {value!r}")
+    return int(value)
+
+
+def token_ids(what: str, ids: Any, n_vocab: int | None = None) -> list[int]:
+    """Token ids, from anything that yields whole numbers.
+
+    Args:
+        what: what they are, for the message.
+        ids: whole numbers.
+        n_vocab: how many the model takes; None is any number.
+
+    Raises:
+        UsageError: they are not, or not this model's.
+    """
+    if isinstance(ids, str | bytes | bytearray | memoryview) or not isinstance(ids, Iterable):
+        raise UsageError(f"{what} must be token ids, not {type(ids).__name__}")
+    tokens = list(ids)
+    for token in tokens:
+        if not is_whole(token):
+            raise UsageError(f"{what} must be token ids, which are whole numbers, not {token!r}")
+        if n_vocab is not None and not 0 <= token < n_vocab:
+            raise UsageError(f"{what} must be token ids of this model, in 0..{n_vocab - 1}, not {token!r}")
+    return [int(token) for token in tokens]
