@@ -15,7 +15,7 @@ from localspec.errors import UsageError
 from localspec.model_loading import PairOptions
 from localspec.options import KV_CACHE_TYPES, MAX_COUNT, MAX_THREADS
 from localspec.sampling import SamplingParams
-from localspec.values import as_float, checked_whole, is_number, is_whole
+from localspec.values import as_float, checked_whole, is_number, is_whole, listed
 
 DraftLength = int | str
 """``auto``, or a number of tokens."""
@@ -46,9 +46,8 @@ def draft_specs(draft: Spec | Iterable[Spec] | None) -> list[str]:
     """The ``draft`` argument as a list of names."""
     if draft is None:
         return []
-    if isinstance(draft, str | bytes | os.PathLike) or not isinstance(draft, Iterable):
-        return [checked_spec("draft", draft)]
-    return [checked_spec("draft", each) for each in draft]
+    specs = listed(draft)
+    return [checked_spec("draft", each) for each in ([draft] if specs is None else specs)]
 
 
 def checked_length(value: Any) -> DraftLength:
@@ -77,7 +76,7 @@ def checked_options(
     """How to load; see ``LLM``."""
     check_name(backend)
     check_name("auto" if draft_backend is None else draft_backend)
-    if kv_type not in KV_CACHE_TYPES:
+    if not isinstance(kv_type, str) or kv_type not in KV_CACHE_TYPES:
         raise UsageError(f"kv_cache_type must be {', '.join(KV_CACHE_TYPES)}, not {kv_type!r}")
     return PairOptions(
         backend,
@@ -129,8 +128,9 @@ def drafter_names(names: str | Iterable[str] | None) -> list[str] | None:
     """Which drafters take part."""
     if names is None:
         return None
-    listed = [names] if isinstance(names, str) or not isinstance(names, Iterable) else list(names)
-    for name in listed:
+    several = listed(names)
+    several = [names] if several is None else several
+    for name in several:
         if not isinstance(name, str):
             raise UsageError(f"drafters must be names of drafters, not {name!r}")
-    return listed
+    return several

@@ -280,7 +280,7 @@ class LLM(AskingModel):
         Raises:
             SessionFileError: the file is missing, foreign, from another version, or damaged in its text.
         """
-        return load_session(self, Path(path))
+        return load_session(self, path)
 
     async def aload_session(self, path: str | Path) -> Session:
         """As ``load_session``, for asyncio."""

@@ -10,7 +10,7 @@ from typing import Any, cast
 from localspec.backends.base import Model
 from localspec.errors import Closed, UsageError
 from localspec.templates import ChatTemplate
-from localspec.values import token_ids
+from localspec.values import listed, token_ids
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Messages | Sequence[int]
@@ -66,10 +66,10 @@ class PromptEncoder:
         """
         if isinstance(prompt, str):
             return self.tokenize(prompt, add_special=True)
-        if isinstance(prompt, bytes | bytearray | memoryview | Mapping) or not isinstance(prompt, Iterable):
+        parts = listed(prompt)
+        if parts is None:
             kind = type(prompt).__name__
             raise UsageError(f"a prompt is a text, a list of messages or a list of token ids, not {kind}")
-        parts: list[Any] = list(prompt)
         if parts and isinstance(parts[0], Real):
             return self.ids("the prompt", parts)
         messages = cast(Messages, parts)
@@ -93,6 +93,7 @@ class PromptEncoder:
 
     def token_text(self, token: int) -> str:
         """A token on its own, for display."""
+        (token,) = token_ids("the token", [token])
         if not 0 <= token < self._vocab.n_tokens:
             return f"<{token}>"
         return self._vocab.token_bytes(token).decode("utf-8", "replace") or self._vocab.token_text(token)

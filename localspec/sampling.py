@@ -29,8 +29,8 @@ Probs = npt.NDArray[np.float64]
 
 _BLOCK = 128
 
-HUGE = 1e30
-"""Bound of what may be added to a logit or multiply one: sums and products of such are finite in single precision."""
+HUGE, MANY = 1e30, 1e6
+"""Most that may be added to a logit, and most times that it may be taken: finite in single precision, both at once."""
 
 
 class NotNumbers(EngineError):
@@ -104,7 +104,7 @@ class SamplingParams:
         check(self.top_k >= 0, "top_k", "0 (off) or more")
         check(0 < self.top_p <= 1, "top_p", "over 0 and at most 1")
         check(0 <= self.min_p < 1, "min_p", "at least 0 and under 1")
-        check(1 / HUGE <= self.repeat_penalty <= HUGE, "repeat_penalty", f"over 0, in {1 / HUGE:g}..{HUGE:g}")
+        check(1 / MANY <= self.repeat_penalty <= MANY, "repeat_penalty", f"over 0, in {1 / MANY:g}..{MANY:g}")
         check(self.repeat_last_n >= 0, "repeat_last_n", "0 or more")
         check(abs(self.presence_penalty) <= HUGE, "presence_penalty", f"in {-HUGE:g}..{HUGE:g}")
         check(abs(self.frequency_penalty) <= HUGE, "frequency_penalty", f"in {-HUGE:g}..{HUGE:g}")
@@ -285,7 +285,8 @@ def top_probability(row: Row, temperature: float = 1.0) -> float:
     Qwen2.5-Coder 0.5B): picking out and exponentiating the tens of thousands up to e^-16 took 2.7 times as long.
     """
     top = row.max()
-    likely = row[row > top - 12.0 * temperature]
+    temperature = max(temperature, 1e-30)  # what is less is 0 in single precision
+    likely = row[row >= top - 12.0 * temperature]  # >=: of a huge logit nothing can be subtracted
     return float(1.0 / np.exp((likely - top) / temperature).sum())
 
 

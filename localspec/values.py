@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -26,6 +26,16 @@ def as_float(value: Any) -> float:
         return float(value)
     except OverflowError:
         return math.inf if value > 0 else -math.inf
+
+
+def listed(values: Any) -> list[Any] | None:
+    """Anything that yields values, as a list; None for what does not, and for texts and bytes, which are one value."""
+    if isinstance(values, str | bytes | bytearray | memoryview | Mapping):
+        return None
+    try:
+        return list(values)
+    except TypeError:
+        return None
 
 
 def checked_whole(name: str, value: Any, least: int, most: int | None = None) -> int:
@@ -51,9 +61,9 @@ def token_ids(what: str, ids: Any, n_vocab: int | None = None) -> list[int]:
     Raises:
         UsageError: they are not, or not this model's.
     """
-    if isinstance(ids, str | bytes | bytearray | memoryview) or not isinstance(ids, Iterable):
+    tokens = listed(ids)
+    if tokens is None:
         raise UsageError(f"{what} must be token ids, not {type(ids).__name__}")
-    tokens = list(ids)
     for token in tokens:
         if not is_whole(token):
             raise UsageError(f"{what} must be token ids, which are whole numbers, not {token!r}")
