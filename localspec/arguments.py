@@ -15,7 +15,7 @@ from localspec.errors import UsageError
 from localspec.model_loading import PairOptions
 from localspec.options import KV_CACHE_TYPES, MAX_COUNT, MAX_THREADS
 from localspec.sampling import SamplingParams
-from localspec.values import as_float, checked_whole, is_number, is_whole, listed
+from localspec.values import as_float, checked_whole, is_number, is_whole, listed, shown
 
 DraftLength = int | str
 """``auto``, or a number of tokens."""
@@ -38,7 +38,7 @@ def checked_spec(name: str, value: Any) -> str:
     """A model as text."""
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(text, str) or not text:
-        raise UsageError(f"{name} must be the name or the path of a model, not {value!r}")
+        raise UsageError(f"{name} must be the name or the path of a model, not {shown(value)}")
     return text
 
 
@@ -59,7 +59,7 @@ def checked_length(value: Any) -> DraftLength:
     except ValueError:
         length = None
     if length is None:
-        raise UsageError(f"the draft length must be auto or a number, not {value!r}")
+        raise UsageError(f"the draft length must be auto or a number, not {shown(value)}")
     return FixedController(length).length
 
 
@@ -77,7 +77,7 @@ def checked_options(
     check_name(backend)
     check_name("auto" if draft_backend is None else draft_backend)
     if not isinstance(kv_type, str) or kv_type not in KV_CACHE_TYPES:
-        raise UsageError(f"kv_cache_type must be {', '.join(KV_CACHE_TYPES)}, not {kv_type!r}")
+        raise UsageError(f"kv_cache_type must be {', '.join(KV_CACHE_TYPES)}, not {shown(kv_type)}")
     return PairOptions(
         backend,
         None if n_ctx is None else checked_whole("n_ctx", n_ctx, 1, MAX_COUNT),
@@ -93,9 +93,9 @@ def checked_options(
 def checked_loading(progress: Any, cancel: Any) -> threading.Event:
     """What follows and stops a load."""
     if progress is not None and not callable(progress):
-        raise UsageError(f"progress must be a function, not {progress!r}")
+        raise UsageError(f"progress must be a function, not {shown(progress)}")
     if cancel is not None and not isinstance(cancel, threading.Event):
-        raise UsageError(f"cancel must be a threading.Event, not {cancel!r}")
+        raise UsageError(f"cancel must be a threading.Event, not {shown(cancel)}")
     return threading.Event() if cancel is None else cancel
 
 
@@ -120,7 +120,7 @@ def checked_turn(deadline: float | None, conversation: Hashable | None) -> tuple
         return None, conversation
     seconds = as_float(deadline) if is_number(deadline) else math.nan
     if not (math.isfinite(seconds) and seconds > 0):
-        raise UsageError(f"the deadline must be a number of seconds over 0, not {deadline!r}")
+        raise UsageError(f"the deadline must be a number of seconds over 0, not {shown(deadline)}")
     return seconds, conversation
 
 
@@ -132,5 +132,5 @@ def drafter_names(names: str | Iterable[str] | None) -> list[str] | None:
     several = [names] if several is None else several
     for name in several:
         if not isinstance(name, str):
-            raise UsageError(f"drafters must be names of drafters, not {name!r}")
+            raise UsageError(f"drafters must be names of drafters, not {shown(name)}")
     return several

@@ -10,6 +10,7 @@ from localspec.drafters.base import Plan
 from localspec.errors import UsageError
 from localspec.rounds import Round
 from localspec.sampling import Row, SamplingParams
+from localspec.values import shown
 
 MAX_FIXED_DRAFT = 64
 
@@ -88,7 +89,7 @@ class FixedController(Controller):
 
     def __init__(self, length: int, times: PassTimes | None = None, *, has_model: bool = False) -> None:
         if not 0 <= length <= MAX_FIXED_DRAFT:
-            raise UsageError(f"the draft length must be auto or 0..{MAX_FIXED_DRAFT}, not {length}")
+            raise UsageError(f"the draft length must be auto or 0..{MAX_FIXED_DRAFT}, not {shown(length)}")
         self.length = length
         self.times = times
         self.floor = 0.7 if has_model else 0.0

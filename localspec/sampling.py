@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.errors import EngineError, UsageError
-from localspec.values import as_float, is_number, is_whole
+from localspec.values import as_float, is_number, is_whole, shown
 
 Row = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
@@ -82,7 +82,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         def check(ok: bool, name: str, rule: str) -> None:
             if not ok:
-                raise UsageError(f"{name} must be {rule}, not {getattr(self, name)!r}")
+                raise UsageError(f"{name} must be {rule}, not {shown(getattr(self, name))}")
 
         def put(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)

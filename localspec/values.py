@@ -10,6 +10,15 @@ from typing import Any
 from localspec.errors import UsageError
 
 
+def shown(value: object) -> str:
+    """A value in an error message: one line, not long."""
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # Python does not spell out numbers of thousands of digits
+        text = f"a number of {type(value).__name__} that is too large"
+    return text if len(text) <= 120 else f"{text[:80]}…{text[-30:]}"
+
+
 def is_whole(value: object) -> bool:
     """Whether a value is a whole number; True and False are none."""
     return isinstance(value, Integral) and not isinstance(value, bool)
@@ -46,7 +55,7 @@ def checked_whole(name: str, value: Any, least: int, most: int | None = None) ->
     """
     if not is_whole(value) or value < least or (most is not None and value > most):
         bounds = f"a whole number, {least} or more" if most is None else f"a whole number in {least}..{most}"
-        raise UsageError(f"{name} must be {bounds}, not {value!r}")
+        raise UsageError(f"{name} must be {bounds}, not {shown(value)}")
     return int(value)
 
 
@@ -66,7 +75,7 @@ def token_ids(what: str, ids: Any, n_vocab: int | None = None) -> list[int]:
         raise UsageError(f"{what} must be token ids, not {type(ids).__name__}")
     for token in tokens:
         if not is_whole(token):
-            raise UsageError(f"{what} must be token ids, which are whole numbers, not {token!r}")
+            raise UsageError(f"{what} must be token ids, which are whole numbers, not {shown(token)}")
         if n_vocab is not None and not 0 <= token < n_vocab:
-            raise UsageError(f"{what} must be token ids of this model, in 0..{n_vocab - 1}, not {token!r}")
+            raise UsageError(f"{what} must be token ids of this model, in 0..{n_vocab - 1}, not {shown(token)}")
     return [int(token) for token in tokens]

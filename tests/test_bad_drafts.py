@@ -84,24 +84,20 @@ def unseen_token(target: Path) -> int:
 # -- wider than the target ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [4, "auto"])
-def test_a_wider_draft_guesses_only_what_the_target_has(
-    engine: str, wide: ggufs.Pair, kind: str, length: int | str
-) -> None:
-    params = KINDS[kind]
-    with LLM(wide.target, draft=wide.draft, backend=engine, n_ctx=128) as llm:
+def test_a_wider_draft_guesses_only_what_the_target_has(engine: str, wide: ggufs.Pair, length: int | str) -> None:
+    with LLM(wide.target, draft=wide.draft, backend=engine, n_ctx=128, draft_length=length) as llm:
         assert llm._pair.target.n_vocab == N_VOCAB
-        with llm.rounds(PROMPT, params, draft_length=length) as rounds:
-            seen = list(rounds)
-        assert sum(len(round_.emitted) for round_ in seen) == 40
-        guesses = [guess for round_ in seen for guess in round_.draft]
-        assert all(guess.id < N_VOCAB for guess in guesses)
-        assert all(guess.dist is None or guess.dist.ids[-1] < N_VOCAB for guess in guesses)
-        if length == 4:
-            assert len(guesses) > 40
-        if engine == "reference" and (params.greedy or params.seed is not None):
-            assert rounds.reply.token_ids == llm.generate(PROMPT, params, speculate=False).token_ids
+        for params in KINDS.values():
+            with llm.rounds(PROMPT, params) as rounds:
+                seen = list(rounds)
+            assert sum(len(round_.emitted) for round_ in seen) == 40
+            guesses = [guess for round_ in seen for guess in round_.draft]
+            assert all(guess.id < N_VOCAB for guess in guesses)
+            assert all(guess.dist is None or guess.dist.ids[-1] < N_VOCAB for guess in guesses)
+            assert length == "auto" or len(guesses) > 40
+            if engine == "reference" and (params.greedy or params.seed is not None):
+                assert rounds.reply.token_ids == llm.generate(PROMPT, params, speculate=False).token_ids
         assert not llm.warnings
 
 
@@ -174,20 +170,20 @@ def turns_bad(folder: Path, wide: ggufs.Pair) -> Path:
     return write_draft(folder / "turns-bad.gguf", wide, token_embd=(unseen_token(wide.target), np.nan))
 
 
-@pytest.mark.parametrize("length", [3, "auto"])
 @pytest.mark.parametrize("kind", ["greedy", "sampled", "seeded"])
 def test_a_draft_that_turns_bad_is_dropped_with_one_warning(
-    engine: str, wide: ggufs.Pair, turns_bad: Path, kind: str, length: int | str, caplog: pytest.LogCaptureFixture
+    engine: str, wide: ggufs.Pair, turns_bad: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad = unseen_token(wide.target)
+    prompt = [*PROMPT, bad, *PROMPT]
     params = replace(KINDS[kind], logit_bias={bad: -np.inf})  # only the prompt says it
     with LLM(wide.target, draft=turns_bad, backend=engine, n_ctx=256, draft_length=3) as llm:
-        assert llm.generate(PROMPT, params, draft_length=3).stats["num_draft_tokens"] > 20
+        assert llm.generate(PROMPT, params).stats["num_draft_tokens"] > 20
         assert llm.draft_names == ["turns-bad"]
         assert not llm.warnings
         with caplog.at_level(logging.WARNING, "localspec"):
-            replies = [llm.generate([*PROMPT, bad, *PROMPT], params, draft_length=3) for _ in range(2)]
-            replies.append(llm.generate([*PROMPT, bad, *PROMPT], params, draft_length=length, drafters=["turns-bad"]))
+            replies = [llm.generate(prompt, params), llm.generate(prompt, params, draft_length="auto")]
+            replies.append(llm.generate(prompt, params, drafters=["turns-bad"]))
         (warning,) = llm.warnings
         assert "turns-bad.gguf is not used any more" in warning
         assert "not numbers" in warning
@@ -196,10 +192,10 @@ def test_a_draft_that_turns_bad_is_dropped_with_one_warning(
         assert [reply.stats["num_draft_tokens"] for reply in replies] == [0] * 3
         assert llm.draft_names == [] == replies[0].draft
         if engine == "reference" and kind != "sampled":
-            plain = llm.generate([*PROMPT, bad, *PROMPT], params, speculate=False)
+            plain = llm.generate(prompt, params, speculate=False)
             assert all(reply.token_ids == plain.token_ids for reply in replies)
         llm.set_draft(["ngram", wide.draft])  # another one is not held to be broken
-        assert llm.generate(PROMPT, params, draft_length=3).stats["by_source"]["model"]["num_draft_tokens"] > 0
+        assert llm.generate(PROMPT, params).stats["by_source"]["model"]["num_draft_tokens"] > 0
 
 
 def test_the_other_drafters_go_on(wide: ggufs.Pair, never_sound: Path) -> None:
