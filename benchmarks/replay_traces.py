@@ -111,7 +111,7 @@ class Replay:
                         expected = plan.keep("model", confidence, sampled=sampled)
                         if expected is not None:
                             fate = model["sampled" if sampled else "right"][at]
-                            law = Distribution(np.array([0, 1]), np.array([confidence, 1 - confidence]), 2)
+                            law = Distribution(np.array([0, 1]), np.array([confidence, 1 - confidence]))
                             guess = "model", confidence, law if sampled else None, expected, fate
                         break
                 if guess is None:

@@ -92,6 +92,7 @@ class AutoController(Controller):
         self._emitted = 0
         self._behind: set[str] = set(draft_times)
         self._unprofitable: set[str] = set()
+        self._lost: set[str] = set()
         self._room = 0
         self._ms_draft = self._ms_invested = 0.0
         self._continuation: Continuation | None = None
@@ -259,11 +260,15 @@ class AutoController(Controller):
 
     def _find_the_unprofitable(self, needs: Mapping[str, float]) -> None:
         """Do not think about draft models that would not pay if they were always right, as long as passes cost this."""
-        unprofitable = {source for source in self.draft_times if needs[source] > NEVER}
+        unprofitable = self._lost | {source for source in self.draft_times if needs[source] > NEVER}
         if unprofitable != self._unprofitable:
             self._unprofitable, self.stale = unprofitable, True
             for source in unprofitable:
                 self._set_behind(source, True)
+
+    def lose(self, source: str) -> None:
+        self._lost.add(source)
+        self._find_the_unprofitable(self._needs())
 
     # -- learning ------------------------------------------------------------------------------------------------
 

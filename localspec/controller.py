@@ -10,6 +10,7 @@ from localspec.drafters.base import Plan
 from localspec.errors import UsageError
 from localspec.rounds import Round
 from localspec.sampling import Row, SamplingParams
+from localspec.values import shown
 
 MAX_FIXED_DRAFT = 64
 
@@ -35,6 +36,9 @@ class Controller(ABC):
 
     def watch(self, row: Row) -> None:  # noqa: B027 - optional hook
         """The logits [n_vocab] that the target just chose a token from; ``update`` follows."""
+
+    def lose(self, source: str) -> None:  # noqa: B027 - optional hook
+        """A drafter failed and will make no more guesses."""
 
     @abstractmethod
     def update(self, round_: Round) -> None:
@@ -92,7 +96,7 @@ class FixedController(Controller):
 
     def __init__(self, length: int, times: PassTimes | None = None, *, has_model: bool = False) -> None:
         if not 0 <= length <= MAX_FIXED_DRAFT:
-            raise UsageError(f"the draft length must be auto or 0..{MAX_FIXED_DRAFT}, not {length}")
+            raise UsageError(f"the draft length must be auto or 0..{MAX_FIXED_DRAFT}, not {shown(length)}")
         self.length = length
         self.times = times
         self.floor = 0.7 if has_model else 0.0
@@ -102,6 +106,9 @@ class FixedController(Controller):
 
     def plan(self, room: int, n_past: int) -> Plan:
         return FixedPlan(min(room, self.length), self.floor)
+
+    def lose(self, source: str) -> None:
+        self.floor = 0.0
 
     def update(self, round_: Round) -> None:
         if self.times is not None:

@@ -43,6 +43,9 @@ ENOUGH_S = 45.0
 """After so many seconds nothing is timed again: engines that exist for tests take minutes otherwise."""
 
 _MAX_DISTURBED = 3
+_LEAST_CTX = 16
+"""Room for passes of a few widths over a few tokens."""
+
 _FORMAT = 7
 
 
@@ -155,11 +158,11 @@ def calibrate_model(model: Model, n_ctx: int, *, tick: Callable[[], None] = lamb
 
     Args:
         model: the model.
-        n_ctx: the size of the context it will be used with; a smaller one is enough here.
+        n_ctx: the size of the context it will be used with; a smaller one is enough here, and a tiny one is not.
         tick: see ``calibrate``.
     """
     tokens = model.tokenize(CHECK_TEXT, add_special=True) or [0]
-    n_ctx = min(n_ctx, CALIBRATED_PAST + WIDE + FEW_ROWS)
+    n_ctx = min(max(n_ctx, _LEAST_CTX), CALIBRATED_PAST + WIDE + FEW_ROWS)
     with model.new_context(n_ctx) as narrow, model.new_context(n_ctx) as wide:
         return calibrate(narrow, tokens, wide=wide, tick=tick)
 

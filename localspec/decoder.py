@@ -10,11 +10,11 @@ from localspec.backends.base import Context
 from localspec.controller import Controller
 from localspec.drafters.base import Drafter
 from localspec.drafters.group import DrafterGroup
-from localspec.errors import PromptTooLong, UsageError
+from localspec.errors import EngineError, PromptTooLong, UsageError
 from localspec.logprobs import token_logprobs
 from localspec.proposer import SamplingProposer
 from localspec.rounds import EmittedToken, FinishReason, Round, TokenKind
-from localspec.sampling import Noise, SamplingParams
+from localspec.sampling import Noise, NotNumbers, SamplingParams
 from localspec.text import TextAssembler
 from localspec.verification import verify
 
@@ -30,12 +30,29 @@ class SpeculativeDecoder:
 
     Between calls the target context holds a prefix of everything said so far, so a prompt that continues it costs only
     what is new. Plain decoding is the same loop with an empty draft.
+
+    Args:
+        target: the target's context.
+        drafters: in the order they are asked.
+        controller: decides how far to draft.
+        lost: takes a drafter that failed, and why; the answer goes on without it.
     """
 
-    def __init__(self, target: Context, drafters: Sequence[Drafter], controller: Controller) -> None:
+    def __init__(
+        self,
+        target: Context,
+        drafters: Sequence[Drafter],
+        controller: Controller,
+        lost: Callable[[Drafter, str], None] = lambda drafter, why: None,
+    ) -> None:
         self.target = target
-        self.drafters = DrafterGroup(drafters)
+        self.drafters = DrafterGroup(drafters, self._without)
         self.controller = controller
+        self._lost = lost
+
+    def _without(self, drafter: Drafter, why: str) -> None:
+        self.controller.lose(drafter.source)
+        self._lost(drafter, why)
 
     def prefill(self, prompt: Sequence[int], cancelled: Callable[[], bool]) -> int:
         """Bring the target up to all of the prompt but its last token.
@@ -89,7 +106,7 @@ class SpeculativeDecoder:
             One ``Round`` per target pass; the last one carries ``finish_reason``.
         """
         tokens, noise = list(prompt), Noise(params.seed)
-        proposer = SamplingProposer(params, noise, constraint)
+        proposer = SamplingProposer(params, noise, constraint, self.target.model.n_vocab)
         end_tokens = frozenset() if params.ignore_eos else self.target.model.vocab.eog
         budget = min(params.max_tokens or self.target.n_ctx, self.target.n_ctx - len(tokens))
         self.drafters.begin(tokens)
@@ -103,7 +120,11 @@ class SpeculativeDecoder:
             forward = self.target.decode([tokens[-1], *draft.ids])
             passed = time.perf_counter()
             masked = constraint.rows(forward.logits, draft.ids, params) if constraint else forward.logits
-            verdict = verify(draft, masked, tokens, params, noise)
+            try:
+                verdict = verify(draft, masked, tokens, params, noise)
+            except NotNumbers:
+                model = self.target.model
+                raise EngineError(f"{model.engine} computes logits of {model.path.name} that are not numbers") from None
             self.controller.watch(forward.logits[verdict.n_accepted])
             self.drafters.process([tokens[-1], *draft.ids], forward)
             rows = forward.logits  # a rollback may decode again and overwrite them

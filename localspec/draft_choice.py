@@ -90,7 +90,9 @@ def top_tokens(model: Model, tokens: Sequence[int]) -> npt.NDArray[np.int64]:
         return _read(context, tokens)
 
 
-def candidate(model: Model, tokens: Sequence[int], target_tops: npt.NDArray[np.int64], times: PassTimes) -> Candidate:
+def candidate(
+    model: Model, tokens: Sequence[int], target_tops: npt.NDArray[np.int64], times: PassTimes, n_vocab: int
+) -> Candidate:
     """Measure one copy.
 
     Args:
@@ -98,9 +100,11 @@ def candidate(model: Model, tokens: Sequence[int], target_tops: npt.NDArray[np.i
         tokens: the text.
         target_tops: the target's most probable tokens on it [n].
         times: the target's t(w).
+        n_vocab: how many token ids the target takes; a draft's logits can be wider.
     """
     with model.new_context(len(tokens)) as context:
-        agreement = float((_read(context, tokens) == target_tops).mean())
+        tops = _read(context, tokens, n_vocab)
+    agreement = float(((tops == target_tops) & (tops >= 0)).mean())
     with model.new_context(_PIECE + N_STEPS) as context:  # one that never handed out many rows; see FEW_ROWS
         context.decode(tokens[:_PIECE], "none")
         steps = []
@@ -112,10 +116,11 @@ def candidate(model: Model, tokens: Sequence[int], target_tops: npt.NDArray[np.i
     return Candidate(agreement, step_ms, best_rate(1.0 - (1.0 - agreement) * HARD_SHARE, step_ms, times))
 
 
-def _read(context: Context, tokens: Sequence[int]) -> npt.NDArray[np.int64]:
-    tops = [
-        context.decode(tokens[start : start + _PIECE]).logits.argmax(axis=1) for start in range(0, len(tokens), _PIECE)
-    ]
+def _read(context: Context, tokens: Sequence[int], n_vocab: int | None = None) -> npt.NDArray[np.int64]:
+    tops = []
+    for start in range(0, len(tokens), _PIECE):
+        logits = context.decode(tokens[start : start + _PIECE]).logits[:, :n_vocab]
+        tops.append(np.where(np.isfinite(logits.max(axis=1)), logits.argmax(axis=1), -1))
     return np.concatenate(tops)
 
 

@@ -54,12 +54,12 @@ class Experience:
             else:
                 table = SourceAcceptance(model_prior(greedy=params.greedy, sampled=sampled))
             table.restore(self._stored.get(name))
-            self._tables[name] = table
+            self._tables.setdefault(name, table)  # the other of two threads may have been faster
         return self._tables[name]
 
     def save(self) -> None:
         """Keep what was learned so far."""
         if self._ledger is not None and self._tables:
-            self._stored |= {name: table.as_dict() for name, table in self._tables.items()}
+            self._stored |= {name: table.as_dict() for name, table in list(self._tables.items())}
             self._stored["budget"] = self.budget.as_dict()
             self._ledger.put(self._key, self._stored)

@@ -6,16 +6,16 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from localspec import arguments
 from localspec.answering import Request, answer, score
 from localspec.arguments import DraftLength, checked_bound, checked_bytes, checked_length, draft_specs
 from localspec.asking import AskingModel
 from localspec.backends.base import shared_prefix
 from localspec.catalog import Catalog
-from localspec.errors import Cancelled, UsageError
+from localspec.errors import Cancelled
 from localspec.idle import IdleWork, OnMains
 from localspec.jobs import Job, Worker
 from localspec.logprobs import checked_top
@@ -94,24 +94,25 @@ class LLM(AskingModel, Tokenizing):
         progress: Report | None = None,
         cancel: threading.Event | None = None,
     ) -> None:
+        cancel = arguments.checked_loading(progress, cancel)
         self._progress: Report = progress or (lambda what, fraction: None)
         self.draft_length = draft_length
-        for name, value in (("n_ctx", n_ctx), ("n_threads", n_threads)):
-            if value is not None and value <= 0:
-                raise UsageError(f"{name} must be over 0, not {value}")
-        path = Catalog.load().resolve(str(model))
-        self.model_name = str(model) if not str(model).endswith(".gguf") else path.name.removesuffix(".gguf")
-        options = PairOptions(
+        options = arguments.checked_options(
             backend, n_ctx, n_threads, n_gpu_layers, kv_cache_type, light_draft, remember, draft_backend
         )
-        cache_bytes = checked_bytes(prefix_cache_bytes)
-        self._worker = Worker(checked_bound(max_queue), IdleWork(OnMains()) if idle else None)
-        self._pair = self._load(path, draft_specs(draft), options, cancel or threading.Event())
+        cache_bytes, bound, drafts = checked_bytes(prefix_cache_bytes), checked_bound(max_queue), draft_specs(draft)
+        name = arguments.checked_spec("model", model)
+        path = Catalog.load().resolve(name)
+        self.model_name = name if not name.endswith(".gguf") else path.name.removesuffix(".gguf")
+        self.chat_defaults: dict[str, Any] = Catalog.load().chat_defaults(path)
+        self._worker = Worker(
+            bound, IdleWork(OnMains()) if idle else None
+        )  # what can be refused was refused before there is a thread
+        self._pair = self._load(path, drafts, options, cancel)
         target = self._pair.target
         self.backend_name = target.backend
         self.engine = target.engine
         self.n_ctx = self._pair.context.n_ctx
-        self.chat_defaults: dict[str, Any] = Catalog.load().chat_defaults(path)
         self._pair.prefix_cache.max_bytes = cache_bytes
         try:
             self.template = ChatTemplate.for_vocab(target.chat_template, target.vocab)
@@ -225,7 +226,8 @@ class LLM(AskingModel, Tokenizing):
 
     def set_draft(self, spec: str | Path | Sequence[str | Path] | None) -> None:
         """Replace the drafters, as the ``draft`` argument does; on an error the ones in use stay."""
-        self._call(lambda: self._pair.set_draft(draft_specs(spec), self._report()))
+        specs = draft_specs(spec)
+        self._call(lambda: self._pair.set_draft(specs, self._report()))
 
     def explain(self) -> str:
         """One sentence: why the runtime is, or is not, drafting now."""
@@ -250,7 +252,7 @@ class LLM(AskingModel, Tokenizing):
         Raises:
             SessionFileError: the file is missing, foreign, from another version, or damaged in its text.
         """
-        return load_session(self, Path(path))
+        return load_session(self, path)
 
     async def aload_session(self, path: str | Path) -> Session:
         """As ``load_session``, for asyncio."""
@@ -292,14 +294,14 @@ class LLM(AskingModel, Tokenizing):
         drafters: Sequence[str] | None = None,
         prediction: str | Sequence[int] | None = None,
     ) -> Submit:
-        length: DraftLength = 0 if not speculate else self.draft_length
-        if speculate and draft_length is not None:
-            length = checked_length(draft_length)
-        params = replace(params) if params is not None else SamplingParams()
+        wanted = self.draft_length if draft_length is None else checked_length(draft_length)
+        length: DraftLength = wanted if speculate else 0
+        params = arguments.checked_params(params)
         n_logprobs = None if logprobs is None else checked_top(logprobs)
-        if isinstance(prediction, str):
-            prediction = self.tokenize(prediction)
-        request = Request(question, params, length, n_logprobs, self.model_name, drafters, prediction or ())
+        deadline, conversation = arguments.checked_turn(deadline, conversation)
+        expected = self._encoder.ids("prediction", () if prediction is None else prediction)
+        names = arguments.drafter_names(drafters)
+        request = Request(question, params, length, n_logprobs, self.model_name, names, expected)
 
         def submit(deliver: Callable[[Any], Any]) -> Job:
             job = Job(
@@ -315,7 +317,7 @@ class LLM(AskingModel, Tokenizing):
         return submit
 
     def _scorer(self, prompt: Prompt, top: int, deadline: float | None, conversation: Hashable | None) -> Submit:
-        n_top = checked_top(top)
+        n_top, (deadline, conversation) = checked_top(top), arguments.checked_turn(deadline, conversation)
 
         def submit(deliver: Callable[[Any], Any]) -> Job:
             job = Job(

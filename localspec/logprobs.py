@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from localspec.errors import UsageError
 from localspec.sampling import Row, top_k_ids
+from localspec.values import checked_whole
 
 MAX_TOP = 20
 """Most alternatives a request may ask for, as in OpenAI's API."""
@@ -73,6 +73,4 @@ def checked_top(n_top: int) -> int:
     Raises:
         UsageError: it is not.
     """
-    if isinstance(n_top, bool) or not isinstance(n_top, int) or not 0 <= n_top <= MAX_TOP:
-        raise UsageError(f"the number of most probable tokens must be in 0..{MAX_TOP}, not {n_top!r}")
-    return n_top
+    return checked_whole("the number of most probable tokens", n_top, 0, MAX_TOP)

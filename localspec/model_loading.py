@@ -125,7 +125,10 @@ class Loader:
             report(f"comparing {path.name} with its lighter copy (once)", None)
             tokens = draft_choice.tokens_of(target.model)
             tops = draft_choice.top_tokens(target.model, tokens)
-            found = [draft_choice.candidate(each, tokens, tops, target.times) for each, _ in (published, lighter)]
+            found = [
+                draft_choice.candidate(each, tokens, tops, target.times, target.model.n_vocab)
+                for each, _ in (published, lighter)
+            ]
             prefers_light = found[1].rate > found[0].rate
             figures = {"published": found[0].as_dict(), "lighter": found[1].as_dict()}
             self._choices.put(key, {"light": prefers_light, **figures})

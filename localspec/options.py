@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Report = Callable[[str, "float | None"], None]
 
 MAX_COUNT = 1 << 31
+MAX_THREADS = 4096
 KV_CACHE_TYPES = ("f16", "f32", "q8_0", "q4_0")
 
 
@@ -56,7 +57,7 @@ class RunOptions:
             check_text(text, "an option")
         for name, value, least, most in (
             ("--ctx", self.ctx, 1, MAX_COUNT),
-            ("--threads", self.threads, 1, 4096),
+            ("--threads", self.threads, 1, MAX_THREADS),
             ("--gpu-layers", self.gpu_layers, 0, MAX_COUNT),
             ("--max-tokens", self.sampling.get("max_tokens"), 1, MAX_COUNT),
             ("--top-k", self.sampling.get("top_k"), 0, MAX_COUNT),

@@ -19,6 +19,7 @@ from localspec.cost_model import CalibrationCache, PassTimes, calibrate_model
 from localspec.decoder import SpeculativeDecoder
 from localspec.drafters.base import Drafter
 from localspec.drafters.draft_model import DraftModelDrafter
+from localspec.drafters.names import names_of_files, same_file
 from localspec.drafters.ngram import NgramDrafter
 from localspec.errors import Cancelled, ModelFileError, UsageError, VocabularyMismatch
 from localspec.experience import Experience
@@ -116,7 +117,7 @@ class Pair:
         fresh: dict[str, tuple[Model, Context]] = {}
         drafters: list[Drafter] = []
         times: dict[str, PassTimes] = {}
-        n_models = 0
+        paths: list[Path] = []
         target = Target(self.target, self.context.n_ctx, self.times)
         try:
             for name in dict.fromkeys(names):
@@ -125,7 +126,9 @@ class Pair:
                     continue
                 try:
                     path = Catalog.load().resolve(name)
-                    key = str(path.resolve())
+                    if same_file(path, fresh) is not None:
+                        continue
+                    key = same_file(path, self._models) or str(path.resolve())
                     if key in self._models:
                         fresh[key] = self._models[key]
                     else:
@@ -136,10 +139,10 @@ class Pair:
                     self.warnings.append(f"{error}; drafting with n-grams only")
                     continue
                 model, context = fresh[key]
-                n_models += 1
-                source = "model" if n_models == 1 else f"model{n_models}"
+                source = f"model{len(paths) + 1}" if paths else "model"
                 times[source] = self._calibrate(model, context.n_ctx, report)
                 drafters.append(DraftModelDrafter(context, source))
+                paths.append(path)
         except BaseException:
             for key, (model, context) in fresh.items():
                 if key not in self._models:
@@ -152,6 +155,10 @@ class Pair:
         for drafter in self._drafters:
             if not isinstance(drafter, DraftModelDrafter):
                 drafter.close()
+        models = [each for each in drafters if isinstance(each, DraftModelDrafter)]
+        taken = {each.source for each in drafters if each not in models}
+        for drafter, name in zip(models, names_of_files(paths, taken), strict=True):
+            drafter.name = name
         self._models, self._drafters, self._draft_times, self._last = fresh, drafters, times, None
         self._experience.save()
         self._experience = self._new_experience()
@@ -163,9 +170,16 @@ class Pair:
 
     @property
     def draft_names(self) -> list[str]:
-        """Names of the drafters in use, in the order they are asked."""
-        files = iter([Path(key).name.removesuffix(".gguf") for key in self._models])
-        return [next(files) if isinstance(drafter, DraftModelDrafter) else drafter.source for drafter in self._drafters]
+        """Names of the drafters in use, in the order they are asked; one that failed is not in use any more."""
+        return [drafter.name for drafter in self._drafters if not drafter.failed]
+
+    def _lost(self, drafter: Drafter, why: str) -> None:
+        # The draft's file by its path: its name alone can be that of another, and of a lighter copy it says little.
+        files = {context: path for path, (_, context) in self._models.items()}
+        file = files.get(drafter.context, drafter.name) if isinstance(drafter, DraftModelDrafter) else drafter.name
+        line = f"the draft {file} is not used any more: it {why}"
+        self.warnings.append(line)
+        log.warning(line)
 
     # -- decoding -----------------------------------------------------------------------------------------------
 
@@ -182,7 +196,7 @@ class Pair:
             params: the request's.
             drafters: those that take part; None is all.
         """
-        drafters = self._drafters if drafters is None else drafters
+        drafters = [each for each in self._drafters if not each.failed] if drafters is None else drafters
         if draft_length != "auto":
             has_model = any(isinstance(drafter, DraftModelDrafter) for drafter in drafters)
             return FixedController(int(draft_length), self.times, has_model=has_model)
@@ -228,7 +242,7 @@ class Pair:
         forced = [GrammarDrafter(constraint, self.target.tokenize)] if constraint is not None and chosen else []
         controller = self._last = self.controller(draft_length, params, [*chosen, *forced])
         plain = isinstance(controller, FixedController) and controller.length == 0
-        decoder = SpeculativeDecoder(self.context, [] if plain else [*forced, *chosen], controller)
+        decoder = SpeculativeDecoder(self.context, [] if plain else [*forced, *chosen], controller, self._lost)
         reading = [] if plain else [each.context for each in chosen if isinstance(each, DraftModelDrafter)]
         said = self.said = list(prompt)
         # A pass that is broken off leaves every context with what its `tokens` says.
@@ -268,11 +282,11 @@ class Pair:
         Raises:
             UsageError: no such drafter is loaded.
         """
-        known = dict(zip(self.draft_names, self._drafters, strict=True))
+        known = {drafter.name: drafter for drafter in self._drafters}
         unknown = [name for name in names or () if name not in known]
         if unknown:
             raise UsageError(f"no drafter {unknown[0]!r} is loaded; there is {', '.join(known) or 'none'}")
-        chosen = [drafter for name, drafter in known.items() if names is None or name in names]
+        chosen = [d for name, d in known.items() if (names is None or name in names) and not d.failed]
         copying = [drafter for drafter in chosen if isinstance(drafter, NgramDrafter)]
         if prediction and not copying and (chosen or names is None):
             copying = [NgramDrafter()]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard, cast
-
-import numpy as np
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
+from typing import Any, cast
 
 from localspec.backends.base import Model
-from localspec.errors import Closed
+from localspec.errors import Closed, UsageError
 from localspec.templates import ChatTemplate
+from localspec.values import listed, token_ids
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Messages | Sequence[int]
@@ -39,8 +39,11 @@ class PromptEncoder:
         """Token ids of a text; see ``backends.base.Model.tokenize``.
 
         Raises:
+            UsageError: that is no text.
             Closed: the model was closed.
         """
+        if not isinstance(text, str):
+            raise UsageError(f"only a text can be tokenised, not {type(text).__name__}")
         with self._in_use:
             if not self._open:
                 raise Closed("this LLM was closed")
@@ -48,7 +51,8 @@ class PromptEncoder:
 
     def detokenize(self, tokens: Sequence[int]) -> str:
         """The text that tokens stand for; bytes that are not valid UTF-8 become U+FFFD."""
-        return b"".join(self._vocab.token_bytes(token) for token in tokens).decode("utf-8", "replace")
+        ids = token_ids("tokens", tokens)
+        return b"".join(map(self._vocab.token_bytes, ids)).decode("utf-8", "replace")
 
     def encode(
         self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True
@@ -56,15 +60,19 @@ class PromptEncoder:
         """Token ids of a prompt: messages through the chat template, a string as it is, ids unchanged.
 
         Raises:
-            UsageError: the messages are not messages.
+            UsageError: the messages are not messages, or the ids are not the model's.
             TemplateError: the chat template failed on them.
             Closed: the model was closed.
         """
         if isinstance(prompt, str):
             return self.tokenize(prompt, add_special=True)
-        if is_token_ids(prompt):
-            return [int(token) for token in prompt]
-        messages = cast(Messages, prompt)
+        parts = listed(prompt)
+        if parts is None:
+            kind = type(prompt).__name__
+            raise UsageError(f"a prompt is a text, a list of messages or a list of token ids, not {kind}")
+        if parts and isinstance(parts[0], Real):
+            return self.ids("the prompt", parts)
+        messages = cast(Messages, parts)
         tokens: list[int] = []
         with self._in_use:
             for text, parse_special in self.template.render_segments(
@@ -75,8 +83,17 @@ class PromptEncoder:
             tokens.insert(0, self._vocab.bos)
         return tokens
 
+    def ids(self, what: str, text: str | Iterable[int]) -> list[int]:
+        """A text, or ids that the model takes, as ids.
+
+        Raises:
+            UsageError: other ids than the model's.
+        """
+        return self.tokenize(text) if isinstance(text, str) else token_ids(what, text, self._model.n_vocab)
+
     def token_text(self, token: int) -> str:
         """A token on its own, for display."""
+        (token,) = token_ids("the token", [token])
         if not 0 <= token < self._vocab.n_tokens:
             return f"<{token}>"
         return self._vocab.token_bytes(token).decode("utf-8", "replace") or self._vocab.token_text(token)
@@ -85,8 +102,3 @@ class PromptEncoder:
         """Wait for whoever tokenises now, and refuse everybody after."""
         with self._in_use:
             self._open = False
-
-
-def is_token_ids(prompt: Prompt) -> TypeGuard[Sequence[int]]:
-    """Whether a prompt is a sequence of token ids; an empty one is not."""
-    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], int | np.integer)

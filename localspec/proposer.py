@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from localspec.drafters.base import DrafterFailed
+from localspec.errors import UsageError
 from localspec.sampling import Distribution, Noise, Row, SamplingParams, distribution, edit_logits, top_probability
 from localspec.verification import STREAM_DRAFT, STREAM_TARGET
 
@@ -26,18 +29,31 @@ class SamplingProposer:
       how peaked; the plan says which to take.
 
     Where the answer follows a grammar, q is masked by it as the target's p is: a guess never breaks it, and a sampled
-    one stays honest about its law.
+    one stays honest about its law. For the same reason what the target has no row for is cut off before q is made: a
+    draft's logits can be wider, by padding or by tokens that only it has.
+
+    Args:
+        params: the request's.
+        noise: the request's.
+        constraint: the grammar that the answer follows.
+        n_vocab: how many token ids the target takes; None is as many as the draft model.
     """
 
-    def __init__(self, params: SamplingParams, noise: Noise, constraint: Constraint | None = None) -> None:
+    def __init__(
+        self, params: SamplingParams, noise: Noise, constraint: Constraint | None = None, n_vocab: int | None = None
+    ) -> None:
         self.params = params
         self.noise = noise
         self.constraint = constraint
+        self.n_vocab = n_vocab
         self._guess: int | Distribution = 0
         self._n_sampled = 0
 
     def n_legal(self, guesses: Sequence[int]) -> int:
         """How many of these guesses, from the first, may follow the draft so far."""
+        if self.n_vocab is not None and guesses and not 0 <= min(guesses) <= max(guesses) < self.n_vocab:
+            n_vocab = self.n_vocab
+            guesses = guesses[: next(i for i, guess in enumerate(guesses) if not 0 <= guess < n_vocab)]
         return len(guesses) if self.constraint is None else self.constraint.n_legal(guesses)
 
     def extend(self, guess: int) -> bool:
@@ -49,13 +65,19 @@ class SamplingProposer:
 
     def confidence(self, row: Row, history: Sequence[int], behind: int = 0) -> float:
         """The draft's probability for its most probable token, in [0, 1]; see ``drafters.base.Proposer``."""
+        row = row[: self.n_vocab]
+        if not math.isfinite(row.max()):  # NaN anywhere is the maximum
+            raise DrafterFailed("computed logits that are not numbers")
         if self.constraint is not None:
             row = self.constraint.masked(row, behind)
         if self.params.greedy:
             row = edit_logits(row, history, self.params)
             self._guess = int(np.argmax(row))
-            return top_probability(row)
-        q = distribution(row, history, self.params)
+            return top_probability(row) if row[self._guess] > -math.inf else 0.0
+        try:
+            q = distribution(row, history, self.params)
+        except UsageError:  # banned, all of them; the target may have more
+            return 0.0
         self._guess = q
         return float(q.probs.max())
 

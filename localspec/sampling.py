@@ -15,19 +15,26 @@ import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from localspec.errors import EngineError, UsageError
+from localspec.values import as_float, is_number, is_whole, shown
 
 Row = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 Probs = npt.NDArray[np.float64]
 
 _BLOCK = 128
+
+HUGE, MANY = 1e30, 1e6
+"""Most that may be added to a logit, and most times that it may be taken: finite in single precision, both at once."""
+
+
+class NotNumbers(EngineError):
+    """A row of logits has NaN or infinity for its maximum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,32 +82,47 @@ class SamplingParams:
     def __post_init__(self) -> None:
         def check(ok: bool, name: str, rule: str) -> None:
             if not ok:
-                raise UsageError(f"{name} must be {rule}, not {getattr(self, name)!r}")
+                raise UsageError(f"{name} must be {rule}, not {shown(getattr(self, name))}")
 
+        def put(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        # Kept as Python's own numbers: NumPy's wrap around, and a Fraction is none to NumPy.
         for name in ("temperature", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty"):
-            check(isinstance(getattr(self, name), Real), name, "a number")
-        for name in ("top_k", "repeat_last_n"):
-            check(isinstance(getattr(self, name), Integral), name, "a whole number")
-        for name in ("max_tokens", "seed"):
-            check(isinstance(getattr(self, name), Integral | None), name, "a whole number or None")
-        is_bias = isinstance(self.logit_bias, Mapping)
-        check(is_bias and all(isinstance(token, Integral) for token in self.logit_bias), "logit_bias", "by token id")
-        check(all(isinstance(bias, Real) for bias in self.logit_bias.values()), "logit_bias", "numbers by token id")
+            check(is_number(getattr(self, name)), name, "a number")
+            put(name, as_float(getattr(self, name)))
+        for name in ("top_k", "repeat_last_n", "max_tokens", "seed"):
+            optional = name in ("max_tokens", "seed")
+            value = getattr(self, name)
+            if not (optional and value is None):
+                check(is_whole(value), name, "a whole number or None" if optional else "a whole number")
+                put(name, int(value))
+        check(isinstance(self.logit_bias, Mapping) and all(map(is_whole, self.logit_bias)), "logit_bias", "by token id")
+        check(all(map(is_number, self.logit_bias.values())), "logit_bias", "numbers by token id")
+        put("logit_bias", {int(token): as_float(bias) for token, bias in self.logit_bias.items()})
         check(math.isfinite(self.temperature) and 0 <= self.temperature <= 100, "temperature", "in 0..100")
         check(self.top_k >= 0, "top_k", "0 (off) or more")
         check(0 < self.top_p <= 1, "top_p", "over 0 and at most 1")
         check(0 <= self.min_p < 1, "min_p", "at least 0 and under 1")
-        check(math.isfinite(self.repeat_penalty) and self.repeat_penalty > 0, "repeat_penalty", "over 0")
+        check(1 / MANY <= self.repeat_penalty <= MANY, "repeat_penalty", f"over 0, in {1 / MANY:g}..{MANY:g}")
         check(self.repeat_last_n >= 0, "repeat_last_n", "0 or more")
-        check(math.isfinite(self.presence_penalty), "presence_penalty", "a finite number")
-        check(math.isfinite(self.frequency_penalty), "frequency_penalty", "a finite number")
-        check(all(b < math.inf for b in self.logit_bias.values()), "logit_bias", "numbers, or -inf to ban a token")
+        check(abs(self.presence_penalty) <= HUGE, "presence_penalty", f"in {-HUGE:g}..{HUGE:g}")
+        check(abs(self.frequency_penalty) <= HUGE, "frequency_penalty", f"in {-HUGE:g}..{HUGE:g}")
+        biases = self.logit_bias.values()
+        check(
+            all(abs(bias) <= HUGE or bias == -math.inf for bias in biases),
+            "logit_bias",
+            f"numbers in {-HUGE:g}..{HUGE:g}, or -inf to ban a token",
+        )
         check(self.max_tokens is None or self.max_tokens > 0, "max_tokens", "over 0")
         check(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "a 64-bit integer")
         if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
+            put("stop", (self.stop,))
         is_list = isinstance(self.stop, Sequence)
         check(is_list and all(isinstance(s, str) and s for s in self.stop), "stop", "non-empty strings")
+        put("stop", tuple(self.stop))
+        check(isinstance(self.ignore_eos, bool | np.bool_), "ignore_eos", "True or False")
+        put("ignore_eos", bool(self.ignore_eos))
         if self.response_format is not None or self.grammar is not None:
             from localspec.structured.request import grammar_of
 
@@ -177,7 +199,7 @@ class Noise:
     __slots__ = ("seed",)
 
     def __init__(self, seed: int | None) -> None:
-        self.seed = (secrets.randbits(64) if seed is None else seed) & 0xFFFFFFFFFFFFFFFF
+        self.seed = (secrets.randbits(64) if seed is None else int(seed)) & 0xFFFFFFFFFFFFFFFF
 
     def _key(self, position: int, stream: int) -> int:
         seed = _mix_int(self.seed ^ 0x9E3779B97F4A7C15)
@@ -247,11 +269,12 @@ def greedy_token(row: Row, history: Sequence[int], params: SamplingParams) -> in
     """The most probable token after bias and penalties (the lowest id among equals).
 
     Raises:
-        EngineError: the logits are not numbers.
+        NotNumbers: that is what the logits are.
+        UsageError: every token is banned.
     """
-    row = edit_logits(row, history, params)
-    best = int(np.argmax(row))
-    _check_top(row[best])  # argmax takes NaN for the largest
+    edited = edit_logits(row, history, params)
+    best = int(np.argmax(edited))
+    _check_top(edited[best], row)  # argmax takes NaN for the largest
     return best
 
 
@@ -262,13 +285,18 @@ def top_probability(row: Row, temperature: float = 1.0) -> float:
     Qwen2.5-Coder 0.5B): picking out and exponentiating the tens of thousands up to e^-16 took 2.7 times as long.
     """
     top = row.max()
-    likely = row[row > top - 12.0 * temperature]
+    temperature = max(temperature, 1e-30)  # what is less is 0 in single precision
+    likely = row[row >= top - 12.0 * temperature]  # >=: of a huge logit nothing can be subtracted
     return float(1.0 / np.exp((likely - top) / temperature).sum())
 
 
-def _check_top(top: float) -> None:
-    if not math.isfinite(top):
-        raise EngineError("the engine computed logits that are not numbers, or logit_bias bans every token")
+def _check_top(top: float, row: Row) -> None:
+    """Refuse to choose from edited logits whose largest is no number; ``row`` is what they were."""
+    if math.isfinite(top):
+        return
+    if top == -math.inf and math.isfinite(row.max()):
+        raise UsageError("logit_bias bans every token")
+    raise NotNumbers("the engine computed logits that are not numbers")
 
 
 def top_k_ids(row: Row, k: int) -> Ids:
@@ -304,13 +332,14 @@ def distribution(row: Row, history: Sequence[int], params: SamplingParams) -> Di
         A ``Distribution`` over the tokens that survive the chain.
 
     Raises:
-        EngineError: the logits are not numbers.
+        NotNumbers: that is what the logits are.
+        UsageError: every token is banned.
     """
     if params.greedy:
         return Distribution(np.array([greedy_token(row, history, params)]), np.ones(1))
-    row = edit_logits(row, history, params)
+    raw, row = row, edit_logits(row, history, params)
     top = float(row.max())
-    _check_top(top)
+    _check_top(top, raw)
     ids: Ids | None = None
     if params.top_k:
         ids = top_k_ids(row, params.top_k)

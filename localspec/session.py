@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localspec import session_file
+from localspec.arguments import checked_params
 from localspec.asking import Asking
 from localspec.errors import SessionFileError, UsageError
 from localspec.jobs import Job
@@ -55,6 +56,10 @@ class Session(Asking[str]):
         params: SamplingParams | None = None,
         messages: Sequence[Mapping[str, Any]] = (),
     ) -> None:
+        if system is not None and not isinstance(system, str):
+            raise UsageError(f"system must be a text, not {type(system).__name__}")
+        if params is not None:
+            checked_params(params)
         self._llm = llm
         self._conversation = object()
         self.params = params
@@ -81,7 +86,7 @@ class Session(Asking[str]):
             SessionFileError: it cannot be written, or the name belongs to something else.
             Closed: the LLM was closed.
         """
-        llm = self._llm
+        llm, file = self._llm, _file(path)
 
         def take() -> tuple[list[Message], list[Memory]]:
             messages = [dict(message) for message in self.messages]
@@ -92,7 +97,7 @@ class Session(Asking[str]):
 
         messages, memories = llm._worker.call(take, conversation=self._conversation)
         text = {"model": llm.model_name, "messages": messages, "params": _params_as_json(self.params)}
-        session_file.write(Path(path), text, memories)
+        session_file.write(file, text, memories)
 
     async def asave(self, path: str | Path) -> None:
         """As ``save``, for asyncio."""
@@ -106,7 +111,10 @@ class Session(Asking[str]):
         asked: Message = {"role": "user", "content": question}
         # Made when its turn comes: what was asked before may still be waiting for its answer.
         submit = self._llm._queue(
-            lambda: [*self.messages, asked], params or self.params, conversation=self._conversation, **options
+            lambda: [*self.messages, asked],
+            self.params if params is None else params,
+            conversation=self._conversation,
+            **options,
         )
 
         def with_memory(deliver: Callable[[Any], Any]) -> Job:
@@ -120,8 +128,16 @@ class Session(Asking[str]):
         return with_memory
 
 
-def load(llm: LLM, path: Path) -> Session:
+def _file(path: str | Path) -> Path:
+    try:
+        return Path(path)
+    except TypeError:
+        raise UsageError(f"a session is kept in a file; {path!r} is no path") from None
+
+
+def load(llm: LLM, path: str | Path) -> Session:
     """See ``LLM.load_session``."""
+    path = _file(path)
     text, memories, damage = session_file.read(path)
     try:
         messages = [dict(message) for message in text["messages"]]

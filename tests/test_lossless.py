@@ -7,10 +7,13 @@ answers is enumerated with the real draft-model drafter and a controller that le
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 import localspec.decoder
@@ -26,6 +29,7 @@ from localspec.sampling import SamplingParams
 from localspec.text import TextAssembler
 from tests.conftest import TinyFiles
 from tests.enumeration import Branches, BranchingNoise, branching_samples, explore, largest_difference
+from tests.ggufs import micro_model
 from tests.test_exactness import EXACT, PROMPT, SAMPLING, Predictions, Tokens, plain_law
 
 N_CTX = 72
@@ -280,3 +284,68 @@ def test_the_law_of_whole_answers_is_that_of_plain_sampling(
         law = explore(program)
         assert sum(law.values()) == pytest.approx(1.0, abs=EXACT)
         assert largest_difference(plain_law(params, target, n), law) < EXACT
+
+
+@pytest.mark.parametrize("bias", [{}, {5: 4.0, 6: 2.0, 1: 0.5}])
+def test_the_law_with_a_draft_that_is_wider_than_the_target(
+    tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bias: dict[int, float]
+) -> None:
+    """What the target has no row for has no share in q: q is the law of what is drawn, to 1e-12."""
+    branching_samples(monkeypatch)
+    params = replace(SAMPLING, top_k=3, max_tokens=3, ignore_eos=True, logit_bias=bias)
+    wide = micro_model(tmp_path / "wide.gguf", 7, seed=5)
+    with reference.load(tiny.micro) as model, reference.load(wide) as draft_model:
+        target, small = Predictions(model), Predictions(draft_model)
+        guessed: set[int] = set()
+
+        def program(branches: Branches) -> Tokens:
+            noise = BranchingNoise(branches)
+            monkeypatch.setattr(localspec.decoder, "Noise", lambda seed: noise)
+            decoder = SpeculativeDecoder(
+                TableContext(target), [DraftModelDrafter(TableContext(small))], NosyController()
+            )
+            rounds = run(decoder, list(PROMPT), params)
+            guessed.update(guess.id for round_ in rounds for guess in round_.draft)
+            return tuple(token.id for round_ in rounds for token in round_.emitted)
+
+        law = explore(program)
+        assert sum(law.values()) == pytest.approx(1.0, abs=EXACT)
+        assert largest_difference(plain_law(params, target, 3), law) < EXACT
+        assert guessed
+        assert max(guessed) < 5
+        assert any(int(np.argmax(row)) >= 5 for row in (small[(*PROMPT, token)] for token in range(5)))
+
+
+def test_the_law_with_a_draft_that_fails_after_some_tokens(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That a draft model is dropped depends on what was said and guessed, and must not show in what is said."""
+    branching_samples(monkeypatch)
+    params = replace(SAMPLING, top_k=3, max_tokens=4, ignore_eos=True)
+
+    class Failing(TableContext):
+        def _decode(self, tokens: Sequence[int], logits: str) -> object:
+            forward = super()._decode(tokens, logits)
+            if tokens[-1] == 3:
+                forward.logits[:] = math.nan  # type: ignore[attr-defined]
+            return forward
+
+    with reference.load(tiny.micro) as model, reference.load(tiny.micro_draft) as draft_model:
+        target, small = Predictions(model), Predictions(draft_model)
+        n_lost, n_guesses = [0], [0]
+
+        def lost(drafter: Drafter, why: str) -> None:
+            n_lost[0] += 1
+
+        def program(branches: Branches) -> Tokens:
+            noise = BranchingNoise(branches)
+            monkeypatch.setattr(localspec.decoder, "Noise", lambda seed: noise)
+            drafter = DraftModelDrafter(Failing(small))
+            rounds = run(
+                SpeculativeDecoder(TableContext(target), [drafter], NosyController(), lost), list(PROMPT), params
+            )
+            n_guesses[0] += sum(len(round_.draft) for round_ in rounds)
+            return tuple(token.id for round_ in rounds for token in round_.emitted)
+
+        law = explore(program)
+        assert largest_difference(plain_law(params, target, 4), law) < EXACT
+        assert n_lost[0] > 10
+        assert n_guesses[0] > 10

@@ -39,7 +39,7 @@ def check_name(backend: str) -> None:
     Raises:
         UsageError: it does not.
     """
-    if backend not in ("auto", *BACKENDS):
+    if not isinstance(backend, str) or backend not in ("auto", *BACKENDS):
         raise UsageError(f"unknown backend {backend!r}: use auto, {', '.join(BACKENDS)}")
 
 

@@ -257,7 +257,7 @@ class EngineUnderTest:
         """
         llm, pair = self.llm, self.llm._pair
         loaded = [("target", llm.model_name, pair.target, self._own.context)]
-        names = dict(zip(self.sources, llm.draft_names, strict=True))
+        names = {drafter.source: drafter.name for drafter in self._own.drafters}
         for source, (model, context) in zip(self._draft_sources, self._own.models.values(), strict=True):
             loaded.append((source, names[source], model, context))
         times: dict[str, PassTimes] = {"target": self._fresh.times, **self._fresh.draft_times}

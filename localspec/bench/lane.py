@@ -67,7 +67,7 @@ class Lane:
                 drafters[i] = NgramDrafter(drafter.min_match)
             elif isinstance(drafter, DraftModelDrafter) and drafter.context in made:
                 own = made[drafter.context]
-                drafters[i] = DraftModelDrafter(own, drafter.source)
+                drafters[i] = DraftModelDrafter(own, drafter.source, drafter.name)
                 models[paths[drafter.context]] = (own.model, own)
         return Lane(made[self.context], drafters, models)
 

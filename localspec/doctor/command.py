@@ -15,6 +15,7 @@ from localspec.doctor.costs import Watch, cost_checks, measure_costs, recalibrat
 from localspec.doctor.report import Check, EngineFacts, PairFacts, Recommendation, Report
 from localspec.doctor.screen import DoctorScreen
 from localspec.doctor.subject import Subject
+from localspec.drafters.names import same_file
 from localspec.errors import EngineError, LocalspecError, UsageError
 from localspec.options import RunOptions
 from localspec.progress import Progress
@@ -137,7 +138,9 @@ class Doctor:
             drafts = (subject.of_path(found),) if found is not None else tuple(map(subject.find_subject, known))
             return Asked(target, drafts, True, True)
         names = list(dict.fromkeys([spec] if isinstance(spec, str) else spec or ()))
-        models = {str((each := subject.find_subject(name)).path.resolve()): each for name in names if name != "ngram"}
+        models: dict[str, Subject] = {}
+        for each in (subject.find_subject(name) for name in names if name != "ngram"):
+            models.setdefault(same_file(each.path, models) or str(each.path.resolve()), each)
         return Asked(target, tuple(models.values()), "ngram" in names, False)
 
     def _first_steps(self) -> Recommendation:

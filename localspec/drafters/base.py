@@ -17,6 +17,10 @@ from localspec.rounds import DraftToken
 from localspec.sampling import Distribution, Noise, Row, SamplingParams
 
 
+class DrafterFailed(Exception):
+    """A drafter cannot go on; the answer can. ``str(error)`` says why, in a clause without a subject."""
+
+
 class Plan(Protocol):
     """The controller's permission to guess in this round; drafters ask it token by token."""
 
@@ -64,13 +68,20 @@ class Plan(Protocol):
 
 
 class Proposer(Protocol):
-    """How a draft model's logits become a guess, so that drafters need not know about sampling."""
+    """How a draft model's logits become a guess, so that drafters need not know about sampling.
+
+    Attributes:
+        params: the request's sampling parameters.
+        noise: the request's randomness.
+        n_vocab: how many token ids the target takes; no other may be guessed.
+    """
 
     params: SamplingParams
     noise: Noise
+    n_vocab: int | None
 
     def n_legal(self, guesses: Sequence[int]) -> int:
-        """How many of these guesses, from the first, may follow the draft so far: all, unless there is a grammar."""
+        """How many of these guesses, from the first, the target takes and a grammar, if there is one, allows here."""
 
     def extend(self, guess: int) -> bool:
         """The guess is part of the draft. Returns whether no other can follow it."""
@@ -78,10 +89,15 @@ class Proposer(Protocol):
     def confidence(self, row: Row, history: Sequence[int], behind: int = 0) -> float:
         """The draft's confidence [0, 1] in the guess that ``choose`` would make; independent of fresh randomness.
 
+        0 is no guess at all: what the request bans leaves the draft model nothing to say.
+
         Args:
-            row: the draft model's logits [n_vocab].
+            row: the draft model's logits [n], which can be more or fewer than the target's.
             history: the tokens before the one to guess.
             behind: how many tokens are known already from that one on; 0 guesses the next.
+
+        Raises:
+            DrafterFailed: the logits are not numbers.
         """
 
     def best(self) -> int:
@@ -100,9 +116,22 @@ class Drafter(ABC):
 
     Attributes:
         source: its name in rounds, statistics and ``--draft``: ``model``, ``ngram``, …
+        failed: whether it has raised ``DrafterFailed``; it is then done without.
     """
 
     source: str
+    failed: bool = False
+
+    _name: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What people call it: its source, or the file of a draft model."""
+        return self._name or self.source
+
+    @name.setter
+    def name(self, name: str | None) -> None:
+        self._name = name
 
     def begin(self, tokens: Sequence[int]) -> None:  # noqa: B027 - optional hook
         """A new request starts; ``tokens`` is its whole prompt. Keep what earlier requests share with it."""
@@ -116,6 +145,9 @@ class Drafter(ABC):
 
         Returns:
             At most ``plan.room`` guesses; empty when this drafter has nothing worth trying.
+
+        Raises:
+            DrafterFailed: it cannot go on; it is not asked again.
         """
 
     def accept(self, emitted: Sequence[int]) -> None:  # noqa: B027 - optional hook

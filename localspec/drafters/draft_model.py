@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Literal
 
 from localspec.backends.base import FEW_ROWS, Context, FloatArray, shared_prefix
-from localspec.drafters.base import Drafter, Plan, Proposer
+from localspec.drafters.base import Drafter, DrafterFailed, Plan, Proposer
+from localspec.errors import EngineError
 from localspec.rounds import DraftToken
 from localspec.sampling import Row
 
@@ -33,11 +35,17 @@ class DraftModelDrafter(Drafter):
     That catch-up is all there is to it: the token after a fully accepted draft, the guesses of another drafter and a
     whole prompt are the same case. Nothing is decoded until the controller wants a guess, so a draft model that does
     not pay costs nothing.
+
+    Args:
+        context: of the draft model.
+        source: see ``Drafter``.
+        name: what people call it; None is ``source``.
     """
 
-    def __init__(self, context: Context, source: str = "model") -> None:
+    def __init__(self, context: Context, source: str = "model", name: str | None = None) -> None:
         self.context = context
         self.source = source
+        self._name = name
         self._n_prompt = self._n_settled = 0
         self._n_hidden = 0
         self._n_hideable = 0
@@ -56,6 +64,8 @@ class DraftModelDrafter(Drafter):
         row = self._read(tokens, known, n_witness if len(tokens) - known > 2 else 0, plan, proposer)
         confidence = proposer.confidence(row, tokens)
         plan.spent(self.source, len(tokens) - known, (time.perf_counter() - started) * 1e3)
+        if not confidence:
+            return []
         sampled = proposer.has_fresh_noise and plan.samples(self.source, confidence)
         expected = plan.keep(self.source, confidence, sampled=sampled)
         if expected is None:
@@ -68,7 +78,7 @@ class DraftModelDrafter(Drafter):
         """The text as this model sees it, and how much of that it knows; None if the rest is not worth reading."""
         for n_hidden in (0, self._n_hideable) if self._n_hideable else (self._n_hidden,):
             seen = [*tokens[:N_HEAD], *tokens[N_HEAD + n_hidden :]] if n_hidden else tokens
-            known = self.context.reuse(seen[:-1])
+            known = self._reuse(seen[:-1])
             if max(seen[known:]) >= self.context.model.n_vocab:  # the target's padding can be wider than the draft's
                 continue
             pending = len(seen) - known
@@ -95,18 +105,33 @@ class DraftModelDrafter(Drafter):
             n_witness: how many of the last settled tokens to judge a guess for; none if not positive.
         """
         if n_witness <= 0:
-            last: Row = self.context.decode(tokens[known:], "last").logits[0]
+            last: Row = self._decode(tokens[known:], "last")[0]
             return last
         first = self._n_settled - self._n_hidden - n_witness - 1  # its logits predict the first token to be judged
         if first > known:
-            self.context.decode(tokens[known:first], "none")
+            self._decode(tokens[known:first], "none")
         for start in range(first, len(tokens), FEW_ROWS):
-            logits: FloatArray = self.context.decode(tokens[start : start + FEW_ROWS], "all").logits
+            logits = self._decode(tokens[start : start + FEW_ROWS], "all")
             for at in range(start + 1, min(start + FEW_ROWS, first + n_witness) + 1):
                 confidence = proposer.confidence(logits[at - start - 1], tokens[:at], behind=len(tokens) - at)
-                plan.witness(self.source, confidence, proposer.best() == tokens[at])
+                if confidence:
+                    plan.witness(self.source, confidence, proposer.best() == tokens[at])
         behind_last: Row = logits[-1]
         return behind_last
+
+    # The answer does not need a draft model: where its engine fails, it is done without.
+
+    def _decode(self, tokens: Sequence[int], rows: Literal["all", "last", "none"]) -> FloatArray:
+        try:
+            return self.context.decode(tokens, rows).logits
+        except EngineError as error:
+            raise DrafterFailed(f"failed: {error}") from error
+
+    def _reuse(self, tokens: Sequence[int]) -> int:
+        try:
+            return self.context.reuse(tokens)
+        except EngineError as error:
+            raise DrafterFailed(f"failed: {error}") from error
 
     def begin(self, tokens: Sequence[int]) -> None:
         self._n_prompt = self._n_settled = len(tokens)

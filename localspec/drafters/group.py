@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from localspec.backends.base import Forward
-from localspec.drafters.base import Drafter, Plan, Proposer
+from localspec.drafters.base import Drafter, DrafterFailed, Plan, Proposer
 from localspec.errors import EngineError
 from localspec.rounds import Draft, DraftToken
 
@@ -15,10 +15,17 @@ class DrafterGroup:
 
     So a run that an n-gram recognises is copied for free in the middle of what a model began, and the model takes over
     again where the copy ends.
+
+    Args:
+        drafters: in the order they are asked.
+        lost: takes a drafter that failed, which is not asked again, and why.
     """
 
-    def __init__(self, drafters: Sequence[Drafter]) -> None:
+    def __init__(
+        self, drafters: Sequence[Drafter], lost: Callable[[Drafter, str], None] = lambda drafter, why: None
+    ) -> None:
         self.drafters = list(drafters)
+        self._lost = lost
 
     def begin(self, tokens: Sequence[int]) -> None:
         for drafter in self.drafters:
@@ -36,8 +43,8 @@ class DrafterGroup:
         draft = Draft()
         try:
             while plan.room > 0:
-                for drafter in self.drafters:
-                    guesses = _legal(drafter.draft(tokens, plan, proposer), proposer)
+                for drafter in list(self.drafters):
+                    guesses = _legal(self._ask(drafter, tokens, plan, proposer), proposer)
                     if guesses:
                         break
                 else:
@@ -51,6 +58,15 @@ class DrafterGroup:
             del tokens[settled:]
         return draft
 
+    def _ask(self, drafter: Drafter, tokens: list[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
+        try:
+            return drafter.draft(tokens, plan, proposer)
+        except DrafterFailed as error:
+            drafter.failed = True
+            self.drafters.remove(drafter)
+            self._lost(drafter, str(error))
+            return []
+
     def accept(self, emitted: Sequence[int]) -> None:
         for drafter in self.drafters:
             drafter.accept(emitted)
@@ -61,12 +77,12 @@ class DrafterGroup:
 
 
 def _legal(guesses: list[DraftToken], proposer: Proposer) -> list[DraftToken]:
-    """Guesses up to the first that the grammar forbids.
+    """Guesses up to the first that the target does not take or the grammar forbids.
 
     Dropping a guess for what it is leaves the law alone only if it was not sampled; a sample comes from a masked
     distribution and cannot be forbidden.
     """
     n = proposer.n_legal([guess.id for guess in guesses]) if guesses else 0
     if n < len(guesses) and guesses[n].dist is not None:
-        raise EngineError(f"the drafter {guesses[n].source} sampled a token that the grammar forbids")
+        raise EngineError(f"the drafter {guesses[n].source} sampled a token that may not come")
     return guesses[:n]

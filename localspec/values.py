@@ -1,0 +1,81 @@
+"""What callers give for numbers: Python's, NumPy's or none at all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Integral, Real
+from typing import Any
+
+from localspec.errors import UsageError
+
+
+def shown(value: object) -> str:
+    """A value in an error message: one line, not long."""
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # Python does not spell out numbers of thousands of digits
+        text = f"a number of {type(value).__name__} that is too large"
+    return text if len(text) <= 120 else f"{text[:80]}…{text[-30:]}"
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a real number, NaN and infinity included; True and False are none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def as_float(value: Any) -> float:
+    """A number in Python's own type; one too large for it is infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def listed(values: Any) -> list[Any] | None:
+    """Anything that yields values, as a list; None for what does not, and for texts and bytes, which are one value."""
+    if isinstance(values, str | bytes | bytearray | memoryview | Mapping):
+        return None
+    try:
+        return list(values)
+    except TypeError:
+        return None
+
+
+def checked_whole(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """A whole number within bounds, in Python's own type.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if not is_whole(value) or value < least or (most is not None and value > most):
+        bounds = f"a whole number, {least} or more" if most is None else f"a whole number in {least}..{most}"
+        raise UsageError(f"{name} must be {bounds}, not {shown(value)}")
+    return int(value)
+
+
+def token_ids(what: str, ids: Any, n_vocab: int | None = None) -> list[int]:
+    """Token ids, from anything that yields whole numbers.
+
+    Args:
+        what: what they are, for the message.
+        ids: whole numbers.
+        n_vocab: how many the model takes; None is any number.
+
+    Raises:
+        UsageError: they are not, or not this model's.
+    """
+    tokens = listed(ids)
+    if tokens is None:
+        raise UsageError(f"{what} must be token ids, not {type(ids).__name__}")
+    for token in tokens:
+        if not is_whole(token):
+            raise UsageError(f"{what} must be token ids, which are whole numbers, not {shown(token)}")
+        if n_vocab is not None and not 0 <= token < n_vocab:
+            raise UsageError(f"{what} must be token ids of this model, in 0..{n_vocab - 1}, not {shown(token)}")
+    return [int(token) for token in tokens]
