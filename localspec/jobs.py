@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+import numbers
+import os
 import queue
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
+from contextlib import ExitStack, suppress
 from typing import Any, Literal
 
 from localspec.ending import at_end
 from localspec.errors import Cancelled, Closed, QueueFull, UsageError
+from localspec.forking import REFUSAL, in_child
 
 CancelledBy = Literal["caller", "deadline"]
 JobState = Literal["waiting", "running", "done"]
@@ -29,8 +33,8 @@ class Job:
 
     Args:
         work: what to do, given the job; its result, or its exception, is delivered.
-        deliver: takes what the job gives; called from the worker's thread, or from the one that cancels. A RuntimeError
-            from it says that nobody is there any more to take it.
+        deliver: takes what the job gives; called from the worker's thread, or from the one that cancels. What it raises
+            ends the job, and is given to it in place of the result; if it raises again, nobody is there to take it.
         abandoned: makes what is delivered in place of a result if the job never runs.
         conversation: jobs of one conversation run in order; None is a conversation of its own.
         deadline: seconds from now in which it has to be done, waiting included; None is for ever.
@@ -48,7 +52,7 @@ class Job:
         conversation: Hashable | None = None,
         deadline: float | None = None,
     ) -> None:
-        if deadline is not None and not (math.isfinite(deadline) and deadline > 0):
+        if deadline is not None and not (_is_number(deadline) and math.isfinite(deadline) and deadline > 0):
             raise UsageError(f"the deadline must be a number of seconds over 0, not {deadline!r}")
         self.conversation: Hashable = self if conversation is None else conversation
         self.submitted = time.monotonic()
@@ -58,7 +62,9 @@ class Job:
         self._work: Callable[[Job], Any] | None = work
         self._deliver = deliver
         self._abandoned = abandoned
+        self._refused: BaseException | None = None
         self._claim = threading.Lock()
+        self._process = os.getpid()
 
     def run(self) -> None:
         """Do the work, unless somebody else has claimed the job or it is too late; called by the worker."""
@@ -67,19 +73,30 @@ class Job:
         self.state = "running"
         work, self._work = self._work, None
         assert work is not None
+        self._end(lambda: work(self))
+
+    def give(self, item: Any) -> None:
+        """Hand something to whoever waits for this job; if that fails, the job ends."""
+        if self._refused is None:
+            try:
+                self._deliver(item)
+            except BaseException as error:  # the thread that works for all must outlive what one of them does
+                self._refused = error
+                self.forget()
+
+    def _end(self, make: Callable[[], Any]) -> None:
+        """Give the last thing: a result, or why there is none or it could not be delivered."""
         try:
-            result = work(self)
+            result = make()
+        except StopIteration as error:  # raised again by an iterator, it would look like a proper end
+            result = RuntimeError(f"unexpected {error!r}")
         except BaseException as error:
             result = error
         self.state = "done"
         self.give(result)
-
-    def give(self, item: Any) -> None:
-        """Hand something to whoever waits for this job."""
-        try:
-            self._deliver(item)
-        except RuntimeError:  # an event loop that is closed
-            self.forget()
+        if self._refused is not None:
+            with suppress(BaseException):  # an event loop that is closed
+                self._deliver(self._refused)
 
     def stopped(self) -> bool:
         """Whether the work should end: polled by the work itself."""
@@ -94,10 +111,14 @@ class Job:
         if self.cancelled_by is None:
             self.cancelled_by = by
         if self._claimed():
-            self.state = "done"
             self._work = None
-            if self._abandoned is not None:
-                self.give(self._abandoned(self))
+            abandoned = self._abandoned
+            if abandoned is None:
+                self.state = "done"
+            else:
+                self._end(lambda: abandoned(self))
+                if isinstance(self._refused, KeyboardInterrupt):  # it was meant for the thread that cancels
+                    raise self._refused
 
     def expire(self) -> bool:
         """Cancel it if it is too late; whether it is cancelled."""
@@ -115,8 +136,17 @@ class Job:
         """Until the deadline; None if there is none."""
         return None if self.ends_at is None else self.ends_at - time.monotonic()
 
+    @property
+    def orphaned(self) -> bool:
+        """Whether it was queued before this process was forked: whoever would run it works in the parent."""
+        return self._process != os.getpid()
+
     def _claimed(self) -> bool:
         return self._claim.acquire(blocking=False)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 class FairQueue:
@@ -131,7 +161,7 @@ class FairQueue:
         self._lanes: dict[Hashable, deque[Job]] = {}
         self._served: tuple[Hashable, deque[Job]] | None = None
         self._changed = threading.Condition()
-        self._closed = False
+        self._closed: str | None = None
 
     def put(self, job: Job, *, bounded: bool = True) -> None:
         """Add a job at the end of its conversation.
@@ -142,7 +172,7 @@ class FairQueue:
         """
         with self._changed:
             if self._closed:
-                raise Closed("this LLM was closed")
+                raise Closed(self._closed)
             if bounded and self.max_waiting is not None:
                 waiting = len(self)
                 if waiting >= self.max_waiting:
@@ -180,20 +210,26 @@ class FairQueue:
     def __len__(self) -> int:
         return len(self.waiting())
 
-    def close(self) -> None:
-        """Take no more jobs; those that wait are still handed out."""
+    def close(self, reason: str = "this LLM was closed") -> None:
+        """Take no more jobs, for a reason; those that wait are still handed out."""
         with self._changed:
-            self._closed = True
+            self._closed = self._closed or reason
             self._changed.notify_all()
 
     def _prune(self) -> None:
         """Drop jobs that were cancelled while they waited: a long answer must not let them pile up."""
+        if self._served is not None:
+            self._served = self._served[0], _alive(self._served[1])
         for conversation, lane in list(self._lanes.items()):
-            alive = deque(job for job in lane if job.cancelled_by is None)
+            alive = _alive(lane)
             if not alive:
                 del self._lanes[conversation]
             elif len(alive) < len(lane):
                 self._lanes[conversation] = alive
+
+
+def _alive(lane: deque[Job]) -> deque[Job]:
+    return deque(job for job in lane if job.cancelled_by is None)
 
 
 class Worker:
@@ -209,6 +245,7 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="localspec", daemon=True)
         self._thread.start()
         _WORKERS.add(self)
+        in_child(self, Worker._renounce)
 
     def call(self, function: Callable[[], Any], *, conversation: Hashable | None = None) -> Any:
         """Run a function on the thread, in its turn, and wait for what it returns.
@@ -232,7 +269,7 @@ class Worker:
         )
         self.queue.put(job, bounded=False)
         try:
-            error = wait_for(done)
+            error = wait_for(done, job)
         except BaseException:
             job.cancel()
             raise
@@ -272,11 +309,22 @@ class Worker:
             job.run()
             self.running = None
             del job
-        for last in self._last:
-            last()
+        with ExitStack() as ending:  # each of them, whatever another raises
+            for last in reversed(self._last):
+                ending.callback(last)
+
+    def _renounce(self) -> None:
+        """In a forked child: refuse everything, and let nothing of it be freed."""
+        self.queue = FairQueue()
+        self.queue.close(REFUSAL)
+        self.running = None
+        _WORKERS.discard(self)
+        _RENOUNCED.append(self)
 
 
 _WORKERS: weakref.WeakSet[Worker] = weakref.WeakSet()
+_RENOUNCED: list[Worker] = []
+"""Kept, because with a worker goes what it is to close at its end."""
 
 
 def _end_all() -> None:
@@ -293,13 +341,20 @@ at_end("workers", _end_all)
 
 
 def wait_for(items: queue.SimpleQueue[Any], job: Job | None = None) -> Any:
-    """The next thing delivered; a job that is too late while it waits for its turn is cancelled here."""
+    """The next thing delivered; a job that is too late while it waits for its turn is cancelled here.
+
+    Raises:
+        Closed: nothing will be delivered, as the process was forked meanwhile.
+    """
     while True:
         timeout = 1.0  # a wait without one cannot be interrupted by Ctrl-C on Windows
         if job is not None and job.state == "waiting" and job.seconds_left is not None:
             timeout = min(timeout, max(0.01, job.seconds_left))
+        orphaned = job is not None and job.orphaned
         try:
-            return items.get(timeout=timeout)
+            return items.get(timeout=0.0 if orphaned else timeout)
         except queue.Empty:
+            if orphaned:
+                raise Closed(REFUSAL) from None
             if job is not None:
                 job.expire()

@@ -10,6 +10,7 @@ import numpy as np
 
 from localspec.backends.base import Model
 from localspec.errors import Closed
+from localspec.forking import in_child
 from localspec.templates import ChatTemplate
 
 Messages = Sequence[Mapping[str, Any]]
@@ -34,6 +35,7 @@ class PromptEncoder:
         self._vocab = model.vocab
         self._open = True
         self._in_use = threading.RLock()
+        in_child(self, PromptEncoder._renounce)
 
     def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
         """Token ids of a text; see ``backends.base.Model.tokenize``.
@@ -85,6 +87,10 @@ class PromptEncoder:
         """Wait for whoever tokenises now, and refuse everybody after."""
         with self._in_use:
             self._open = False
+
+    def _renounce(self) -> None:
+        """In a forked child: a thread of the parent may be tokenising, and never be done here."""
+        self._in_use = threading.RLock()
 
 
 def is_token_ids(prompt: Prompt) -> TypeGuard[Sequence[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +42,6 @@ class Session(Asking[str]):
     Made by ``LLM.session`` and ``LLM.load_session``.
 
     Attributes:
-        messages: what was said, for the chat template; may be edited between questions.
         params: sampling parameters of questions that bring none; None is greedy.
         notice: one line that says why a saved memory could not be used, so that the first answer reads everything
             again; None if it could, or if the session is new.
@@ -58,9 +57,19 @@ class Session(Asking[str]):
         self._llm = llm
         self._conversation = object()
         self.params = params
-        self.messages: list[Message] = [{"role": "system", "content": system}] if system else []
+        self.messages = [{"role": "system", "content": system}] if system else []
         self.messages += [dict(message) for message in messages]
         self.notice: str | None = None
+
+    @property
+    def messages(self) -> list[Message]:
+        """What was said, for the chat template; may be edited, or replaced by another sequence, between questions."""
+        return self._messages
+
+    @messages.setter
+    def messages(self, messages: Iterable[Message]) -> None:
+        # A list stays the one that was given; of anything else one is made, as answers are appended to it.
+        self._messages = messages if isinstance(messages, list) else list(messages)
 
     def undo(self) -> bool:
         """Take the last question and its answer back; whether there was one."""

@@ -216,6 +216,32 @@ def test_what_was_cancelled_counts_as_far_as_it_was_said(llm: LLM) -> None:
     assert len(session.messages) == 2
 
 
+def test_messages_may_be_any_sequence(llm: LLM) -> None:
+    session = llm.session(params=GREEDY)
+    session.messages = ({"role": "system", "content": "terse"},)  # type: ignore[assignment]
+    text = session.chat("hello").text
+    assert [message["content"] for message in session.messages] == ["terse", "hello", text]
+    mine: list[dict[str, Any]] = []
+    session.messages = mine
+    session.chat("hello")
+    assert session.messages is mine
+    assert len(mine) == 2
+    with pytest.raises(TypeError):
+        session.messages = 5  # type: ignore[assignment]
+
+
+def test_an_answer_that_cannot_be_kept_is_an_error_and_the_next_is_answered(llm: LLM) -> None:
+    class Fixed(list[Any]):
+        def __iadd__(self, other: Any) -> Any:
+            raise ValueError("nothing can be added")
+
+    session = llm.session(params=GREEDY)
+    session.messages = Fixed()
+    with pytest.raises(ValueError, match="nothing can be added"):
+        session.chat("hello")
+    assert llm.generate("hello", GREEDY).token_ids
+
+
 # Files.
 
 
