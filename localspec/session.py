@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -135,7 +136,7 @@ def load(llm: LLM, path: Path) -> Session:
     try:
         messages = [dict(message) for message in text["messages"]]
         session = Session(llm, None, _params_from_json(text["params"]), messages)
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise SessionFileError(f"{path} is damaged: its text is not a conversation") from None
     reason: str | None = damage or llm._worker.call(lambda: give_memories(llm._pair, memories))
     if reason and messages:
@@ -147,13 +148,20 @@ def _params_as_json(params: SamplingParams | None) -> dict[str, Any] | None:
     if params is None:
         return None
     default = SamplingParams()
-    values = {f.name: getattr(params, f.name) for f in fields(params)}
+    values = {f.name: _plain(getattr(params, f.name)) for f in fields(params)}
     changed = {name: value for name, value in values.items() if value != getattr(default, name)}
     if "logit_bias" in changed:
-        changed["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
+        changed["logit_bias"] = {str(token): _plain(bias) for token, bias in params.logit_bias.items()}
     if "stop" in changed:
         changed["stop"] = list(params.stop)
     return changed
+
+
+def _plain(value: Any) -> Any:
+    """A number as JSON can have it: NumPy's, and others, are numbers too."""
+    if isinstance(value, numbers.Integral):
+        return value if isinstance(value, bool) else int(value)
+    return float(value) if isinstance(value, numbers.Real) else value
 
 
 def _params_from_json(values: dict[str, Any] | None) -> SamplingParams | None:
