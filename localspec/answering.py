@@ -91,11 +91,12 @@ def answer(request: Request, pair: Pair, encoder: PromptEncoder, job: Job) -> Re
         stats.add(round_)
         text.append(round_.text)
         emitted += round_.emitted
-        widths.append(len(round_.draft) + 1)
+        if round_.emitted:
+            widths.append(len(round_.draft) + 1)
         finish = round_.finish_reason or finish
         job.give(round_)
-    if stats.num_rounds:
-        # As this answer's own passes went: the machine may have been slower, or faster, than the cost model's long view.
+    if widths:
+        # As this answer's own passes went: the machine may have been slower, or faster, than in the long view.
         expected = sum(pair.times(width) for width in widths)
         stats.seconds_plain_token = pair.times(1) / expected * stats.seconds_verify
     return Reply(

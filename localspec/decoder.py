@@ -148,6 +148,8 @@ class SpeculativeDecoder:
                 finish = _finish_reason(ends or whole or text.stopped, budget)
                 if finish:
                     spans += text.finish()
+                    if text.stopped:  # complete before, but a longer one might still have come
+                        finish = "stop"
                     break
             settled = [token.id for token in emitted]
             tokens += settled

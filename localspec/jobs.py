@@ -1,25 +1,23 @@
-"""Work for the one thread that owns the engine: ``Job``, ``FairQueue``, ``Worker``."""
+"""Work for the one thread that owns the engine: ``Job``, and ``FairQueue`` in which jobs wait; ``worker`` runs them."""
 
 from __future__ import annotations
 
 import math
+import numbers
+import os
 import queue
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from typing import Any, Literal
 
-from localspec.ending import at_end
-from localspec.errors import Cancelled, Closed, QueueFull, UsageError
-from localspec.idle import IdleTask, IdleWork, NoIdleWork
+from localspec.errors import Closed, QueueFull, UsageError
+from localspec.forking import REFUSAL
 
 CancelledBy = Literal["caller", "deadline"]
 JobState = Literal["waiting", "running", "done"]
-
-_ENDING_S = 10.0
-"""How long the end of the program waits for the passes that are under way."""
 
 
 class Job:
@@ -30,8 +28,8 @@ class Job:
 
     Args:
         work: what to do, given the job; its result, or its exception, is delivered.
-        deliver: takes what the job gives; called from the worker's thread, or from the one that cancels. A RuntimeError
-            from it says that nobody is there any more to take it.
+        deliver: takes what the job gives; called from the worker's thread, or from the one that cancels. What it raises
+            ends the job, and is given to it in place of the result; if it raises again, nobody is there to take it.
         abandoned: makes what is delivered in place of a result if the job never runs.
         conversation: jobs of one conversation run in order; None is a conversation of its own.
         deadline: seconds from now in which it has to be done, waiting included; None is for ever.
@@ -49,7 +47,7 @@ class Job:
         conversation: Hashable | None = None,
         deadline: float | None = None,
     ) -> None:
-        if deadline is not None and not (math.isfinite(deadline) and deadline > 0):
+        if deadline is not None and not (_is_number(deadline) and math.isfinite(deadline) and deadline > 0):
             raise UsageError(f"the deadline must be a number of seconds over 0, not {deadline!r}")
         self.conversation: Hashable = self if conversation is None else conversation
         self.submitted = time.monotonic()
@@ -59,7 +57,9 @@ class Job:
         self._work: Callable[[Job], Any] | None = work
         self._deliver = deliver
         self._abandoned = abandoned
+        self._refused: BaseException | None = None
         self._claim = threading.Lock()
+        self._process = os.getpid()
 
     def run(self) -> None:
         """Do the work, unless somebody else has claimed the job or it is too late; called by the worker."""
@@ -68,19 +68,30 @@ class Job:
         self.state = "running"
         work, self._work = self._work, None
         assert work is not None
+        self._end(lambda: work(self))
+
+    def give(self, item: Any) -> None:
+        """Hand something to whoever waits for this job; if that fails, the job ends."""
+        if self._refused is None:
+            try:
+                self._deliver(item)
+            except BaseException as error:  # the thread that works for all must outlive what one of them does
+                self._refused = error
+                self.forget()
+
+    def _end(self, make: Callable[[], Any]) -> None:
+        """Give the last thing: a result, or why there is none or it could not be delivered."""
         try:
-            result = work(self)
+            result = make()
+        except StopIteration as error:  # raised again by an iterator, it would look like a proper end
+            result = RuntimeError(f"unexpected {error!r}")
         except BaseException as error:
             result = error
         self.state = "done"
         self.give(result)
-
-    def give(self, item: Any) -> None:
-        """Hand something to whoever waits for this job."""
-        try:
-            self._deliver(item)
-        except RuntimeError:  # an event loop that is closed
-            self.forget()
+        if self._refused is not None:
+            with suppress(BaseException):  # an event loop that is closed
+                self._deliver(self._refused)
 
     def stopped(self) -> bool:
         """Whether the work should end: polled by the work itself."""
@@ -95,10 +106,14 @@ class Job:
         if self.cancelled_by is None:
             self.cancelled_by = by
         if self._claimed():
-            self.state = "done"
             self._work = None
-            if self._abandoned is not None:
-                self.give(self._abandoned(self))
+            abandoned = self._abandoned
+            if abandoned is None:
+                self.state = "done"
+            else:
+                self._end(lambda: abandoned(self))
+                if isinstance(self._refused, KeyboardInterrupt):  # it was meant for the thread that cancels
+                    raise self._refused
 
     def expire(self) -> bool:
         """Cancel it if it is too late; whether it is cancelled."""
@@ -116,8 +131,17 @@ class Job:
         """Until the deadline; None if there is none."""
         return None if self.ends_at is None else self.ends_at - time.monotonic()
 
+    @property
+    def orphaned(self) -> bool:
+        """Whether it was queued before this process was forked: whoever would run it works in the parent."""
+        return self._process != os.getpid()
+
     def _claimed(self) -> bool:
         return self._claim.acquire(blocking=False)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 class FairQueue:
@@ -132,7 +156,7 @@ class FairQueue:
         self._lanes: dict[Hashable, deque[Job]] = {}
         self._served: tuple[Hashable, deque[Job]] | None = None
         self._changed = threading.Condition()
-        self._closed = False
+        self._closed: str | None = None
         self._at_rest = False
 
     def put(self, job: Job, *, bounded: bool = True) -> None:
@@ -144,7 +168,7 @@ class FairQueue:
         """
         with self._changed:
             if self._closed:
-                raise Closed("this LLM was closed")
+                raise Closed(self._closed)
             if bounded and self.max_waiting is not None:
                 waiting = len(self)
                 if waiting >= self.max_waiting:
@@ -196,17 +220,17 @@ class FairQueue:
     def wait_at_rest(self, timeout: float | None) -> bool:
         """Wait until ``get`` waits, having nothing to give; whether that came about in time."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._at_rest or self._closed, timeout)
+            return self._changed.wait_for(lambda: self._at_rest or self._closed is not None, timeout)
 
     @property
     def presses(self) -> bool:
         """Whether somebody waits for the consumer, while it has no job: a job came, or the queue was closed."""
-        return bool(self._lanes) or self._closed
+        return bool(self._lanes) or self._closed is not None
 
     @property
     def ended(self) -> bool:
         """Whether the queue was closed and has nothing left."""
-        return self._closed and not self._lanes and not (self._served and self._served[1])
+        return self._closed is not None and not self._lanes and not (self._served and self._served[1])
 
     def waiting(self) -> list[Job]:
         """The jobs that wait and were not cancelled."""
@@ -217,157 +241,43 @@ class FairQueue:
     def __len__(self) -> int:
         return len(self.waiting())
 
-    def close(self) -> None:
-        """Take no more jobs; those that wait are still handed out."""
+    def close(self, reason: str = "this LLM was closed") -> None:
+        """Take no more jobs, for a reason; those that wait are still handed out."""
         with self._changed:
-            self._closed = True
+            self._closed = self._closed or reason
             self._stir()
 
     def _prune(self) -> None:
         """Drop jobs that were cancelled while they waited: a long answer must not let them pile up."""
+        if self._served is not None:
+            self._served = self._served[0], _alive(self._served[1])
         for conversation, lane in list(self._lanes.items()):
-            alive = deque(job for job in lane if job.cancelled_by is None)
+            alive = _alive(lane)
             if not alive:
                 del self._lanes[conversation]
             elif len(alive) < len(lane):
                 self._lanes[conversation] = alive
 
 
-class Worker:
-    """The thread that owns an engine, and the queue in front of it.
-
-    It keeps no reference to what submits the jobs, so an owner that is dropped can be collected.
-
-    Args:
-        max_waiting: most jobs that may wait; None is any number.
-        idle: takes what is to be done while the queue is empty; None does nothing then.
-    """
-
-    def __init__(self, max_waiting: int | None = None, idle: IdleWork | None = None) -> None:
-        self.queue = FairQueue(max_waiting)
-        self._idle = idle or NoIdleWork()
-        self.running: Job | None = None
-        self._last: tuple[Callable[[], None], ...] = ()
-        self._thread = threading.Thread(target=self._run, name="localspec", daemon=True)
-        self._thread.start()
-        _WORKERS.add(self)
-
-    def call(self, function: Callable[[], Any], *, conversation: Hashable | None = None) -> Any:
-        """Run a function on the thread, in its turn, and wait for what it returns.
-
-        Raises:
-            Closed: the worker was closed.
-        """
-        if threading.current_thread() is self._thread:
-            return function()
-        done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        good: list[Any] = []
-
-        def work(job: Job) -> None:
-            good.append(function())
-
-        job = Job(
-            work,
-            done.put,
-            abandoned=lambda job: Cancelled("the LLM was closed before its turn came"),
-            conversation=conversation,
-        )
-        self.queue.put(job, bounded=False)
-        try:
-            error = wait_for(done)
-        except BaseException:
-            job.cancel()
-            raise
-        if error is not None:
-            raise error
-        return good[0]
-
-    def when_idle(self, task: IdleTask, *, priority: int = 0, warn: Callable[[str], None] | None = None) -> None:
-        """Have a task done on the thread while nothing waits, step by step; see ``IdleWork.add``."""
-        self._idle.add(task, priority=priority, warn=warn)
-        self.queue.stir()
-
-    def forget_idle(self, task: IdleTask) -> None:
-        """Do no more of a task."""
-        self._idle.remove(task)
-
-    def idle_work_waits(self) -> None:
-        """Say that tasks may have new work. After every job they are asked without being told."""
-        self._idle.renew()
-        self.queue.stir()
-
-    def wait_idle(self, timeout: float | None = None) -> bool:
-        """Wait until no job and no idle work that may be done now is left; whether that came about in time."""
-        return self.queue.wait_at_rest(timeout)
-
-    def close(self, *last: Callable[[], None], cancel: bool = False, wait: bool = True) -> None:
-        """End the thread after what waits is done.
-
-        Args:
-            last: run on the thread at the very end, one after the other.
-            cancel: stop the running job and drop those that wait, instead of finishing them.
-            wait: return only when the thread has ended; not from the thread itself.
-        """
-        self._last = self._last or last
-        self.queue.close()
-        if cancel:
-            self.cancel_all()
-        if wait and threading.current_thread() is not self._thread:
-            while self._thread.is_alive():
-                self._thread.join(timeout=1.0)
-
-    def cancel_all(self) -> None:
-        """Stop the running job and keep those that wait from starting."""
-        running = self.running
-        for job in [*self.queue.waiting(), *([running] if running else [])]:
-            job.cancel()
-
-    def join(self, seconds: float) -> None:
-        """Wait for the end of the thread, at most so long."""
-        self._thread.join(seconds)
-
-    def _run(self) -> None:
-        while True:
-            job = self.queue.get(self._idle.pause)
-            if job is not None:
-                self.running = job
-                job.run()
-                self.running = None
-                del job
-                self._idle.renew()
-            elif self.queue.ended:
-                break
-            else:
-                self._idle.step(lambda: self.queue.presses)
-        self._idle.clear()
-        for last in self._last:
-            last()
-
-
-_WORKERS: weakref.WeakSet[Worker] = weakref.WeakSet()
-
-
-def _end_all() -> None:
-    """Stop every worker at its next round, and wait for them. What they own is left to the system."""
-    workers = list(_WORKERS)
-    for worker in workers:
-        worker.close(cancel=True, wait=False)
-    ends_at = time.monotonic() + _ENDING_S
-    for worker in workers:
-        worker.join(max(0.0, ends_at - time.monotonic()))
-
-
-at_end("workers", _end_all)
+def _alive(lane: deque[Job]) -> deque[Job]:
+    return deque(job for job in lane if job.cancelled_by is None)
 
 
 def wait_for(items: queue.SimpleQueue[Any], job: Job | None = None) -> Any:
-    """The next thing delivered; a job that is too late while it waits for its turn is cancelled here."""
+    """The next thing delivered; a job that is too late while it waits for its turn is cancelled here.
+
+    Raises:
+        Closed: nothing will be delivered, as the process was forked meanwhile.
+    """
     while True:
         timeout = 1.0  # a wait without one cannot be interrupted by Ctrl-C on Windows
         if job is not None and job.state == "waiting" and job.seconds_left is not None:
             timeout = min(timeout, max(0.01, job.seconds_left))
+        orphaned = job is not None and job.orphaned
         try:
-            return items.get(timeout=timeout)
+            return items.get(timeout=0.0 if orphaned else timeout)
         except queue.Empty:
+            if orphaned:
+                raise Closed(REFUSAL) from None
             if job is not None:
                 job.expire()

@@ -17,7 +17,7 @@ from localspec.backends.base import shared_prefix
 from localspec.catalog import Catalog
 from localspec.errors import Cancelled
 from localspec.idle import IdleWork, OnMains
-from localspec.jobs import Job, Worker
+from localspec.jobs import Job
 from localspec.logprobs import checked_top
 from localspec.model_loading import PairOptions, Report
 from localspec.pair import Pair
@@ -31,6 +31,7 @@ from localspec.stream import Submit
 from localspec.text import ChatTemplate
 from localspec.tokenizing import Tokenizing
 from localspec.vocab import Vocab
+from localspec.worker import Worker
 
 
 class LLM(AskingModel, Tokenizing):

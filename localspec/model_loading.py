@@ -12,7 +12,7 @@ from localspec.backends.machine import cpu_name
 from localspec.backends.repack import lighter_copy
 from localspec.backends.trust import fingerprint
 from localspec.cost_model import PassTimes
-from localspec.errors import LocalspecError, VocabularyMismatch
+from localspec.errors import Cancelled, LocalspecError, VocabularyMismatch
 from localspec.home import home
 from localspec.ledger import Ledger
 
@@ -132,10 +132,13 @@ class Loader:
             prefers_light = found[1].rate > found[0].rate
             figures = {"published": found[0].as_dict(), "lighter": found[1].as_dict()}
             self._choices.put(key, {"light": prefers_light, **figures})
-        except LocalspecError:
-            # Not worth failing over: an engine that cannot run the copy drafts with the published file.
+        except LocalspecError as error:
             if lighter is not None:
                 close_both(*lighter)
+            if isinstance(error, Cancelled):
+                close_both(*published)
+                raise
+            # Not worth failing over: an engine that cannot run the copy drafts with the published file.
             return published
         except BaseException:
             for each in (published, lighter):

@@ -245,16 +245,23 @@ class Pair:
         decoder = SpeculativeDecoder(self.context, [] if plain else [*forced, *chosen], controller, self._lost)
         reading = [] if plain else [each.context for each in chosen if isinstance(each, DraftModelDrafter)]
         said = self.said = list(prompt)
+        text = TextAssembler(self.target.vocab, params.stop)
+        n_rounds, ended = 0, False
         # A pass that is broken off leaves every context with what its `tokens` says.
         with self._working_on(said, reading, cancelled), suppress(Cancelled):
             on_prefilled(decoder.prefill(prompt, cancelled))
-            text = TextAssembler(self.target.vocab, params.stop)
             for round_ in decoder.rounds(
                 prompt, params, text, cancelled=cancelled, n_logprobs=n_logprobs, constraint=constraint
             ):
                 said += [token.id for token in round_.emitted]
                 round_.draft_texts = [self.token_text(token) for token in round_.draft.ids]
+                n_rounds, ended = round_.index + 1, round_.finish_reason is not None
                 yield round_
+        if not ended:
+            # What was held back is verified too, and nothing follows any more that could make a stop string of it.
+            spans = text.finish()
+            if spans or text.stopped:
+                yield Round.of_rest(n_rounds, spans, "stop" if text.stopped else "cancelled")
 
     @contextmanager
     def _working_on(

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from localspec.backends.base import Model
 from localspec.errors import Closed, UsageError
+from localspec.forking import in_child
 from localspec.templates import ChatTemplate
 from localspec.values import listed, token_ids
 
@@ -34,6 +35,7 @@ class PromptEncoder:
         self._vocab = model.vocab
         self._open = True
         self._in_use = threading.RLock()
+        in_child(self, PromptEncoder._renounce)
 
     def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
         """Token ids of a text; see ``backends.base.Model.tokenize``.
@@ -102,3 +104,7 @@ class PromptEncoder:
         """Wait for whoever tokenises now, and refuse everybody after."""
         with self._in_use:
             self._open = False
+
+    def _renounce(self) -> None:
+        """In a forked child: a thread of the parent may be tokenising, and never be done here."""
+        self._in_use = threading.RLock()

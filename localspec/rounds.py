@@ -109,7 +109,9 @@ class Round:
 
     ``draft`` holds the rejected guesses too. ``emitted`` ends early at an end token, a stop string or the token budget,
     so it can be shorter than ``verdict.n_accepted + 1``. ``spans`` is the text that became safe to show in this round:
-    text that may still turn out to be a stop string, or half of a character, waits for a later one.
+    text that may still turn out to be a stop string, or half of a character, waits for a later one. Where an answer is
+    broken off while text waits, one more round brings it; it has no guesses and no tokens, and statistics do not count
+    it.
 
     Times are in milliseconds. ``ms_verify`` is the target's pass; ``ms_verify_expected`` is what the cost model said it
     would take, None where there is none.
@@ -128,6 +130,12 @@ class Round:
     spans: list[Span] = field(default_factory=list)
     reason: str = ""
     finish_reason: FinishReason | None = None
+
+    @classmethod
+    def of_rest(cls, index: int, spans: list[Span], finish_reason: FinishReason) -> Round:
+        """What closes an answer that was broken off while some of its text was held back: no guesses, no tokens."""
+        nothing = Verdict(0, -1, "plain")
+        return cls(index, Draft(), nothing, [], 0.0, 0.0, spans=spans, finish_reason=finish_reason)
 
     @property
     def text(self) -> str:
@@ -189,9 +197,9 @@ class SpecStats(Mapping[str, Any]):
     * ``accepted_per_position[i]``: rounds in which the guess at position i was accepted;
       ``drafted_per_position[i]``: rounds that had a guess there.
     * ``tokens_per_second``: completion tokens / (seconds_draft + seconds_verify + seconds_other); prompt excluded.
-    * ``estimated_plain_tokens_per_second``: 1 / t(1), t(1) being the time of a one-token pass as this answer's own passes
-      went: what they took, by the cost model's ratio of their widths to one token. ``estimated_speedup`` is the ratio
-      of the two. None where t(1) is not known.
+    * ``estimated_plain_tokens_per_second``: 1 / t(1), t(1) being the time of a one-token pass as this answer's own
+      passes went: what they took, by the cost model's ratio of their widths to one token. ``estimated_speedup`` is the
+      ratio of the two. None where t(1) is not known.
     """
 
     def __init__(self) -> None:
@@ -213,7 +221,9 @@ class SpecStats(Mapping[str, Any]):
         self.reason = ""
 
     def add(self, round_: Round) -> None:
-        """Count one finished round."""
+        """Count one finished round; what only brings the rest of the text is none."""
+        if not round_.emitted:
+            return
         self.num_rounds += 1
         self.completion_tokens += len(round_.emitted)
         self.num_draft_tokens += len(round_.draft)

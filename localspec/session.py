@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import numbers
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,6 @@ class Session(Asking[str]):
     Made by ``LLM.session`` and ``LLM.load_session``.
 
     Attributes:
-        messages: what was said, for the chat template; may be edited between questions.
         params: sampling parameters of questions that bring none; None is greedy.
         notice: one line that says why a saved memory could not be used, so that the first answer reads everything
             again; None if it could, or if the session is new.
@@ -63,9 +63,19 @@ class Session(Asking[str]):
         self._llm = llm
         self._conversation = object()
         self.params = params
-        self.messages: list[Message] = [{"role": "system", "content": system}] if system else []
+        self.messages = [{"role": "system", "content": system}] if system else []
         self.messages += [dict(message) for message in messages]
         self.notice: str | None = None
+
+    @property
+    def messages(self) -> list[Message]:
+        """What was said, for the chat template; may be edited, or replaced by another sequence, between questions."""
+        return self._messages
+
+    @messages.setter
+    def messages(self, messages: Iterable[Message]) -> None:
+        # A list stays the one that was given; of anything else one is made, as answers are appended to it.
+        self._messages = messages if isinstance(messages, list) else list(messages)
 
     def undo(self) -> bool:
         """Take the last question and its answer back; whether there was one."""
@@ -142,7 +152,7 @@ def load(llm: LLM, path: str | Path) -> Session:
     try:
         messages = [dict(message) for message in text["messages"]]
         session = Session(llm, None, _params_from_json(text["params"]), messages)
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise SessionFileError(f"{path} is damaged: its text is not a conversation") from None
     reason: str | None = damage or llm._worker.call(lambda: give_memories(llm._pair, memories))
     if reason and messages:
@@ -154,13 +164,20 @@ def _params_as_json(params: SamplingParams | None) -> dict[str, Any] | None:
     if params is None:
         return None
     default = SamplingParams()
-    values = {f.name: getattr(params, f.name) for f in fields(params)}
+    values = {f.name: _plain(getattr(params, f.name)) for f in fields(params)}
     changed = {name: value for name, value in values.items() if value != getattr(default, name)}
     if "logit_bias" in changed:
-        changed["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
+        changed["logit_bias"] = {str(token): _plain(bias) for token, bias in params.logit_bias.items()}
     if "stop" in changed:
         changed["stop"] = list(params.stop)
     return changed
+
+
+def _plain(value: Any) -> Any:
+    """A number as JSON can have it: NumPy's, and others, are numbers too."""
+    if isinstance(value, numbers.Integral):
+        return value if isinstance(value, bool) else int(value)
+    return float(value) if isinstance(value, numbers.Real) else value
 
 
 def _params_from_json(values: dict[str, Any] | None) -> SamplingParams | None:

@@ -45,14 +45,14 @@ def write(path: Path, text: Mapping[str, Any], memories: Sequence[Memory]) -> No
     Raises:
         SessionFileError: it cannot be written, or the name belongs to a file that is not a saved session.
     """
-    if path.exists() and path.stat().st_size:
-        try:
+    try:
+        if path.exists() and path.stat().st_size:
             with path.open("rb") as file:
                 _read_version(path, file)
-        except SessionFileError:
-            raise SessionFileError(f"{path} exists and is not a saved session; choose another name") from None
-        except OSError as error:
-            raise SessionFileError(f"cannot write {path}: {error.strerror or error}") from error
+    except SessionFileError:
+        raise SessionFileError(f"{path} exists and is not a saved session; choose another name") from None
+    except OSError as error:
+        raise SessionFileError(f"cannot write {path}: {error.strerror or error}") from error
     arrays: list[npt.NDArray[Any]] = []
     listed = []
     for memory in memories:
@@ -65,7 +65,10 @@ def write(path: Path, text: Mapping[str, Any], memories: Sequence[Memory]) -> No
             )
         held = None if list(memory.state.tokens) == list(memory.tokens) else list(memory.state.tokens)
         listed.append({"maker": dict(memory.maker), "tokens": list(memory.tokens), "held": held, "arrays": entries})
-    document = json.dumps({**text, "memories": listed}, ensure_ascii=False).encode()
+    try:
+        document = json.dumps({**text, "memories": listed}, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:  # a lone surrogate, or a value of some other kind
+        raise SessionFileError(f"cannot write {path}: what was said is not JSON ({error})") from error
     _remove_stale(path)
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".tmp")
@@ -83,8 +86,9 @@ def write(path: Path, text: Mapping[str, Any], memories: Sequence[Memory]) -> No
                 os.unlink(temporary)
             raise
         _sync_folder(path.parent)
-    except OSError as error:
-        raise SessionFileError(f"cannot write {path}: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:  # ValueError: no name for a file, as with a NUL in it
+        reason = getattr(error, "strerror", None) or error
+        raise SessionFileError(f"cannot write {path}: {reason}") from error
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Memory], str | None]:
@@ -102,7 +106,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[Memory], str | None]:
             text = _read_text(path, file)
             try:
                 return text, [_read_memory(listed, file) for listed in text.pop("memories")], None
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
                 text.pop("memories", None)
                 return text, [], f"the memory saved in {path.name} is damaged ({error})"
     except (OSError, ValueError) as error:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from localspec.errors import Closed
+from localspec.forking import REFUSAL
 from localspec.jobs import CancelledBy, Job, JobState, wait_for
 from localspec.rounds import EmittedToken, FinishReason, Round, SpecStats
 
@@ -153,6 +154,8 @@ class AsyncRoundStream(AsyncIterator[Round]):
     async def __anext__(self) -> Round:
         if self._done:
             raise StopAsyncIteration
+        if self._job is not None and self._job.orphaned and self._items.empty():
+            raise Closed(REFUSAL)
         try:
             item = await self._items.get()
         except BaseException:

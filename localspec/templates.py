@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from localspec.errors import TemplateError, UsageError
+from localspec.forking import in_child
 
 if TYPE_CHECKING:
     import jinja2
@@ -55,6 +56,7 @@ class ChatTemplate:
         self._compiled: jinja2.Template | None = None
         self._wants_parts: bool | None = None
         self._lock = threading.Lock()
+        in_child(self, ChatTemplate._renounce)
 
     @classmethod
     def for_vocab(cls, source: str | None, vocab: Vocab) -> ChatTemplate:
@@ -116,6 +118,10 @@ class ChatTemplate:
         marked = [self._guard.mark(message, mark) for message in checked]
         text = self._render(marked, self._guard.mark(variables, mark))
         return self._guard.cut(text, mark)
+
+    def _renounce(self) -> None:
+        """In a forked child: a thread of the parent may be compiling, and never be done here."""
+        self._lock = threading.Lock()
 
     def _render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
         with self._lock:

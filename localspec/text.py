@@ -76,7 +76,10 @@ class TextAssembler:
         return self._read(self.token_text)
 
     def finish(self) -> list[Span]:
-        """The answer ended otherwise: returns the text still held back. Safe to call after a stop, and twice."""
+        """The answer ended otherwise: returns the text still held back. Safe to call after a stop, and twice.
+
+        A stop string that was complete, and waited only for a longer one, ends it after all: see ``stopped``.
+        """
         spans = self._read(self._detokenizer.flush())
         if not self.stopped:
             end = self._n_read if self._found is None else self._found

@@ -24,6 +24,9 @@ class Server:
         drop_after: bytes after which the connection breaks, once per request; 0 never.
         status: answer everything with this status; 0 serves.
         short: bytes by which what is sent falls short of what a HEAD request was told.
+        long: bytes by which what is sent is more than what a HEAD request was told.
+        sizes: URL path -> size to tell a HEAD request instead of the true one; None tells none.
+        shift: bytes by which what is sent begins later than was asked for.
         ranges: whether ranges are given; else every answer is the whole file.
         hang: accept requests and never answer.
         requests: (method, path, first byte asked for) in order.
@@ -37,7 +40,8 @@ class Server:
         self.status = 0
         self.hang = False
         self.ranges = True
-        self.short = 0
+        self.short = self.long = self.shift = 0
+        self.sizes: dict[str, int | None] = {}
         self.requests: list[tuple[str, str, int]] = []
         self._stopped = threading.Event()
         owner = self
@@ -84,14 +88,17 @@ class Server:
             request.end_headers()
             return
         if body:
-            content = content[: len(content) - self.short]
+            content = content[: len(content) - self.short] + bytes(self.long)
+            first += self.shift if first else 0
         request.send_response(status)
         digest = self.digests.get(path, hashlib.sha256(self.files[path]).hexdigest())
         request.send_header("ETag", f'"{digest or "weak"}"')
         request.send_header("X-Repo-Commit", COMMIT)
         request.send_header("Accept-Ranges", "bytes")
         request.send_header("Content-Type", "text/html" if path.endswith("/") else "application/octet-stream")
-        request.send_header("Content-Length", str(len(content) - first))
+        size = len(content) - first if body else self.sizes.get(path, len(content) - first)
+        if size is not None:
+            request.send_header("Content-Length", str(size))
         if first:
             request.send_header("Content-Range", f"bytes {first}-{len(content) - 1}/{len(content)}")
         request.end_headers()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from localspec import LLM, SamplingParams, draft_choice
+from localspec import LLM, Cancelled, SamplingParams, draft_choice
 from localspec.backends import repack
 from localspec.backends.trust import fingerprint
 from localspec.cost_model import PassTimes
@@ -95,3 +95,16 @@ def test_a_broken_copy_is_passed_over(tiny: TinyFiles, monkeypatch: pytest.Monke
     with LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256) as llm:
         ((model, _),) = llm._pair._models.values()
         assert model.path == tiny.pair.draft
+
+
+@pytest.mark.parametrize("step", ["making a lighter copy", "comparing"])
+def test_cancelling_while_a_copy_is_made_or_compared_cancels_the_load(tiny: TinyFiles, step: str) -> None:
+    raised: list[str] = []
+
+    def progress(what: str, fraction: float | None) -> None:
+        if what.startswith(step) and not raised:
+            raised.append(what)
+            raise Cancelled("enough")
+
+    with pytest.raises(Cancelled, match="enough"):
+        LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256, progress=progress)

@@ -15,7 +15,8 @@ import pytest
 from localspec import LLM, SamplingParams
 from localspec.errors import Cancelled, EngineError
 from localspec.idle import ASK_AGAIN_S, IdleWork, OnMains, Stopped
-from localspec.jobs import Job, Worker
+from localspec.jobs import Job
+from localspec.worker import Worker
 from tests.conftest import TinyFiles, open_backend
 
 SOON = 30.0

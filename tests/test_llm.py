@@ -267,7 +267,7 @@ def test_nothing_is_drafted_behind_an_end_token(tiny: TinyFiles) -> None:
 
 
 def test_the_estimate_of_plain_speed_follows_this_answers_own_passes(tiny: TinyFiles) -> None:
-    """Whatever was calibrated: where every pass was over one token, plain decoding would have been just these passes."""
+    """Whatever was calibrated: where all passes were over one token, plain decoding is just these passes."""
     with LLM(tiny.pair.target, None, backend="reference", n_ctx=256) as llm:
         llm._pair.times.base = {1: 1e5}
         stats = llm.generate("the cat", SamplingParams(max_tokens=12, ignore_eos=True)).stats

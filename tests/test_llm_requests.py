@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localspec import LLM, Cancelled, Closed, PromptTooLong, QueueFull, Reply, SamplingParams, UsageError
-from localspec.jobs import FairQueue, Job, Worker
+from localspec import LLM, Cancelled, Closed, PromptTooLong, QueueFull, Reply, RoundStream, SamplingParams, UsageError
+from localspec.jobs import FairQueue, Job
+from localspec.worker import Worker
 from tests.conftest import TinyFiles, open_backend
 from tests.test_llm import draft_context
 
@@ -115,6 +116,93 @@ def test_cancelled_jobs_do_not_pile_up() -> None:
         job.cancel()
     assert len(fair) == 0
     assert sum(len(lane) for lane in fair._lanes.values()) <= 2
+
+
+def test_cancelled_jobs_of_the_conversation_that_is_served_do_not_pile_up() -> None:
+    fair, ran = FairQueue(max_waiting=2), []
+
+    def job(name: str) -> Job:
+        return Job(lambda job: ran.append(name), lambda item: None, conversation="x")
+
+    fair.put(job("first"))
+    served = fair.get()
+    fair.put(job("second"))
+    for _ in range(1000):
+        late = job("never")
+        fair.put(late)
+        late.cancel()
+    assert fair._served is not None
+    assert len(fair._served[1]) <= 2
+    fair.close()
+    while served is not None:
+        served.run()
+        served = fair.get()
+    assert ran == ["first", "second"]
+
+
+@pytest.mark.parametrize("kind", [TypeError, MemoryError, SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_the_worker_outlives_whatever_delivery_raises(kind: type[BaseException]) -> None:
+    """Who waits gets the error, be it raised at the result or at something given before."""
+    worker = Worker()
+    got: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    seen: list[bool] = []
+
+    def deliver(item: Any) -> None:
+        if not isinstance(item, BaseException):
+            raise kind("not here")
+        got.put(item)
+
+    def work(job: Job) -> str:
+        job.give("a round")
+        seen.append(job.stopped())
+        job.give("another")
+        return "the result"
+
+    def nobody(item: Any) -> None:
+        raise kind("not here")
+
+    try:
+        worker.queue.put(Job(lambda job: "the result", deliver))
+        assert isinstance(got.get(timeout=10), kind)
+        worker.queue.put(Job(work, deliver))
+        assert isinstance(got.get(timeout=10), kind)
+        assert seen == [True]
+        worker.queue.put(Job(work, nobody))
+        assert worker.call(lambda: 5) == 5
+        assert got.empty()
+    finally:
+        worker.close()
+
+
+def test_what_is_made_for_a_request_that_never_ran_may_fail(llm: LLM) -> None:
+    got: list[Any] = []
+    job = Job(lambda job: "ran", got.append, abandoned=lambda job: {}["gone"])
+    job.cancel()
+    assert isinstance(got[0], KeyError)
+    late = Job(lambda job: "ran", got.append, abandoned=lambda job: {}["gone"], deadline=1e-9)
+    llm._worker.queue.put(late)
+    assert llm._worker.call(lambda: 5) == 5
+    assert isinstance(got[1], KeyError)
+
+
+def test_an_answer_that_raises_stop_iteration_is_no_end_without_an_answer(llm: LLM) -> None:
+    def prompt() -> Any:
+        return next(iter(()))
+
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        RoundStream(llm._queue(prompt, GREEDY)).reply  # noqa: B018
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_all_that_a_worker_ends_with_is_done() -> None:
+    worker, done = Worker(), []
+
+    def fails() -> None:
+        done.append(1)
+        raise OSError
+
+    worker.close(fails, lambda: done.append(2))
+    assert done == [1, 2]
 
 
 def test_who_claims_a_job_first_answers_for_it() -> None:
@@ -250,9 +338,9 @@ def test_a_deadline_in_an_answer(llm: LLM) -> None:
     assert reply.token_ids == whole[: len(reply.token_ids)]
     assert llm.generate("hello", GREEDY, speculate=False).token_ids == expected
     assert llm.generate("hello", GREEDY, deadline=60.0).cancelled_by is None
-    for deadline in (0, -1, math.nan, math.inf):
+    for deadline in (0, -1, math.nan, math.inf, True, "3"):
         with pytest.raises(UsageError, match="deadline"):
-            llm.rounds("x", GREEDY, deadline=deadline)
+            llm.rounds("x", GREEDY, deadline=deadline)  # type: ignore[arg-type]
 
 
 def test_prefill_is_interruptible(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localspec import LLM, Closed, SamplingParams, SessionFileError, UsageError
+from localspec import LLM, Closed, SamplingParams, SessionFileError, UsageError, session_file
 from localspec.backends.base import Context
 from localspec.prefix_cache import MIN_TOKENS, PrefixCache
 from tests.conftest import TinyFiles, open_backend
@@ -216,6 +217,32 @@ def test_what_was_cancelled_counts_as_far_as_it_was_said(llm: LLM) -> None:
     assert len(session.messages) == 2
 
 
+def test_messages_may_be_any_sequence(llm: LLM) -> None:
+    session = llm.session(params=GREEDY)
+    session.messages = ({"role": "system", "content": "terse"},)  # type: ignore[assignment]
+    text = session.chat("hello").text
+    assert [message["content"] for message in session.messages] == ["terse", "hello", text]
+    mine: list[dict[str, Any]] = []
+    session.messages = mine
+    session.chat("hello")
+    assert session.messages is mine
+    assert len(mine) == 2
+    with pytest.raises(TypeError):
+        session.messages = 5  # type: ignore[assignment]
+
+
+def test_an_answer_that_cannot_be_kept_is_an_error_and_the_next_is_answered(llm: LLM) -> None:
+    class Fixed(list[Any]):
+        def __iadd__(self, other: Any) -> Any:
+            raise ValueError("nothing can be added")
+
+    session = llm.session(params=GREEDY)
+    session.messages = Fixed()
+    with pytest.raises(ValueError, match="nothing can be added"):
+        session.chat("hello")
+    assert llm.generate("hello", GREEDY).token_ids
+
+
 # Files.
 
 
@@ -280,6 +307,12 @@ def test_parameters_survive(llm: LLM, tmp_path: Path) -> None:
     assert dict(loaded.params.logit_bias) == {5: -3.5}
     assert list(loaded.params.stop) == ["\n\n", "END"]
     assert (loaded.params.temperature, loaded.params.seed, loaded.params.max_tokens) == (0.5, 7, 9)
+    biases: Any = {5: np.float32(0.5), np.int64(6): -math.inf}
+    session.params = SamplingParams(temperature=np.float32(0.5), seed=np.int64(7), logit_bias=biases)  # type: ignore[arg-type]
+    session.save(tmp_path / "numpy.session")
+    assert llm.load_session(tmp_path / "numpy.session").params == SamplingParams(
+        temperature=0.5, seed=7, logit_bias={5: 0.5, 6: -math.inf}
+    )
 
 
 def check_goes_on(llm: LLM, path: Path, expected: list[int]) -> str | None:
@@ -399,6 +432,38 @@ def test_other_files_are_not_overwritten(llm: LLM, tmp_path: Path) -> None:
     llm.close()
     with pytest.raises(Closed):
         session.save(tmp_path / "late.session")
+
+
+def test_what_cannot_be_written_is_told_in_a_line(llm: LLM, tmp_path: Path) -> None:
+    session = llm.session()
+    for name in ("a" * 300, "nul\0"):
+        with pytest.raises(SessionFileError, match="cannot write"):
+            session.save(tmp_path / name)
+    session.params = SamplingParams(stop=["\ud800"])
+    with pytest.raises(SessionFileError, match="not JSON"):
+        session.save(tmp_path / "x.session")
+    assert not (tmp_path / "x.session").exists()
+
+
+def test_numbers_that_no_machine_holds_are_damage(llm: LLM, tmp_path: Path) -> None:
+    session = llm.session(params=SamplingParams(temperature=0.5))
+    path = tmp_path / "x.session"
+    session.save(path)
+    text = json.loads(path.read_bytes().split(b"\n", 2)[2])
+    array = {"name": "a", "dtype": "<f4", "shape": [10**30], "digest": ""}
+    memories = [{"maker": {}, "tokens": [], "held": None, "arrays": [array]}]
+    write_text(path, text | {"memories": memories})
+    assert "damaged" in session_file.read(path)[2]
+    write_text(path, text | {"params": {"temperature": 10**400}})
+    with pytest.raises(SessionFileError, match="damaged"):
+        llm.load_session(path)
+
+
+def write_text(path: Path, text: dict[str, Any]) -> None:
+    document = json.dumps(text).encode()
+    path.write_bytes(
+        b"localspec-session 1\n%d %s\n" % (len(document), session_file._digest(document).encode()) + document
+    )
 
 
 SAVER = """

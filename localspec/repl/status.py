@@ -34,7 +34,8 @@ class Status:
     def add(self, round_: Round) -> None:
         """Count one round."""
         self.stats.add(round_)
-        self._lengths.append(len(round_.draft))
+        if round_.emitted:
+            self._lengths.append(len(round_.draft))
 
     def line(self) -> str:
         """The status while the answer is being written."""

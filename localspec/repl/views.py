@@ -87,11 +87,13 @@ class LaneView(View):
         return
 
     def round(self, round_: Round) -> None:
+        self._text.append(round_.text)
+        if not round_.emitted:  # only the rest of the text
+            return
         columns, _ = terminal_size()
         line = lane_line(round_, columns - 1, ansi=self._ansi, colour=self._colour, unicode=self._unicode)
         self._file.write(line + "\n")
         self._file.flush()
-        self._text.append(round_.text)
 
     def finish(self) -> None:
         text = visible("".join(self._text))

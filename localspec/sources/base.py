@@ -8,16 +8,38 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ParamSpec
 
 from localspec.catalog import Entry, free_bytes
 from localspec.errors import DigestMismatch, NotEnoughSpace
+
+P = ParamSpec("P")
 
 Watch = Callable[[str, int, int], None]
 """Progress: what is being done, bytes done, bytes in all (0 if unknown). Raising from it stops the work."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a disk, quota or file system that cannot hold the file."""
+
+
+class RaisedByCaller(BaseException):
+    """Carries what a caller's function raised past all that takes errors for a source's or the disk's own."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def unmistakable(function: Callable[P, None]) -> Callable[P, None]:
+    """A caller's function, whose exceptions come as ``RaisedByCaller``."""
+
+    def called(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            function(*args, **kwargs)
+        except Exception as error:
+            raise RaisedByCaller(error) from None
+
+    return called
 
 
 class Source(ABC):

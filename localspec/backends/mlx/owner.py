@@ -21,6 +21,7 @@ import mlx.core as mx
 
 from localspec.ending import at_end
 from localspec.errors import Closed
+from localspec.forking import in_child
 
 T = TypeVar("T")
 
@@ -34,11 +35,12 @@ class OwnerThread:
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._handing_in = threading.Lock()
-        self._ended = False
+        self._ended = ""
         # A daemon, or the interpreter would wait for it before it runs what is registered to end it.
         self._thread = threading.Thread(target=self._work, name="localspec-mlx", daemon=True)
         self._thread.start()
         at_end("engines", self.end)
+        in_child(self, OwnerThread._renounce)
 
     def run(self, function: Callable[[], T]) -> T:
         """The function's result, or its exception.
@@ -46,14 +48,14 @@ class OwnerThread:
         Ctrl-C reaches the caller at once; the function still ends, and whatever is asked for next comes after it.
 
         Raises:
-            Closed: the program is ending.
+            Closed: the program is ending, or is a child forked after MLX was used.
         """
         if threading.current_thread() is self._thread:
             return function()
         future: Future[T] = Future()
         with self._handing_in:
             if self._ended:
-                raise Closed("MLX has ended with the program")
+                raise Closed(self._ended)
             self._waiting.put((function, future))
         return future.result()
 
@@ -61,9 +63,14 @@ class OwnerThread:
         """Finish what was handed in, and free MLX's streams. Nothing runs here afterwards."""
         with self._handing_in:
             if not self._ended:
-                self._ended = True
+                self._ended = "MLX has ended with the program"
                 self._waiting.put(None)
         self._thread.join(_PATIENCE_S)
+
+    def _renounce(self) -> None:
+        """In a forked child: the thread, and what MLX itself runs, are the parent's."""
+        self._handing_in = threading.Lock()
+        self._ended = "MLX was used before this process was forked, and cannot be used in the child: start it afresh"
 
     def _work(self) -> None:
         while (item := self._waiting.get()) is not None:

@@ -1,0 +1,94 @@
+"""An LLM in the child of a fork: refused with one line, closed and collected without a wait; the parent goes on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import TinyFiles, open_backend
+
+PROGRAM = """
+import asyncio, gc, multiprocessing, os, sys, threading
+from localspec import LLM, Closed, SamplingParams
+
+path, backend, way = sys.argv[1:]
+params = SamplingParams(max_tokens=3, ignore_eos=True)
+llm = LLM(path, draft=None, backend=backend, n_ctx=128)
+session = llm.session(params=params)
+expected = llm.generate("hi", params).token_ids
+held, entered = threading.Event(), threading.Event()
+
+def busy():
+    entered.set()
+    held.wait(60)
+
+caller = threading.Thread(target=llm._call, args=(busy,))
+caller.start()
+entered.wait(60)
+waiting = llm.rounds("hi", params)
+
+async def ask():
+    await llm.agenerate("hi", params)
+
+def child():
+    global llm, session, waiting
+    refused = 0
+    for use in (
+        lambda: llm.generate("hi", params), lambda: llm.chat("hi"), lambda: list(llm.stream("hi")),
+        lambda: llm.logprobs("hi"), lambda: llm.set_draft(None), lambda: session.chat("hi"),
+        lambda: session.save("x.session"), lambda: asyncio.run(ask()), lambda: waiting.reply,
+    ):
+        try:
+            use()
+        except Closed as error:
+            assert "forked" in str(error) and chr(10) not in str(error)
+            refused += 1
+    assert llm.tokenize("hi") and llm.queue_length == 0 and not llm.busy
+    print(refused, "refused", flush=True)
+    if way == "close":
+        llm.close()
+    llm = session = waiting = None
+    gc.collect()
+    if way == "load":
+        with LLM(path, draft=None, backend=backend, n_ctx=128) as another:
+            assert another.generate("hi", params).token_ids == expected
+
+def forked():
+    with llm._worker.queue._changed, llm._encoder._in_use, llm.template._lock:  # as another thread may have them
+        pid = os.fork()
+    return pid
+
+if way == "multiprocessing":
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join()
+    status = process.exitcode
+elif (pid := forked()) == 0:
+    child()
+    sys.exit(0)
+else:
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+held.set()
+caller.join()
+assert waiting.reply.token_ids == llm.generate("hi", params).token_ids == expected
+llm.close()
+print("child", status)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.parametrize("way", ["close", "drop", "multiprocessing", "load"])
+@pytest.mark.parametrize("backend", ["reference", "ik-llama", "llama-cpp", "mlx"])
+def test_an_llm_in_a_forked_child(tiny: TinyFiles, backend: str, way: str) -> None:
+    if way == "multiprocessing" and "fork" not in multiprocessing.get_all_start_methods():
+        pytest.skip("multiprocessing does not fork here")
+    if way == "load" and backend == "mlx":
+        pytest.skip("MLX is refused in a child")
+    open_backend(backend)
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(tiny.quick.target), backend, way]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "9 refused\nchild 0\n", "")
