@@ -87,6 +87,11 @@ class TinyFiles:
         return ggufs.write_mamba(self.folder / "tiny-mamba.gguf")
 
     @cached_property
+    def hybrid(self) -> Path:
+        """A Qwen 3.5: some layers keep a state that cannot be rewound, the others keys and values."""
+        return ggufs.write_hybrid(self.folder / "tiny-qwen35.gguf")
+
+    @cached_property
     def trap(self) -> Path:
         """A sound file that ik-llama computes wrongly in wide passes."""
         return ggufs.write_trap(self.folder / "tiny-trap-q4_1.gguf")

@@ -257,7 +257,10 @@ class Context(ABC):
 
     @abstractmethod
     def _truncate(self, n: int) -> None:
-        """Drop all rows from position n on, rows of a broken-off pass included."""
+        """Drop all rows from position n on, rows of a broken-off pass included.
+
+        If that fails, ``tokens`` must be left naming no more than what is still there.
+        """
 
     def _export(self) -> Mapping[str, npt.NDArray[Any]]:
         raise NotImplementedError

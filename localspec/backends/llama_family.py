@@ -185,7 +185,12 @@ class LlamaContext(Context):
 
     def _decode(self, tokens: Sequence[int], logits: Literal["all", "last", "none"]) -> Forward:
         if self.model.capabilities.rollback == "replay" and len(tokens) > 1:
-            self._checkpoint = (self.n_past, self._save())
+            # An empty memory needs no copy: clearing leads back to it.
+            self._checkpoint = (self.n_past, self._save()) if self.n_past else None
+        return self._compute(tokens, self.n_past, logits)
+
+    def _compute(self, tokens: Sequence[int], n_past: int, logits: Literal["all", "last", "none"]) -> Forward:
+        """Feed tokens after the first ``n_past`` of the memory, in as many calls of the engine as it takes."""
         rows: list[FloatArray] = []
         n_vocab = self.model.n_vocab
         for start in range(0, len(tokens), N_BATCH):
@@ -194,7 +199,7 @@ class LlamaContext(Context):
             last = start + n == len(tokens)
             self._batch.n_tokens = n
             self._batch_tokens[:n] = piece
-            self._batch_pos[:n] = range(self.n_past + start, self.n_past + start + n)
+            self._batch_pos[:n] = range(n_past + start, n_past + start + n)
             self._batch_logits[:n] = logits == "all"
             if last and logits == "last":
                 self._batch_logits[n - 1] = 1
@@ -216,29 +221,26 @@ class LlamaContext(Context):
         return Forward(rows[0] if len(rows) == 1 else np.concatenate(rows))
 
     def _truncate(self, n: int) -> None:
-        if self._binding.remove(self._handle, n) and self.model.capabilities.rollback == "exact":
+        if self._checkpoint is not None and self._checkpoint[0] > n:
+            self._checkpoint = None  # what comes in the place of the tokens dropped is another text
+        if self.model.capabilities.rollback == "exact" and self._binding.remove(self._handle, n):
             return
         # Nothing can be taken out of this memory: go back to a state it had, and feed the rest again.
-        start = 0
-        if n and self._checkpoint is not None and self._checkpoint[0] <= n:
-            start, state = self._checkpoint
-            self._restore(state)
-        else:
-            self._binding.clear(self._handle)
-        replay = self.tokens[start:n]
-        saved, self.tokens = self.tokens, self.tokens[:start]
         try:
-            if replay:
-                self._decode_replay(replay)
-        finally:
-            self.tokens = saved
-
-    def _decode_replay(self, tokens: list[int]) -> None:
-        checkpoint = self._checkpoint
-        self._decode(tokens, "none")
-        # The state before the replayed tokens is the older and so the more useful of the two.
-        if checkpoint is not None and checkpoint[0] <= self.n_past:
-            self._checkpoint = checkpoint
+            start = 0
+            if self._checkpoint is not None:
+                start, state = self._checkpoint
+                self._restore(state)
+            else:
+                self._binding.clear(self._handle)
+            if start < n:
+                self._compute(self.tokens[start:n], start, "none")
+        except BaseException:
+            # Nobody knows how far it came. What `tokens` names must be in the memory, so it names nothing.
+            self._binding.clear(self._handle)
+            self._checkpoint = None
+            self.tokens = []
+            raise
 
     def _save(self) -> Bytes:
         state: Bytes = np.empty(self._state_bytes(), dtype=np.uint8)
