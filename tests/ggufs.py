@@ -117,6 +117,10 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_bool(key, value)
     elif isinstance(value, int):
         writer.add_uint32(key, value)
+    elif isinstance(value, np.uint16):
+        writer.add_uint16(key, int(value))
+    elif isinstance(value, np.int32):
+        writer.add_int32(key, int(value))
     elif isinstance(value, float):
         writer.add_float32(key, value)
     elif isinstance(value, str):
@@ -167,6 +171,30 @@ def write_llama(
     n_layer = len({name.split(".")[1] for name in weights if name.startswith("blk.")})
     metadata = llama_metadata(shape, len(vocab), n_layer) | vocab_metadata(vocab) | dict(extra or {})
     return write_gguf(path, "llama", metadata, weights, tensor_type)
+
+
+def write_in_parts(
+    folder: Path,
+    vocab: TinyVocab | None = None,
+    shape: Shape | None = None,
+    *,
+    seed: int = 0,
+    tensor_type: str = "F32",
+    n_parts: int = 2,
+) -> list[Path]:
+    """A llama-architecture model in parts, the first without tensors: ``gguf-split --no-tensor-first-split``."""
+    shape, vocab = shape or Shape(), vocab or bpe_vocab()
+    weights = llama_weights(shape, len(vocab), seed)
+    names, step = list(weights), -(-len(weights) // (n_parts - 1))
+    paths = []
+    for number in range(n_parts):
+        split = {"split.no": np.uint16(number), "split.count": np.uint16(n_parts)}
+        split["split.tensors.count"] = np.int32(len(weights))
+        whole = llama_metadata(shape, len(vocab)) | vocab_metadata(vocab)
+        held = {name: weights[name] for name in names[(number - 1) * step : number * step]} if number else {}
+        path = folder / f"tiny-{number + 1:05}-of-{n_parts:05}.gguf"
+        paths.append(write_gguf(path, "llama", split if number else whole | split, held, tensor_type))
+    return paths
 
 
 def write_trap(path: Path, vocab: TinyVocab | None = None) -> Path:

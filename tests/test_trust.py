@@ -14,6 +14,7 @@ from localspec import LLM, EngineMismatch, SamplingParams, backends
 from localspec.backends import ik_llama, llama_cpp, repack, trust
 from localspec.backends.base import Forward
 from localspec.gguf_file import GGUFFile
+from tests import ggufs
 from tests.conftest import TinyFiles, open_backend
 
 
@@ -127,6 +128,58 @@ def test_fingerprints_differ_where_files_do(tiny: TinyFiles, tmp_path: Path) -> 
     data[-1] ^= 1
     copy.write_bytes(data)
     assert trust.fingerprint(copy) != trust.fingerprint(tiny.bpe) or len(data) > 1 << 20
+
+
+def test_a_model_in_parts_has_the_fingerprint_of_all_of_them(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    parts = ggufs.write_in_parts(tmp_path)
+    others = ggufs.write_in_parts(tmp_path / "other", seed=5)
+    assert parts[0].read_bytes() == others[0].read_bytes()
+    prints = {trust.fingerprint(each[0]) for each in (parts, others)}
+    parts[1].unlink()
+    assert len({*prints, trust.fingerprint(parts[0])}) == 3
+
+
+def test_fingerprints_of_single_files_stay(tmp_path: Path) -> None:
+    """Calibrations, verdicts and saved conversations are kept by them."""
+    path = tmp_path / "file.gguf"
+    path.write_bytes(bytes(range(256)) * 20)
+    assert trust.fingerprint(path) == "b833fbe216957019a7d244b4edfa095c"
+
+
+@pytest.mark.parametrize("name", ["ik-llama", "llama-cpp", "reference"])
+def test_a_model_in_parts_is_as_large_as_they_are(name: str, tmp_path: Path) -> None:
+    parts = ggufs.write_in_parts(tmp_path, n_parts=3)
+    with open_backend(name).load(parts[0]) as model:
+        assert model.size_bytes == sum(path.stat().st_size for path in parts)
+        with model.new_context(16) as context:
+            assert len(context.decode([1, 2, 3])) == 3
+
+
+@pytest.mark.usefixtures("ik")
+def test_copies_of_a_model_in_parts_are_one_file_each(tmp_path: Path) -> None:
+    """The repacked copy of one that ik-llama computes wrongly, and the lighter copy of a draft."""
+    shape = ggufs.Shape(n_embd=96, n_head=3, n_head_kv=1)
+    parts = ggufs.write_in_parts(tmp_path, shape=shape, tensor_type="Q4_1")
+    with backends.load(parts[0], "ik-llama") as model, GGUFFile(parts[0]) as original, GGUFFile(model.path) as copy:
+        assert model.path != parts[0]
+        assert set(copy.tensors) == set(original.tensors)
+        assert not [key for key in copy.metadata if key.startswith("split.")]
+    parts = ggufs.write_in_parts(tmp_path, tensor_type="Q8_0")
+    light = repack.lighter_copy(parts[0], trust.fingerprint(parts[0]), lambda line: None)
+    assert light is not None
+    with backends.load(light, "ik-llama", check=False) as model:
+        assert model.size_bytes < sum(path.stat().st_size for path in parts)
+
+
+def test_a_copy_of_a_copy_can_be_opened(tmp_path: Path) -> None:
+    path = ggufs.write_llama(tmp_path / "tiny.gguf", tensor_type="Q8_0")
+    with GGUFFile(path) as file:
+        repack.write_copy(file, tmp_path / "once.gguf", {}, {repack.MARK: "first"})
+    with GGUFFile(tmp_path / "once.gguf") as file:
+        repack.write_copy(file, tmp_path / "twice.gguf", {}, {repack.MARK: "second"})
+    with GGUFFile(tmp_path / "twice.gguf") as file:
+        assert file.metadata[repack.MARK] == "second"
 
 
 @pytest.mark.real

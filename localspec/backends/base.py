@@ -280,13 +280,13 @@ class Model(ABC):
     """Immutable weights, loaded by one engine.
 
     Attributes:
-        path: the GGUF file.
+        path: the GGUF file; of a model in parts, the first.
         backend: the engine's catalogue name, e.g. ``ik-llama``.
         engine: the engine's name and version, part of every cache key and report.
         vocab: tokens, types and special ids, read from the file and so the same for every engine.
         chat_template: the file's Jinja template, or None.
         n_ctx_train: the context length the model was trained for.
-        size_bytes: size of the file.
+        size_bytes: size of the file; of a model in parts, of all of them.
         capabilities: see ``Capabilities``.
         kv_type: type of the attention cache, where the engine has several: part of what a saved state has to match.
     """

@@ -114,7 +114,7 @@ class LlamaModel(Model):
         template = gguf.metadata.get("tokenizer.chat_template")
         self.chat_template = str(template) if template is not None else None
         self.n_ctx_train = gguf.n_ctx_train
-        self.size_bytes = path.stat().st_size
+        self.size_bytes = gguf.n_bytes
         self.architecture = gguf.architecture
         self.n_threads = n_threads
         self.kv_type = kv_type
