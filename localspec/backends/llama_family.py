@@ -89,6 +89,31 @@ KV_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8}
 """ggml's numbers for the types a KV cache may have."""
 
 
+KV_BLOCK = 32
+"""Values that share a scale in a quantised KV cache."""
+
+
+def check_kv_type(gguf: GGUFFile, kv_type: str) -> None:
+    """Refuse a type of KV cache that the keys or values of a model cannot be stored in.
+
+    Raises:
+        UsageError: there is no such type, or heads are no whole number of its blocks: ik-llama aborts the process then.
+    """
+    if kv_type not in KV_TYPES:
+        raise UsageError(f"KV cache type {kv_type!r} is not one of {', '.join(KV_TYPES)}")
+    if not kv_type.startswith("q"):
+        return
+    n_embd, n_head = gguf.field("embedding_length", 0), gguf.field("attention.head_count", 0)
+    size = n_embd // n_head if isinstance(n_embd, int) and isinstance(n_head, int) and n_head > 0 else 0
+    for part in ("key_length", "value_length"):
+        length = gguf.field(f"attention.{part}", size)
+        if isinstance(length, int) and length % KV_BLOCK:
+            raise UsageError(
+                f"--kv-cache {kv_type} divides keys and values into blocks of {KV_BLOCK}, which the heads of "
+                f"{gguf.path.name}, {length} wide, are not made of; use f16"
+            )
+
+
 class LlamaModel(Model):
     """Weights loaded by a llama.cpp engine; see ``backends.base.Model``."""
 
@@ -104,8 +129,7 @@ class LlamaModel(Model):
     ) -> None:
         gguf = GGUFFile(path)
         gguf.check_generates_text()
-        if kv_type not in KV_TYPES:
-            raise UsageError(f"KV cache type {kv_type!r} is not one of {', '.join(KV_TYPES)}")
+        check_kv_type(gguf, kv_type)
         self.binding = binding
         self.backend = binding.name
         self.engine = f"{binding.name} {binding.version}"
