@@ -20,7 +20,7 @@ from localspec.gguf_parts import part_names
 from localspec.gguf_types import FILE_TYPES, NOT_GENERATORS, TENSOR_TYPES, string_offsets
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-_STRING, _ARRAY = 8, 9
+_UINT32, _STRING, _ARRAY = 4, 8, 9
 # Far beyond any real file (the largest have some 800,000 strings and 2,000 tensors); they bound the time that a hostile
 # header can take.
 _MAX_KEYS, _MAX_TENSORS, _MAX_DIMS, _MAX_STRINGS = 1 << 16, 1 << 17, 4, 1 << 22
@@ -182,6 +182,8 @@ class GGUFFile:
             if key in self.metadata:
                 raise ValueError(f"the key {key[:60]!r} occurs twice")
             (kind,) = struct.unpack_from("<I", self.buffer, at)
+            if key == "general.alignment" and kind != _UINT32:  # engines abort the process on that
+                raise ValueError("its alignment is no 32-bit number")
             self.metadata[key], at = self._value(at + 4, kind)
             self.kv_ranges[key] = (start, at)
         self.alignment = int(self.metadata.get("general.alignment", 32))
@@ -202,6 +204,8 @@ class GGUFFile:
         at += 4 + 8 * n_dims
         kind, offset = struct.unpack_from("<IQ", self.buffer, at)
         _, block, n_bytes = TENSOR_TYPES.get(kind, ("", 1, 0))
+        if 0 in shape:  # engines abort the process on that too
+            raise ValueError(f"tensor {name[:60]!r} is empty")
         if shape and shape[0] % block:
             raise ValueError(f"tensor {name[:60]!r} has rows of {shape[0]}, not whole blocks of {block}")
         self.tensors[name] = TensorInfo(name, shape, kind, offset, math.prod(shape) // block * n_bytes)

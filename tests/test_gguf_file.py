@@ -305,6 +305,22 @@ def test_parts_that_do_not_make_one_model_are_refused(tmp_path: Path) -> None:
         GGUFFile(names[0])
 
 
+def test_what_engines_abort_on_is_refused(tmp_path: Path) -> None:
+    """An empty tensor, and an alignment of another type than engines read."""
+    whole = {"a": np.ones((2, 32), np.float32)}
+    path = ggufs.write_gguf(tmp_path / "empty.gguf", "llama", {}, whole)
+    data = path.read_bytes()
+    shape = struct.pack("<IQQ", 2, 32, 2)
+    assert data.count(shape) == 1
+    path.write_bytes(data.replace(shape, struct.pack("<IQQ", 2, 32, 0)))
+    with pytest.raises(NotGGUF, match="tensor 'a' is empty"):
+        GGUFFile(path)
+    for value in ("32", np.uint16(32), np.int32(32)):
+        path = ggufs.write_gguf(tmp_path / "odd.gguf", "llama", {"general.alignment": value}, whole)
+        with pytest.raises(NotGGUF, match="alignment is no 32-bit number"):
+            GGUFFile(path)
+
+
 def test_names_of_parts(tmp_path: Path) -> None:
     assert part_names("m-00001-of-00003.gguf") == tuple(f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3))
     for alone in ("m.gguf", "m-00002-of-00003.gguf", "m-00001-of-00001.gguf", "m-00001-of-00000.gguf"):
