@@ -316,6 +316,17 @@ def test_a_model_that_shares_its_first_part_does_not_take_over_the_memory(tmp_pa
         assert llm.load_session(tmp_path / "saved").chat("go on", GREEDY).token_ids == got.token_ids
 
 
+@pytest.mark.skipif(sys.platform in ("darwin", "win32"), reason="names of files are Unicode there")
+def test_a_session_of_a_file_whose_name_is_no_utf_8(tiny: TinyFiles, tmp_path: Path) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.gguf"))
+    path.write_bytes(tiny.quick.target.read_bytes())
+    with LLM(path, draft=None, backend="reference", n_ctx=256) as llm:
+        session = llm.session()
+        session.chat("hello", GREEDY)
+        session.save(tmp_path / "saved")
+        assert llm.load_session(tmp_path / "saved").notice is None
+
+
 def test_damaged_and_truncated_files(tiny: TinyFiles, saved: Path) -> None:
     """Every kind of damage is refused with one line; if the text is whole, the chat is rebuilt from it."""
     data = saved.read_bytes()

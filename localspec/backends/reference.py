@@ -63,9 +63,10 @@ class Hyperparameters:
                 raise UnsupportedModel(f"the file does not say llama.{key}")
             return value
 
-        def positive(key: str, default: Any = None, kind: type = int) -> Any:
+        def positive(key: str, default: Any = None, *, real: bool = False) -> Any:
             value = get(key, default)
-            if not isinstance(value, int | kind) or isinstance(value, bool) or not 0 < value < math.inf:
+            number = isinstance(value, int) or (real and isinstance(value, float))
+            if not number or isinstance(value, bool) or not 0 < value < math.inf:
                 raise UnsupportedModel(f"the file says that llama.{key} is {value!r}, which cannot be")
             return value
 
@@ -95,9 +96,9 @@ class Hyperparameters:
             n_head=n_head,
             n_head_kv=n_head_kv,
             d_head=d_head,
-            rope_base=float(positive("rope.freq_base", 10000.0, float)),
-            rope_scale=float(positive("rope.scaling.factor", 1.0, float)) if scaling == "linear" else 1.0,
-            norm_eps=float(positive("attention.layer_norm_rms_epsilon", None, float)),
+            rope_base=float(positive("rope.freq_base", 10000.0, real=True)),
+            rope_scale=float(positive("rope.scaling.factor", 1.0, real=True)) if scaling == "linear" else 1.0,
+            norm_eps=float(positive("attention.layer_norm_rms_epsilon", real=True)),
         )
 
 
