@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from localspec.errors import ModelFileError, UnknownModel
+from localspec.gguf_parts import part_names
 from localspec.home import models_dir
 
 _HUB_SPEC = re.compile(r"hf:([\w.-]+)/([\w.-]+)/((?:[\w.-]+/)*[\w.-]+\.gguf)")
-_SHARD = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
 
 _GIB = 1 << 30
 MEMORY_FOR_DEFAULT = 3 * _GIB
@@ -59,10 +59,7 @@ class Entry:
     @property
     def files(self) -> tuple[str, ...]:
         """All files of the model under the models folder: several if it comes in parts."""
-        match = _SHARD.fullmatch(self.file)
-        if match is None:
-            return (self.file,)
-        return tuple(f"{match[1]}-{i:05}-of-{match[2]}.gguf" for i in range(1, int(match[2]) + 1))
+        return part_names(self.file)
 
     @property
     def present(self) -> bool:

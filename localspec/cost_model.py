@@ -84,7 +84,8 @@ class PassTimes:
         """Expected milliseconds of a pass over ``width`` tokens; 0 for no tokens."""
         if width <= 0:
             return 0.0
-        one, longer = self._curve(1), 1.0 + self.growth * (self.n_past - CALIBRATED_PAST)
+        one = self._curve(1)
+        longer = (1.0 + self.growth * self.n_past) / (1.0 + self.growth * CALIBRATED_PAST)
         ms = (one + self.slope * (self._curve(width) - one)) * longer * self.scale
         return ms * (self.beyond if width > max(self.base) else self.trim.get(width, 1.0))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import re
 import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,14 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.errors import ModelFileError, NotGGUF, UnsupportedModel
+from localspec.gguf_parts import part_names
 from localspec.gguf_types import FILE_TYPES, NOT_GENERATORS, TENSOR_TYPES, string_offsets
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-_STRING, _ARRAY = 8, 9
+_UINT32, _STRING, _ARRAY = 4, 8, 9
 # Far beyond any real file (the largest have some 800,000 strings and 2,000 tensors); they bound the time that a hostile
 # header can take.
 _MAX_KEYS, _MAX_TENSORS, _MAX_DIMS, _MAX_STRINGS = 1 << 16, 1 << 17, 4, 1 << 22
-_SHARD = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.gguf$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +98,10 @@ class GGUFFile:
 
     Opening costs milliseconds, with a vocabulary of 262,144 tokens too.
 
+    Args:
+        path: the file.
+        alone: open no other part.
+
     Attributes:
         path: the file.
         version: GGUF version.
@@ -107,7 +110,7 @@ class GGUFFile:
         tensors: name -> ``TensorInfo``; every one lies inside its file.
         alignment: of the tensor data [bytes].
         header_end: offset of the end of the tensor list [bytes].
-        kv_range: offsets of the metadata section [bytes].
+        kv_ranges: key -> where the key, its type and its value begin and end [bytes].
         n_bytes: size of all parts together.
         shards: the other parts, opened.
 
@@ -116,7 +119,7 @@ class GGUFFile:
         ModelFileError: the file, or a part of the model, cannot be read.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, *, alone: bool = False) -> None:
         self.path = Path(path)
         self.shards: list[GGUFFile] = []
         self._map: mmap.mmap | None = None
@@ -125,7 +128,8 @@ class GGUFFile:
         try:
             self._open()
             self._parse()
-            self._open_shards()
+            if not alone:
+                self._open_shards()
         except (struct.error, IndexError, OverflowError, ValueError, TypeError, MemoryError) as error:
             self.close()
             detail = "it ends inside its header" if isinstance(error, struct.error) else str(error)
@@ -171,13 +175,17 @@ class GGUFFile:
             raise ValueError(f"it claims {n_keys} keys and {n_tensors} tensors")
         at = 24
         self.metadata: dict[str, Any] = {}
+        self.kv_ranges: dict[str, tuple[int, int]] = {}
         for _ in range(n_keys):
+            start = at
             key, at = self._string(at)
             if key in self.metadata:
                 raise ValueError(f"the key {key[:60]!r} occurs twice")
             (kind,) = struct.unpack_from("<I", self.buffer, at)
+            if key == "general.alignment" and kind != _UINT32:  # engines abort the process on that
+                raise ValueError("its alignment is no 32-bit number")
             self.metadata[key], at = self._value(at + 4, kind)
-        self.kv_range = (24, at)
+            self.kv_ranges[key] = (start, at)
         self.alignment = int(self.metadata.get("general.alignment", 32))
         if not 0 < self.alignment <= 1 << 20:
             raise ValueError(f"its alignment is {self.alignment}")
@@ -196,6 +204,8 @@ class GGUFFile:
         at += 4 + 8 * n_dims
         kind, offset = struct.unpack_from("<IQ", self.buffer, at)
         _, block, n_bytes = TENSOR_TYPES.get(kind, ("", 1, 0))
+        if 0 in shape:  # engines abort the process on that too
+            raise ValueError(f"tensor {name[:60]!r} is empty")
         if shape and shape[0] % block:
             raise ValueError(f"tensor {name[:60]!r} has rows of {shape[0]}, not whole blocks of {block}")
         self.tensors[name] = TensorInfo(name, shape, kind, offset, math.prod(shape) // block * n_bytes)
@@ -255,20 +265,31 @@ class GGUFFile:
         count = self.metadata.get("split.count", 1)
         if not isinstance(count, int) or count < 2 or self.metadata.get("split.no", 0) != 0:
             return
-        match = _SHARD.match(self.path.name)
-        if match is None or int(match[3]) != count:
+        names = part_names(self.path.name)
+        if len(names) != count:
             raise ModelFileError(
                 f"{self.path.name} is the first of {count} parts; name them …-00001-of-{count:05}.gguf to open them"
             )
-        for i in range(1, count):
-            part = self.path.with_name(f"{match[1]}-{i + 1:05}-of-{count:05}.gguf")
-            if not part.exists():
-                raise ModelFileError(f"part {i + 1} of {count} is missing: {part}")
-            self.shards.append(shard := GGUFFile(part))
+        for i, name in enumerate(names[1:], 1):
+            path = self.path.with_name(name)
+            if not path.exists():
+                raise ModelFileError(f"part {i + 1} of {count} is missing: {path}")
+            # A part is never asked for parts of its own, whatever it says.
+            self.shards.append(shard := GGUFFile(path, alone=True))
+            if shard.metadata.get("split.no") != i or shard.metadata.get("split.count", count) != count:
+                raise ModelFileError(f"{name} is not part {i + 1} of {count}, by what is in it; fetch it again")
             self.n_bytes += shard.n_bytes
             for tensor in shard.tensors.values():
+                if tensor.name in self.tensors:
+                    raise ModelFileError(f"{name} holds {tensor.name[:60]!r}, which an earlier part holds too")
                 where = (tensor.offset, tensor.n_bytes, i)
                 self.tensors[tensor.name] = TensorInfo(tensor.name, tensor.shape, tensor.ggml_type, *where)
+        n_tensors = self.metadata.get("split.tensors.count", len(self.tensors))
+        if n_tensors != len(self.tensors):
+            raise ModelFileError(
+                f"the {count} parts of {self.path.name} hold {len(self.tensors)} tensors instead of {n_tensors}; "
+                "fetch them again"
+            )
 
     # -- what it says --------------------------------------------------------------------------------------------
 

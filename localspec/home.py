@@ -46,3 +46,8 @@ def source_order() -> tuple[str, ...]:
     if first not in SOURCES:
         raise UsageError(f"LOCALSPEC_SOURCE={first!r} is not one of: {', '.join(SOURCES)}")
     return (first, *(name for name in SOURCES if name != first))
+
+
+def printable(name: str) -> str:
+    """A file's name as text that can be written anywhere: what is no UTF-8 in it becomes U+FFFD."""
+    return os.fsencode(name).decode("utf-8", "replace")

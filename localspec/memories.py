@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from localspec.backends.base import Context, ContextState, Model
 from localspec.backends.trust import fingerprint
 from localspec.errors import EngineError
+from localspec.home import printable
 from localspec.pair import Pair
 
 
@@ -30,7 +31,7 @@ def maker_of(model: Model) -> dict[str, str]:
     """What a saved memory has to match to be used again: the file's digest, the engine's version, the cache's type."""
     return {
         "file": fingerprint(model.path),
-        "name": model.path.name,
+        "name": printable(model.path.name),
         "engine": model.engine,
         "device": model.capabilities.device,
         "kv_type": model.kv_type,

@@ -33,7 +33,7 @@ REAL_FOLDER = Path(os.environ.get("LOCALSPEC_TEST_MODELS") or models_dir())
 """Read before ``isolated_home`` hides it."""
 
 
-ONCE_PER_FILE = ("calibration", "digests", "drafts", "repacked", "trust")
+ONCE_PER_FILE = ("calibration", "digests", "drafts", "repacked", "trials", "trust")
 """Folders of a home that say nothing of what was asked, only of files and the machine."""
 
 
@@ -85,6 +85,11 @@ class TinyFiles:
     def recurrent(self) -> Path:
         """A Mamba: its memory cannot be rewound."""
         return ggufs.write_mamba(self.folder / "tiny-mamba.gguf")
+
+    @cached_property
+    def hybrid(self) -> Path:
+        """A Qwen 3.5: some layers keep a state that cannot be rewound, the others keys and values."""
+        return ggufs.write_hybrid(self.folder / "tiny-qwen35.gguf")
 
     @cached_property
     def trap(self) -> Path:

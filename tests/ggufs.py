@@ -117,6 +117,10 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_bool(key, value)
     elif isinstance(value, int):
         writer.add_uint32(key, value)
+    elif isinstance(value, np.uint16):
+        writer.add_uint16(key, int(value))
+    elif isinstance(value, np.int32):
+        writer.add_int32(key, int(value))
     elif isinstance(value, float):
         writer.add_float32(key, value)
     elif isinstance(value, str):
@@ -167,6 +171,30 @@ def write_llama(
     n_layer = len({name.split(".")[1] for name in weights if name.startswith("blk.")})
     metadata = llama_metadata(shape, len(vocab), n_layer) | vocab_metadata(vocab) | dict(extra or {})
     return write_gguf(path, "llama", metadata, weights, tensor_type)
+
+
+def write_in_parts(
+    folder: Path,
+    vocab: TinyVocab | None = None,
+    shape: Shape | None = None,
+    *,
+    seed: int = 0,
+    tensor_type: str = "F32",
+    n_parts: int = 2,
+) -> list[Path]:
+    """A llama-architecture model in parts, the first without tensors: ``gguf-split --no-tensor-first-split``."""
+    shape, vocab = shape or Shape(), vocab or bpe_vocab()
+    weights = llama_weights(shape, len(vocab), seed)
+    names, step = list(weights), -(-len(weights) // (n_parts - 1))
+    paths = []
+    for number in range(n_parts):
+        split = {"split.no": np.uint16(number), "split.count": np.uint16(n_parts)}
+        split["split.tensors.count"] = np.int32(len(weights))
+        whole = llama_metadata(shape, len(vocab)) | vocab_metadata(vocab)
+        held = {name: weights[name] for name in names[(number - 1) * step : number * step]} if number else {}
+        path = folder / f"tiny-{number + 1:05}-of-{n_parts:05}.gguf"
+        paths.append(write_gguf(path, "llama", split if number else whole | split, held, tensor_type))
+    return paths
 
 
 def write_trap(path: Path, vocab: TinyVocab | None = None) -> Path:
@@ -347,3 +375,66 @@ def write_sliding_window(path: Path, window: int = 32, vocab: TinyVocab | None =
         "gemma3.rope.freq_base": 1000000.0,
     }
     return write_gguf(path, "gemma3", metadata | vocab_metadata(vocab), weights)
+
+
+def write_hybrid(path: Path, vocab: TinyVocab | None = None, *, seed: int = 0) -> Path:
+    """A Qwen 3.5 in small: three layers of four keep a state that cannot be rewound, the fourth keys and values."""
+    rng, vocab = np.random.default_rng(seed), vocab or bpe_vocab()
+    n, n_head, n_kv, d_head, n_ff, n_layer = 128, 4, 2, 32, 256, 4
+    d_state, n_group, n_value, kernel = 64, 2, 4, 4  # ik-llama's kernels are for states of 64 and 128
+    inner, channels = d_state * n_value, d_state * (2 * n_group + n_value)
+
+    def matrix(rows: int, columns: int, scale: float = 1.0) -> Array:
+        return (rng.standard_normal((rows, columns)) * (scale / np.sqrt(columns))).astype(np.float32)
+
+    weights: Weights = {
+        "token_embd.weight": matrix(len(vocab), n, 8.0),
+        "output_norm.weight": np.ones(n, np.float32),
+        "output.weight": matrix(len(vocab), n, 3.0),
+    }
+    for i in range(n_layer):
+        layer: Weights = {name: np.ones(n, np.float32) for name in ("attn_norm.weight", "post_attention_norm.weight")}
+        if (i + 1) % 4 == 0:
+            layer |= {
+                "attn_q.weight": matrix(2 * n_head * d_head, n),  # queries, and a gate for each
+                "attn_k.weight": matrix(n_kv * d_head, n),
+                "attn_v.weight": matrix(n_kv * d_head, n),
+                "attn_output.weight": matrix(n, n_head * d_head, 3.0),
+            }
+            layer |= {f"{name}_norm.weight": np.ones(d_head, np.float32) for name in ("attn_q", "attn_k")}
+        else:
+            layer |= {
+                "attn_qkv.weight": matrix(channels, n, 2.0),
+                "attn_gate.weight": matrix(inner, n),
+                "ssm_conv1d.weight": matrix(channels, kernel),
+                "ssm_dt.bias": rng.uniform(-3, 0, n_value).astype(np.float32),
+                "ssm_a": -rng.uniform(0.1, 1.0, n_value).astype(np.float32),
+                "ssm_beta.weight": matrix(n_value, n),
+                "ssm_alpha.weight": matrix(n_value, n),
+                "ssm_norm.weight": np.ones(d_state, np.float32),
+                "ssm_out.weight": matrix(n, inner, 3.0),
+            }
+        layer |= {"ffn_gate.weight": matrix(n_ff, n), "ffn_up.weight": matrix(n_ff, n)}
+        layer["ffn_down.weight"] = matrix(n, n_ff)
+        weights |= {f"blk.{i}.{name}": weight for name, weight in layer.items()}
+    metadata = {
+        "qwen35.block_count": n_layer,
+        "qwen35.context_length": 2048,
+        "qwen35.embedding_length": n,
+        "qwen35.feed_forward_length": n_ff,
+        "qwen35.attention.head_count": n_head,
+        "qwen35.attention.head_count_kv": n_kv,
+        "qwen35.attention.key_length": d_head,
+        "qwen35.attention.value_length": d_head,
+        "qwen35.attention.layer_norm_rms_epsilon": 1e-6,
+        "qwen35.rope.freq_base": 10000.0,
+        "qwen35.rope.dimension_count": d_head,
+        "qwen35.rope.dimension_sections": [6, 5, 5, 0],
+        "qwen35.full_attention_interval": 4,
+        "qwen35.ssm.conv_kernel": kernel,
+        "qwen35.ssm.inner_size": inner,
+        "qwen35.ssm.state_size": d_state,
+        "qwen35.ssm.time_step_rank": n_value,
+        "qwen35.ssm.group_count": n_group,
+    }
+    return write_gguf(path, "qwen35", metadata | vocab_metadata(vocab), weights)

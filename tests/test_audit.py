@@ -26,7 +26,6 @@ from localspec.audit.report import Report
 from localspec.audit.rows import KeptRow
 from localspec.audit.verification_law import examine
 from localspec.audit.width_noise import tail_bound
-from localspec.backends import trust
 from localspec.backends.base import Context
 from localspec.backends.llama_family import LlamaContext
 from localspec.controller import FixedPlan
@@ -141,13 +140,11 @@ def test_kernels_that_change_with_the_length_of_a_pass_are_no_defect(
 
 
 @pytest.fixture
-def one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """llama.cpp is not compared with ik-llama, which aborts the process on a Mamba."""
+def llama_cpp() -> None:
     open_backend("llama-cpp")
-    monkeypatch.setattr(trust, "_another_engine", lambda *_: None)
 
 
-@pytest.mark.usefixtures("one_engine")
+@pytest.mark.usefixtures("llama_cpp")
 @pytest.mark.parametrize("kind", ["recurrent", "sliding"])
 def test_memories_that_cannot_simply_be_cut(tiny: TinyFiles, kind: str) -> None:
     with LLM(getattr(tiny, kind), draft="ngram", backend="llama-cpp", n_ctx=2048) as llm:
@@ -272,7 +269,7 @@ def test_a_defect_of_the_memory_is_found(
     assert kind in found(report)
 
 
-@pytest.mark.usefixtures("one_engine")
+@pytest.mark.usefixtures("llama_cpp")
 def test_a_checkpoint_that_is_not_restored_is_found(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(tiny.recurrent, draft="ngram", backend="llama-cpp", n_ctx=2048) as llm, monkeypatch.context() as patch:
         patch.setattr(LlamaContext, "_restore", lambda self, state: None)

@@ -7,6 +7,7 @@ from a wrong position or a stale cache differs by several units (``test_the_tole
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import pytest
 
 from localspec.backends.base import Context, ContextState, FloatArray, Model
 from localspec.errors import Cancelled, Closed, ContextFull, EngineError, ModelFileError, UsageError
+from localspec.memories import maker_of
 from tests.conftest import Backend, TinyFiles
 
 NOISE = 0.05
@@ -359,6 +361,16 @@ def test_files_that_generate_no_text_are_refused(backend: Backend, tiny: TinyFil
             backend.load(path)
         assert "\n" not in str(error.value)
         assert path.name in str(error.value)
+
+
+@pytest.mark.skipif(sys.platform in ("darwin", "win32"), reason="names of files are Unicode there")
+def test_a_file_name_that_is_no_utf_8(backend: Backend, tiny: TinyFiles, tmp_path: Path) -> None:
+    """As disks from before have them; the name is shown with a U+FFFD."""
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.gguf"))
+    path.write_bytes(tiny.bpe.read_bytes())
+    with backend.load(path) as model, model.new_context(16) as context:
+        assert len(context.decode([5, 6])) == 2
+        assert maker_of(model)["name"] == "caf\ufffd.gguf"
 
 
 # Life and death.

@@ -44,6 +44,23 @@ def context(tmp_path: Path) -> Any:
     return model.new_context(256)
 
 
+def test_a_pass_takes_longer_the_more_is_in_the_memory_and_never_less_than_nothing() -> None:
+    """However small the weights are beside the keys and values of a token."""
+    for growth in (0.0, 1e-5, 0.02, 1.0, 50.0):
+        times = PassTimes({1: 5.0, 2: 6.0}, growth=growth)
+        assert times(1) == pytest.approx(5.0)
+        seen = []
+        for times.n_past in (0, 1, 30, 64, 1000):
+            seen.append(times(1))
+            assert times(2) > times(1) > 0
+        assert seen == sorted(seen)
+    # Weights and as many bytes of keys and values again: twice as much to read.
+    times = PassTimes({1: 5.0}, growth=1 / 64)
+    assert times(1) == pytest.approx(5.0)
+    times.n_past = 0
+    assert times(1) == pytest.approx(2.5)
+
+
 def test_the_curve_is_that_of_undisturbed_passes(context: Any) -> None:
     times = calibrate(DisturbedContext(context, 0.4), [1, 2, 3])
     assert times.noisy

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from localspec import gguf_types
 from localspec.errors import ModelFileError, NotGGUF, UnsupportedModel
 from localspec.gguf_file import GGUFFile
+from localspec.gguf_parts import model_bytes, model_files, part_names
 from localspec.gguf_types import TENSOR_TYPES, string_offsets
 from localspec.inspection import inspect
 from localspec.vocab import Vocab
@@ -275,6 +276,59 @@ def test_a_missing_or_cut_part_is_named(split: list[Path]) -> None:
         GGUFFile(split[0])
     with GGUFFile(split[1]) as file, pytest.raises(UnsupportedModel, match="give the first part"):
         file.check_generates_text()
+
+
+@pytest.mark.parametrize("n_parts", [2, 4])
+def test_a_part_under_a_wrong_name_is_refused(tmp_path: Path, n_parts: int) -> None:
+    """The first in the place of a later one, above all: it must not be asked for parts of its own, again and again."""
+    parts = ggufs.write_in_parts(tmp_path, n_parts=n_parts)
+    for wrong in {parts[0], parts[-2]}:
+        kept = parts[-1].read_bytes()
+        parts[-1].write_bytes(wrong.read_bytes())
+        with pytest.raises(ModelFileError, match=f"{parts[-1].name} is not part {n_parts} of {n_parts}"):
+            GGUFFile(parts[0])
+        parts[-1].write_bytes(kept)
+    GGUFFile(parts[0]).close()
+
+
+def test_parts_that_do_not_make_one_model_are_refused(tmp_path: Path) -> None:
+    tensor = {"a": np.zeros((2, 32), np.float32)}
+    split = {"split.count": np.uint16(2), "split.no": np.uint16(0)}
+    second = {"split.count": np.uint16(2), "split.no": np.uint16(1)}
+    names = [tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2)]
+    ggufs.write_gguf(names[0], "llama", split, tensor)
+    ggufs.write_gguf(names[1], "llama", second, tensor)
+    with pytest.raises(ModelFileError, match="'a', which an earlier part holds too"):
+        GGUFFile(names[0])
+    ggufs.write_gguf(names[0], "llama", split | {"split.tensors.count": np.int32(3)}, {"b": tensor["a"]})
+    with pytest.raises(ModelFileError, match="hold 2 tensors instead of 3"):
+        GGUFFile(names[0])
+
+
+def test_what_engines_abort_on_is_refused(tmp_path: Path) -> None:
+    """An empty tensor, and an alignment of another type than engines read."""
+    whole = {"a": np.ones((2, 32), np.float32)}
+    path = ggufs.write_gguf(tmp_path / "empty.gguf", "llama", {}, whole)
+    data = path.read_bytes()
+    shape = struct.pack("<IQQ", 2, 32, 2)
+    assert data.count(shape) == 1
+    path.write_bytes(data.replace(shape, struct.pack("<IQQ", 2, 32, 0)))
+    with pytest.raises(NotGGUF, match="tensor 'a' is empty"):
+        GGUFFile(path)
+    for value in ("32", np.uint16(32), np.int32(32)):
+        path = ggufs.write_gguf(tmp_path / "odd.gguf", "llama", {"general.alignment": value}, whole)
+        with pytest.raises(NotGGUF, match="alignment is no 32-bit number"):
+            GGUFFile(path)
+
+
+def test_names_of_parts(tmp_path: Path) -> None:
+    assert part_names("m-00001-of-00003.gguf") == tuple(f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3))
+    for alone in ("m.gguf", "m-00002-of-00003.gguf", "m-00001-of-00001.gguf", "m-00001-of-00000.gguf"):
+        assert part_names(alone) == (alone,)
+    for name in part_names("m-00001-of-00003.gguf")[:2]:
+        (tmp_path / name).write_bytes(b"12345")
+    assert len(model_files(tmp_path / "m-00001-of-00003.gguf")) == 2
+    assert model_bytes(tmp_path / "m-00001-of-00003.gguf") == 10
 
 
 def test_closing_twice_and_using_a_closed_file(tiny: TinyFiles) -> None:

@@ -186,6 +186,55 @@ def test_other_files_are_refused(tiny: TinyFiles, tmp_path: Path) -> None:
 # A real model.
 
 
+SMALL = ggufs.Shape(n_layer=1, n_embd=32, n_head=2, n_head_kv=1, n_ff=32)
+
+
+def test_tensors_whose_sizes_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    vocab = ggufs.bpe_vocab(300)
+    weights = ggufs.llama_weights(SMALL, len(vocab))
+    for name, weight in weights.items():
+        for wrong in (weight[:-1], weight[..., :-2], weight[None]):
+            if wrong.shape[0] < 2 and weight.ndim > 1:
+                wrong = np.concatenate([wrong, wrong])
+            path = ggufs.write_llama(tmp_path / "odd.gguf", SMALL, vocab, weights=weights | {name: wrong})
+            # Of the rows of the gate, the other matrices of the block are the ones that are wrong.
+            named = "ffn_up" if "ffn_gate" in name and len(wrong) == len(weight) - 1 else name
+            with pytest.raises(UnsupportedModel, match=rf"odd.gguf: \S*{named}\S* has .* other sizes need"):
+                reference.load(path)
+    factors = {"rope_freqs.weight": np.ones(3, np.float32)}
+    path = ggufs.write_llama(tmp_path / "odd.gguf", SMALL, vocab, weights=weights | factors)
+    with pytest.raises(UnsupportedModel, match="rope_freqs"):
+        reference.load(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("embedding_length", 0),
+        ("embedding_length", "many"),
+        ("attention.head_count", 0),
+        ("attention.head_count", "x"),
+        ("attention.head_count", [2]),
+        ("attention.head_count_kv", 0),
+        ("attention.head_count_kv", 3),
+        ("attention.key_length", 15),
+        ("block_count", 0),
+        ("block_count", -1),
+        ("rope.freq_base", 0.0),
+        ("rope.freq_base", float("nan")),
+        ("rope.freq_base", "x"),
+        ("attention.layer_norm_rms_epsilon", 0.0),
+        ("attention.layer_norm_rms_epsilon", "x"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(tmp_path: Path, key: str, value: Any) -> None:
+    value = np.int32(value) if value == -1 else value
+    path = ggufs.write_llama(tmp_path / "odd.gguf", SMALL, ggufs.bpe_vocab(300), extra={f"llama.{key}": value})
+    with pytest.raises(UnsupportedModel) as error:
+        reference.load(path)
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.real
 def test_a_real_model_says_what_llama_cpp_says(real_model: Callable[[str], Path]) -> None:
     """SmolLM2-135M, Q4_1: llama.cpp also rounds activations, which leaves a divergence of a few hundredths of a nat."""

@@ -20,6 +20,7 @@ import pytest
 from localspec import LLM, Closed, SamplingParams, SessionFileError, UsageError, session_file
 from localspec.backends.base import Context
 from localspec.prefix_cache import MIN_TOKENS, PrefixCache
+from tests import ggufs
 from tests.conftest import TinyFiles, open_backend
 from tests.test_llm import draft_context
 
@@ -326,6 +327,37 @@ def check_goes_on(llm: LLM, path: Path, expected: list[int]) -> str | None:
         found = session.notice
     assert found is None or "\n" not in found
     return found
+
+
+def test_a_model_that_shares_its_first_part_does_not_take_over_the_memory(tmp_path: Path) -> None:
+    for name, seed in (("one", 0), ("other", 5)):
+        (tmp_path / name).mkdir()
+        ggufs.write_in_parts(tmp_path / name, seed=seed)
+    one, other = (tmp_path / name / "tiny-00001-of-00002.gguf" for name in ("one", "other"))
+    options: dict[str, Any] = {"draft": None, "backend": "reference", "n_ctx": 512}
+    with LLM(one, **options) as llm:
+        session = llm.session()
+        session.chat(LONG_TEXT[:120], GREEDY)
+        session.save(tmp_path / "saved")
+    with LLM(other, **options) as llm:
+        session = llm.load_session(tmp_path / "saved")
+        assert session.notice is not None
+        assert "will be read again" in session.notice
+        got = session.chat("go on", GREEDY)
+        llm.prefix_cache_bytes = 0
+        llm.generate("something else", GREEDY)
+        assert llm.load_session(tmp_path / "saved").chat("go on", GREEDY).token_ids == got.token_ids
+
+
+@pytest.mark.skipif(sys.platform in ("darwin", "win32"), reason="names of files are Unicode there")
+def test_a_session_of_a_file_whose_name_is_no_utf_8(tiny: TinyFiles, tmp_path: Path) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.gguf"))
+    path.write_bytes(tiny.quick.target.read_bytes())
+    with LLM(path, draft=None, backend="reference", n_ctx=256) as llm:
+        session = llm.session()
+        session.chat("hello", GREEDY)
+        session.save(tmp_path / "saved")
+        assert llm.load_session(tmp_path / "saved").notice is None
 
 
 def test_damaged_and_truncated_files(tiny: TinyFiles, saved: Path) -> None:

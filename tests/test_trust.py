@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +14,13 @@ import numpy as np
 import pytest
 
 from localspec import LLM, EngineMismatch, SamplingParams, backends
-from localspec.backends import ik_llama, llama_cpp, repack, trust
+from localspec.backends import ik_llama, llama_cpp, repack, trial, trust
 from localspec.backends.base import Forward
+from localspec.errors import Cancelled, EngineError, LocalspecError, UnsupportedModel, UsageError
 from localspec.gguf_file import GGUFFile
+from tests import ggufs
 from tests.conftest import TinyFiles, open_backend
+from tests.gguf_vocabs import vocab_metadata
 
 
 @pytest.fixture
@@ -127,6 +133,161 @@ def test_fingerprints_differ_where_files_do(tiny: TinyFiles, tmp_path: Path) -> 
     data[-1] ^= 1
     copy.write_bytes(data)
     assert trust.fingerprint(copy) != trust.fingerprint(tiny.bpe) or len(data) > 1 << 20
+
+
+def test_a_model_in_parts_has_the_fingerprint_of_all_of_them(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    parts = ggufs.write_in_parts(tmp_path)
+    others = ggufs.write_in_parts(tmp_path / "other", seed=5)
+    assert parts[0].read_bytes() == others[0].read_bytes()
+    prints = {trust.fingerprint(each[0]) for each in (parts, others)}
+    parts[1].unlink()
+    assert len({*prints, trust.fingerprint(parts[0])}) == 3
+
+
+def test_fingerprints_of_single_files_stay(tmp_path: Path) -> None:
+    """Calibrations, verdicts and saved conversations are kept by them."""
+    path = tmp_path / "file.gguf"
+    path.write_bytes(bytes(range(256)) * 20)
+    assert trust.fingerprint(path) == "b833fbe216957019a7d244b4edfa095c"
+
+
+@pytest.mark.parametrize("name", ["ik-llama", "llama-cpp", "reference"])
+def test_a_model_in_parts_is_as_large_as_they_are(name: str, tmp_path: Path) -> None:
+    parts = ggufs.write_in_parts(tmp_path, n_parts=3)
+    with open_backend(name).load(parts[0]) as model:
+        assert model.size_bytes == sum(path.stat().st_size for path in parts)
+        with model.new_context(16) as context:
+            assert len(context.decode([1, 2, 3])) == 3
+
+
+@pytest.mark.usefixtures("ik")
+def test_copies_of_a_model_in_parts_are_one_file_each(tmp_path: Path) -> None:
+    """The repacked copy of one that ik-llama computes wrongly, and the lighter copy of a draft."""
+    shape = ggufs.Shape(n_embd=96, n_head=3, n_head_kv=1)
+    parts = ggufs.write_in_parts(tmp_path, shape=shape, tensor_type="Q4_1")
+    with backends.load(parts[0], "ik-llama") as model, GGUFFile(parts[0]) as original, GGUFFile(model.path) as copy:
+        assert model.path != parts[0]
+        assert set(copy.tensors) == set(original.tensors)
+        assert not [key for key in copy.metadata if key.startswith("split.")]
+    parts = ggufs.write_in_parts(tmp_path, tensor_type="Q8_0")
+    light = repack.lighter_copy(parts[0], trust.fingerprint(parts[0]), lambda line: None)
+    assert light is not None
+    with backends.load(light, "ik-llama", check=False) as model:
+        assert model.size_bytes < sum(path.stat().st_size for path in parts)
+
+
+def test_a_copy_of_a_copy_can_be_opened(tmp_path: Path) -> None:
+    path = ggufs.write_llama(tmp_path / "tiny.gguf", tensor_type="Q8_0")
+    with GGUFFile(path) as file:
+        repack.write_copy(file, tmp_path / "once.gguf", {}, {repack.MARK: "first"})
+    with GGUFFile(tmp_path / "once.gguf") as file:
+        repack.write_copy(file, tmp_path / "twice.gguf", {}, {repack.MARK: "second"})
+    with GGUFFile(tmp_path / "twice.gguf") as file:
+        assert file.metadata[repack.MARK] == "second"
+
+
+# Files that would end the process.
+
+AUTO = """
+import sys
+if "alone" in sys.argv:
+    sys.modules["llama_cpp"] = None  # as if it were not installed
+from localspec import LLM, LocalspecError, SamplingParams
+try:
+    with LLM(sys.argv[1], draft=None, backend=sys.argv[2], n_threads=1, n_ctx=128) as llm:
+        print(llm.backend_name, len(llm.generate([5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True)).token_ids))
+except LocalspecError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def answered(path: Path, backend: str, *more: str) -> str:
+    """What a process of its own says, which an engine may take with it."""
+    done = subprocess.run(
+        [sys.executable, "-c", AUTO, str(path), backend, *more], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip()
+
+
+@pytest.mark.usefixtures("ik")
+def test_no_engine_takes_the_process_with_it(tiny: TinyFiles) -> None:
+    """With ik-llama alone a Mamba is refused; ik-llama aborted the process."""
+    for backend in ("auto", "ik-llama"):
+        said = answered(tiny.recurrent, backend, "alone")
+        assert said.startswith("UnsupportedModel tiny-mamba.gguf: ik-llama 0.1.5 does not compute this 'mamba' model")
+        assert "\n" not in said
+
+
+@pytest.mark.usefixtures("ik")
+def test_the_next_engine_takes_what_one_does_not_compute(tiny: TinyFiles) -> None:
+    open_backend("llama-cpp")
+    for backend in ("auto", "llama-cpp"):
+        assert answered(tiny.recurrent, backend) == "llama-cpp 4"
+
+
+@pytest.mark.usefixtures("ik")
+def test_a_file_is_tried_once_and_only_if_it_is_of_an_unfamiliar_kind(
+    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+    run = trial._run
+    monkeypatch.setattr(trial, "_run", lambda path, *rest: (tried.append(path.name), run(path, *rest))[1])
+    for _ in range(2):
+        ik_llama.load(tiny.bpe).close()
+        ik_llama.load(tiny.hybrid).close()
+        with pytest.raises(UnsupportedModel, match="does not compute this 'mamba' model"):
+            ik_llama.load(tiny.recurrent)
+    assert tried == [tiny.hybrid.name, tiny.recurrent.name]
+
+
+@pytest.mark.usefixtures("ik")
+def test_a_child_that_was_killed_says_nothing_of_the_file(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trial._run
+    monkeypatch.setattr(trial, "_run", lambda *_: -int(signal.SIGTERM))
+    with pytest.raises(UnsupportedModel):
+        ik_llama.load(tiny.hybrid)
+    monkeypatch.setattr(trial, "_run", run)
+    ik_llama.load(tiny.hybrid).close()
+
+
+@pytest.mark.usefixtures("ik")
+def test_a_trial_can_be_cancelled(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_POLL_S", 0.0)
+    with pytest.raises(Cancelled):
+        ik_llama.load(tiny.hybrid, progress=lambda fraction: False)
+    ik_llama.load(tiny.hybrid).close()
+
+
+@pytest.mark.usefixtures("ik")
+def test_what_no_engine_knows_is_one_clear_error(tmp_path: Path) -> None:
+    vocab = ggufs.bpe_vocab()
+    weights = {"token_embd.weight": np.zeros((len(vocab), 32), np.float32)}
+    path = ggufs.write_gguf(tmp_path / "odd.gguf", "nonsense", vocab_metadata(vocab), weights)
+    with pytest.raises(LocalspecError, match=r"odd\.gguf.*'nonsense'") as caught:
+        backends.load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_errors_of_all_engines_are_told_once_each(tiny: TinyFiles) -> None:
+    same = [UnsupportedModel("it is no model"), UnsupportedModel("it is no model")]
+    assert backends._only_error(tiny.bpe, list(same)) is same[0]
+    error = backends._only_error(tiny.bpe, [UnsupportedModel("a: no"), EngineError("b: no")])
+    assert isinstance(error, UnsupportedModel)
+    assert str(error) == f"no engine here can run {tiny.bpe.name}: a: no; b: no"
+
+
+@pytest.mark.parametrize("name", ["ik-llama", "llama-cpp"])
+def test_heads_that_do_not_divide_into_the_blocks_of_a_quantised_cache(name: str, tmp_path: Path) -> None:
+    """ik-llama aborts the process on them."""
+    backend = open_backend(name)
+    path = ggufs.write_llama(tmp_path / "odd.gguf", ggufs.Shape(n_embd=96, n_head=4, n_head_kv=2))
+    for kv_type in ("q8_0", "q4_0"):
+        with pytest.raises(UsageError, match=f"--kv-cache {kv_type} divides .* blocks of 32, .* 24 wide"):
+            backend.load(path, kv_type=kv_type)
+    with backend.load(path) as model, model.new_context(16) as context:
+        context.decode([1, 2, 3])
 
 
 @pytest.mark.real

@@ -109,13 +109,14 @@ def load(
         UsageError: no such backend.
         ModelFileError: the file is not a usable model.
         EngineUnavailable: the engine is not usable here.
+        UnsupportedModel: no usable engine computes this kind of model.
         EngineMismatch: every usable engine computes this file wrongly.
     """
     from localspec.backends import trust
 
     check_name(backend)
     names = candidates(n_gpu_layers) if backend == "auto" else [backend]
-    failure: LocalspecError | None = None
+    failures: list[LocalspecError] = []
     for name in names:
         options: dict[str, Any] = {"n_threads": n_threads, "n_gpu_layers": n_gpu_layers, "progress": progress}
         if name != "reference":
@@ -126,10 +127,15 @@ def load(
                 return model
             return trust.load_checked(name, path, options, say, warn)
         except (EngineError, UnsupportedModel) as error:
-            if isinstance(error, UnsupportedModel) and name != "mlx":
-                raise
-            failure = failure or error
+            failures.append(error)
             if name != names[-1]:
                 warn(f"{error}; trying {names[names.index(name) + 1]}")
-    assert failure is not None
-    raise failure
+    raise _only_error(path, failures)
+
+
+def _only_error(path: Path, failures: list[LocalspecError]) -> LocalspecError:
+    """One error for all engines; what they agree on, such as that a file is no model, is said once."""
+    reasons = list(dict.fromkeys(map(str, failures)))
+    if len(reasons) == 1:
+        return failures[0]
+    return type(failures[0])(f"no engine here can run {path.name}: {'; '.join(reasons)}")

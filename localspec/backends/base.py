@@ -257,7 +257,10 @@ class Context(ABC):
 
     @abstractmethod
     def _truncate(self, n: int) -> None:
-        """Drop all rows from position n on, rows of a broken-off pass included."""
+        """Drop all rows from position n on, rows of a broken-off pass included.
+
+        If that fails, ``tokens`` must be left naming no more than what is still there.
+        """
 
     def _export(self) -> Mapping[str, npt.NDArray[Any]]:
         raise NotImplementedError
@@ -277,13 +280,13 @@ class Model(ABC):
     """Immutable weights, loaded by one engine.
 
     Attributes:
-        path: the GGUF file.
+        path: the GGUF file; of a model in parts, the first.
         backend: the engine's catalogue name, e.g. ``ik-llama``.
         engine: the engine's name and version, part of every cache key and report.
         vocab: tokens, types and special ids, read from the file and so the same for every engine.
         chat_template: the file's Jinja template, or None.
         n_ctx_train: the context length the model was trained for.
-        size_bytes: size of the file.
+        size_bytes: size of the file; of a model in parts, of all of them.
         capabilities: see ``Capabilities``.
         kv_type: type of the attention cache, where the engine has several: part of what a saved state has to match.
     """

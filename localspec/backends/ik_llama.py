@@ -7,18 +7,33 @@ whose default parameters do not read back as that version's.
 from __future__ import annotations
 
 import ctypes
+import os
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 from localspec.backends.base import Progress
-from localspec.backends.llama_family import N_BATCH, N_UBATCH, Binding, LlamaModel
+from localspec.backends.llama_family import N_BATCH, N_UBATCH, Binding, LlamaModel, check_kv_type
 from localspec.backends.machine import default_threads, missing_cpu_features, prepare_threads
 from localspec.backends.noise import engine_log
-from localspec.errors import EngineUnavailable, UsageError
+from localspec.errors import EngineUnavailable, UnsupportedModel, UsageError
+from localspec.gguf_file import GGUFFile
 
 NAME = "ik-llama"
 VERSION = "0.1.5"
+
+FAMILIAR = {
+    "command-r", "deci", "falcon", "gemma", "gptneox", "internlm2", "llama", "minicpm", "olmo", "phi2", "qwen", "qwen2",
+    "qwen2moe", "qwen3", "qwen3moe", "refact", "stablelm", "xverse",
+}  # fmt: skip
+"""Architectures that were run on files of many sizes; any other, and whatever has a narrow sliding window, is tried in
+another process first (see ``trial``)."""
+
+WIDE_WINDOW = 512
+_FAMILIAR_TYPES = {
+    "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
+    "IQ4_XS",
+}  # fmt: skip
 
 _LOG_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
 
@@ -29,6 +44,8 @@ class IkLlamaBinding(Binding):
     name = NAME
     version = VERSION
     keeps_rows = True
+    repacks = True
+    """False maps a file instead of reading and repacking all of it."""
     state_flags = (0,)  # left out, it is whatever the register holds: at times "no keys and values"
 
     def __init__(self) -> None:
@@ -93,11 +110,11 @@ class IkLlamaBinding(Binding):
         params = self.api.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
         # Repacked rows are what makes wide passes cheap; they cannot be shared with the file's pages.
-        params.use_mmap = False
-        params.repack_tensors = True
+        params.use_mmap = not self.repacks
+        params.repack_tensors = self.repacks
         callback = self.api.llama_progress_callback(lambda fraction, _data: progress(fraction) if progress else True)
         params.progress_callback = callback
-        return self.api.llama_model_load_from_file(str(path).encode(), params)  # type: ignore[no-any-return]
+        return self.api.llama_model_load_from_file(os.fsencode(path), params)  # type: ignore[no-any-return]
 
     def free_model(self, model: int) -> None:
         self.api.llama_free_model(model)
@@ -155,6 +172,7 @@ def load(
     """Load a GGUF with ik_llama.cpp, its rows repacked for wide passes; arguments as in ``llama_cpp.load``.
 
     Raises:
+        UnsupportedModel: it would end the process; see ``trial``.
         UsageError: layers on a GPU are asked for, which its wheels do not have.
     """
     if n_gpu_layers:
@@ -162,6 +180,34 @@ def load(
     if kv_type == "f32":
         # Its flash attention aborts the whole process on a KV cache of F32.
         raise UsageError("ik-llama has no KV cache of type f32; use f16, q8_0 or q4_0")
-    return LlamaModel(
-        binding(), Path(path), n_threads=n_threads or default_threads(), kv_type=kv_type, progress=progress
+    path, n_threads, engine = Path(path), n_threads or default_threads(), binding()
+    with GGUFFile(path) as gguf:
+        gguf.check_generates_text()
+        check_kv_type(gguf, kv_type)
+        architecture, familiar = gguf.architecture, is_familiar(gguf)
+    if not familiar:
+        from localspec.backends import trial
+
+        if not trial.survives(path, f"{NAME} {engine.version}", kv_type, n_threads, progress):
+            raise UnsupportedModel(
+                f"{path.name}: {NAME} {engine.version} does not compute this {architecture!r} model; use --backend "
+                "llama-cpp (pip install 'localspec[llama-cpp]')"
+            )
+    return open_untried(path, n_threads=n_threads, kv_type=kv_type, progress=progress)
+
+
+def is_familiar(gguf: GGUFFile) -> bool:
+    """Whether a file is of a kind that ik-llama is known to live through."""
+    window = gguf.field("attention.sliding_window", 0)
+    return (
+        {tensor.type_name for tensor in gguf.tensors.values()} <= _FAMILIAR_TYPES
+        and isinstance(window, int)
+        and (
+            (gguf.architecture in FAMILIAR and not window) or (gguf.architecture == "gemma3" and window >= WIDE_WINDOW)
+        )
     )
+
+
+def open_untried(path: Path, *, n_threads: int, kv_type: str, progress: Progress | None = None) -> LlamaModel:
+    """Load a file whatever that may do to the process."""
+    return LlamaModel(binding(), path, n_threads=n_threads, kv_type=kv_type, progress=progress)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ class LlamaCppBinding(Binding):
         params.n_gpu_layers = n_gpu_layers
         callback = lib.llama_progress_callback(lambda fraction, _data: progress(fraction) if progress else True)
         params.progress_callback = callback
-        return lib.llama_model_load_from_file(str(path).encode(), params)  # type: ignore[no-any-return]
+        return lib.llama_model_load_from_file(os.fsencode(path), params)  # type: ignore[no-any-return]
 
     def free_model(self, model: int) -> None:
         self.lib.llama_model_free(model)

@@ -89,6 +89,31 @@ KV_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8}
 """ggml's numbers for the types a KV cache may have."""
 
 
+KV_BLOCK = 32
+"""Values that share a scale in a quantised KV cache."""
+
+
+def check_kv_type(gguf: GGUFFile, kv_type: str) -> None:
+    """Refuse a type of KV cache that the keys or values of a model cannot be stored in.
+
+    Raises:
+        UsageError: there is no such type, or heads are no whole number of its blocks: ik-llama aborts the process then.
+    """
+    if kv_type not in KV_TYPES:
+        raise UsageError(f"KV cache type {kv_type!r} is not one of {', '.join(KV_TYPES)}")
+    if not kv_type.startswith("q"):
+        return
+    n_embd, n_head = gguf.field("embedding_length", 0), gguf.field("attention.head_count", 0)
+    size = n_embd // n_head if isinstance(n_embd, int) and isinstance(n_head, int) and n_head > 0 else 0
+    for part in ("key_length", "value_length"):
+        length = gguf.field(f"attention.{part}", size)
+        if isinstance(length, int) and length % KV_BLOCK:
+            raise UsageError(
+                f"--kv-cache {kv_type} divides keys and values into blocks of {KV_BLOCK}, which the heads of "
+                f"{gguf.path.name}, {length} wide, are not made of; use f16"
+            )
+
+
 class LlamaModel(Model):
     """Weights loaded by a llama.cpp engine; see ``backends.base.Model``."""
 
@@ -104,8 +129,7 @@ class LlamaModel(Model):
     ) -> None:
         gguf = GGUFFile(path)
         gguf.check_generates_text()
-        if kv_type not in KV_TYPES:
-            raise UsageError(f"KV cache type {kv_type!r} is not one of {', '.join(KV_TYPES)}")
+        check_kv_type(gguf, kv_type)
         self.binding = binding
         self.backend = binding.name
         self.engine = f"{binding.name} {binding.version}"
@@ -114,7 +138,7 @@ class LlamaModel(Model):
         template = gguf.metadata.get("tokenizer.chat_template")
         self.chat_template = str(template) if template is not None else None
         self.n_ctx_train = gguf.n_ctx_train
-        self.size_bytes = path.stat().st_size
+        self.size_bytes = gguf.n_bytes
         self.architecture = gguf.architecture
         self.n_threads = n_threads
         self.kv_type = kv_type
@@ -185,7 +209,12 @@ class LlamaContext(Context):
 
     def _decode(self, tokens: Sequence[int], logits: Literal["all", "last", "none"]) -> Forward:
         if self.model.capabilities.rollback == "replay" and len(tokens) > 1:
-            self._checkpoint = (self.n_past, self._save())
+            # An empty memory needs no copy: clearing leads back to it.
+            self._checkpoint = (self.n_past, self._save()) if self.n_past else None
+        return self._compute(tokens, self.n_past, logits)
+
+    def _compute(self, tokens: Sequence[int], n_past: int, logits: Literal["all", "last", "none"]) -> Forward:
+        """Feed tokens after the first ``n_past`` of the memory, in as many calls of the engine as it takes."""
         rows: list[FloatArray] = []
         n_vocab = self.model.n_vocab
         for start in range(0, len(tokens), N_BATCH):
@@ -194,7 +223,7 @@ class LlamaContext(Context):
             last = start + n == len(tokens)
             self._batch.n_tokens = n
             self._batch_tokens[:n] = piece
-            self._batch_pos[:n] = range(self.n_past + start, self.n_past + start + n)
+            self._batch_pos[:n] = range(n_past + start, n_past + start + n)
             self._batch_logits[:n] = logits == "all"
             if last and logits == "last":
                 self._batch_logits[n - 1] = 1
@@ -216,29 +245,26 @@ class LlamaContext(Context):
         return Forward(rows[0] if len(rows) == 1 else np.concatenate(rows))
 
     def _truncate(self, n: int) -> None:
-        if self._binding.remove(self._handle, n) and self.model.capabilities.rollback == "exact":
+        if self._checkpoint is not None and self._checkpoint[0] > n:
+            self._checkpoint = None  # what comes in the place of the tokens dropped is another text
+        if self.model.capabilities.rollback == "exact" and self._binding.remove(self._handle, n):
             return
         # Nothing can be taken out of this memory: go back to a state it had, and feed the rest again.
-        start = 0
-        if n and self._checkpoint is not None and self._checkpoint[0] <= n:
-            start, state = self._checkpoint
-            self._restore(state)
-        else:
-            self._binding.clear(self._handle)
-        replay = self.tokens[start:n]
-        saved, self.tokens = self.tokens, self.tokens[:start]
         try:
-            if replay:
-                self._decode_replay(replay)
-        finally:
-            self.tokens = saved
-
-    def _decode_replay(self, tokens: list[int]) -> None:
-        checkpoint = self._checkpoint
-        self._decode(tokens, "none")
-        # The state before the replayed tokens is the older and so the more useful of the two.
-        if checkpoint is not None and checkpoint[0] <= self.n_past:
-            self._checkpoint = checkpoint
+            start = 0
+            if self._checkpoint is not None:
+                start, state = self._checkpoint
+                self._restore(state)
+            else:
+                self._binding.clear(self._handle)
+            if start < n:
+                self._compute(self.tokens[start:n], start, "none")
+        except BaseException:
+            # Nobody knows how far it came. What `tokens` names must be in the memory, so it names nothing.
+            self._binding.clear(self._handle)
+            self._checkpoint = None
+            self.tokens = []
+            raise
 
     def _save(self) -> Bytes:
         state: Bytes = np.empty(self._state_bytes(), dtype=np.uint8)

@@ -53,7 +53,8 @@ class Hyperparameters:
         """Read them.
 
         Raises:
-            UnsupportedModel: the file uses a variant that this backend does not compute.
+            UnsupportedModel: the file uses a variant that this backend does not compute, or its sizes contradict
+                each other.
         """
 
         def get(key: str, default: Any = None) -> Any:
@@ -62,27 +63,42 @@ class Hyperparameters:
                 raise UnsupportedModel(f"the file does not say llama.{key}")
             return value
 
-        n_embd, n_head = int(get("embedding_length")), get("attention.head_count")
-        n_head_kv = get("attention.head_count_kv", n_head)
+        def positive(key: str, default: Any = None, *, real: bool = False) -> Any:
+            value = get(key, default)
+            number = isinstance(value, int) or (real and isinstance(value, float))
+            if not number or isinstance(value, bool) or not 0 < value < math.inf:
+                raise UnsupportedModel(f"the file says that llama.{key} is {value!r}, which cannot be")
+            return value
+
+        n_head, n_head_kv = get("attention.head_count"), get("attention.head_count_kv", get("attention.head_count"))
+        if isinstance(n_head, np.ndarray) or isinstance(n_head_kv, np.ndarray):
+            raise UnsupportedModel(
+                "the reference backend does not compute layers of different widths; use another --backend"
+            )
+        n_embd, n_head = positive("embedding_length"), positive("attention.head_count")
+        n_head_kv = positive("attention.head_count_kv", n_head)
         scaling = get("rope.scaling.type", "none")
-        d_head = get("attention.key_length", n_embd // n_head if isinstance(n_head, int) else 0)
+        d_head = positive("attention.key_length", n_embd // n_head)
+        if n_head % n_head_kv or d_head % 2:
+            raise UnsupportedModel(
+                f"the file has {n_head} heads, {n_head_kv} of them for keys, each {d_head} wide, which cannot be"
+            )
         for what, unsupported in (
             ("a mixture of experts", get("expert_count", 0)),
-            ("layers of different widths", not isinstance(n_head, int) or not isinstance(n_head_kv, int)),
             ("a rotation of some channels only", get("rope.dimension_count", d_head) != d_head),
             (f"rope scaling {scaling!r}", scaling not in ("none", "linear")),
         ):
             if unsupported:
                 raise UnsupportedModel(f"the reference backend does not compute {what}; use another --backend")
         return cls(
-            n_layer=int(get("block_count")),
+            n_layer=positive("block_count"),
             n_embd=n_embd,
             n_head=n_head,
             n_head_kv=n_head_kv,
             d_head=d_head,
-            rope_base=float(get("rope.freq_base", 10000.0)),
-            rope_scale=float(get("rope.scaling.factor", 1.0)) if scaling == "linear" else 1.0,
-            norm_eps=float(get("attention.layer_norm_rms_epsilon")),
+            rope_base=float(positive("rope.freq_base", 10000.0, real=True)),
+            rope_scale=float(positive("rope.scaling.factor", 1.0, real=True)) if scaling == "linear" else 1.0,
+            norm_eps=float(positive("attention.layer_norm_rms_epsilon", real=True)),
         )
 
 
@@ -118,7 +134,7 @@ class ReferenceModel(Model):
             template = file.metadata.get("tokenizer.chat_template")
             self.chat_template = str(template) if template is not None else None
             self.n_ctx_train = file.n_ctx_train
-            self.size_bytes = path.stat().st_size
+            self.size_bytes = file.n_bytes
             self.capabilities = Capabilities(batch_invariant=True, saves_state=True)
             self.n_threads = 1
             self.hparams = Hyperparameters.from_metadata(file.metadata)
@@ -127,33 +143,41 @@ class ReferenceModel(Model):
         self._closed = False
 
     def _load(self, file: GGUFFile, progress: Progress | None) -> None:
-        n_read = 0
+        n_read, h = 0, self.hparams
 
-        def read(name: str) -> Array:
+        def read(name: str, *shape: int) -> Array:
             nonlocal n_read
             n_read += 1
             if progress is not None and not progress(min(1.0, n_read / len(file.tensors))):
                 raise EngineError(f"loading {file.path.name} was cancelled")
-            return _read_tensor(file, name)
+            return _read_tensor(file, name, shape)
 
+        def rows(name: str) -> int:
+            tensor = file.tensors.get(name)
+            return tensor.shape[1] if tensor is not None and len(tensor.shape) == 2 else 0
+
+        n, n_q, n_kv = h.n_embd, h.n_head * h.d_head, h.n_head_kv * h.d_head
         self._layers = []
-        for i in range(self.hparams.n_layer):
-            attn_norm, ffn_norm = read(f"blk.{i}.attn_norm.weight"), read(f"blk.{i}.ffn_norm.weight")
-            qkv = [read(f"blk.{i}.attn_{part}.weight") for part in "qkv"]
-            gate_up = [read(f"blk.{i}.ffn_{part}.weight") for part in ("gate", "up")]
+        for i in range(h.n_layer):
+            n_ff = rows(f"blk.{i}.ffn_gate.weight")
+            attn_norm, ffn_norm = read(f"blk.{i}.attn_norm.weight", n), read(f"blk.{i}.ffn_norm.weight", n)
+            qkv = [read(f"blk.{i}.attn_{part}.weight", n_q if part == "q" else n_kv, n) for part in "qkv"]
+            gate_up = [read(f"blk.{i}.ffn_{part}.weight", n_ff, n) for part in ("gate", "up")]
             self._layers.append(
                 Layer(
                     qkv=np.concatenate(qkv) * attn_norm,
-                    attn_output=read(f"blk.{i}.attn_output.weight"),
+                    attn_output=read(f"blk.{i}.attn_output.weight", n, n_q),
                     gate_up=np.concatenate(gate_up) * ffn_norm,
-                    down=read(f"blk.{i}.ffn_down.weight"),
+                    down=read(f"blk.{i}.ffn_down.weight", n, n_ff),
                 )
             )
-        self._embedding = read("token_embd.weight")
-        output = read("output.weight") if "output.weight" in file.tensors else self._embedding
-        self._output = output * read("output_norm.weight")
-        self._rope_factors = read("rope_freqs.weight") if "rope_freqs.weight" in file.tensors else None
-        self.n_vocab = len(self._output)
+        # Padding may follow the tokens that have names.
+        self.n_vocab = max(rows("token_embd.weight"), self.vocab.n_tokens)
+        self._embedding = read("token_embd.weight", self.n_vocab, n)
+        output = read("output.weight", self.n_vocab, n) if "output.weight" in file.tensors else self._embedding
+        self._output = output * read("output_norm.weight", n)
+        has_factors = "rope_freqs.weight" in file.tensors
+        self._rope_factors = read("rope_freqs.weight", h.d_head // 2) if has_factors else None
         if progress is not None:
             progress(1.0)
 
@@ -185,11 +209,14 @@ class ReferenceModel(Model):
         self._closed = True
 
 
-def _read_tensor(file: GGUFFile, name: str) -> Array:
-    """A tensor in float64, rows first."""
+def _read_tensor(file: GGUFFile, name: str, shape: tuple[int, ...]) -> Array:
+    """A tensor in float64, rows first, as [*shape]."""
     tensor = file.tensors.get(name)
     if tensor is None:
         raise UnsupportedModel(f"{file.path.name} lacks the tensor {name}")
+    if tensor.shape[::-1] != shape:
+        sizes, needed = (" x ".join(map(str, each)) for each in (tensor.shape[::-1], shape))
+        raise UnsupportedModel(f"{file.path.name}: {name} has {sizes} numbers where its other sizes need {needed}")
     rows = file.tensor_bytes(name).reshape(*tensor.shape[:0:-1], -1)
     try:
         values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(tensor.ggml_type))

@@ -110,10 +110,10 @@ def _is_affected(tensor: TensorInfo) -> bool:
 def write_copy(gguf: GGUFFile, target: Path, types: dict[str, str], marks: dict[str, str]) -> None:
     """Write a copy of a GGUF with some tensors in another type, tensor by tensor, and rename it into place.
 
-    The metadata is copied byte by byte.
+    The metadata is copied byte by byte, but for what says that a model comes in parts: the copy is one file.
 
     Args:
-        gguf: the open original.
+        gguf: the open original, all parts of it.
         target: where the copy goes; appears only when complete.
         types: tensor name -> new type (Q8_0, Q4_0, F16, …: what gguf-py can quantise to).
         marks: metadata strings to add.
@@ -122,20 +122,22 @@ def write_copy(gguf: GGUFFile, target: Path, types: dict[str, str], marks: dict[
     from gguf.constants import GGML_QUANT_SIZES
 
     kinds = {name: GGMLQuantizationType[type_name] for name, type_name in types.items()}
-    start, end = gguf.kv_range
-    metadata = bytes(gguf.buffer[start:end])
-    n_keys = len(gguf.metadata) + len(marks)
+    kept = [where for key, where in gguf.kv_ranges.items() if not key.startswith("split.") and key not in marks]
+    metadata = b"".join(gguf.buffer[start:end] for start, end in kept)
+    n_keys = len(kept) + len(marks)
     for key, text in marks.items():
         metadata += _string(key) + struct.pack("<I", 8) + _string(text)
     alignment = gguf.alignment
     header = b"GGUF" + struct.pack("<IQQ", 3, len(gguf.tensors), n_keys) + metadata
     offset = 0
     for name, tensor in gguf.tensors.items():
-        kind = int(kinds.get(name, tensor.ggml_type))
-        block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+        kind, n_bytes = tensor.ggml_type, tensor.n_bytes  # of a type that gguf-py may not know
+        if name in kinds:
+            kind, (block, size) = int(kinds[name]), GGML_QUANT_SIZES[kinds[name]]
+            n_bytes = tensor.n_elements // block * size
         header += _string(name) + struct.pack("<I", len(tensor.shape))
         header += struct.pack(f"<{len(tensor.shape)}Q", *tensor.shape) + struct.pack("<IQ", kind, offset)
-        offset += -(-tensor.n_elements // block * size // alignment) * alignment
+        offset += -(-n_bytes // alignment) * alignment
     handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".part")
     try:
         with os.fdopen(handle, "wb") as file:

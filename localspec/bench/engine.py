@@ -31,6 +31,7 @@ from localspec.doctor.memory import read_memory
 from localspec.drafters.ngram import NgramDrafter
 from localspec.errors import EngineError, ModelFileError, PromptTooLong
 from localspec.gguf_file import GGUFFile
+from localspec.gguf_parts import model_bytes, model_files
 from localspec.home import home
 from localspec.kv_memory import kv_shape
 from localspec.ledger import Ledger
@@ -314,16 +315,19 @@ def _context_bytes(context: Context, pair: Pair) -> int:
 
 
 def sha256(path: Path, watch: Watch) -> str:
-    """A file's digest; kept, as reading a large file takes seconds."""
-    ledger, key = Ledger(home() / "digests", 1), {"file": fingerprint(path), "changed": str(path.stat().st_mtime_ns)}
+    """A model's digest, of all its parts one after the other; kept, as reading a large file takes seconds."""
+    files = model_files(path)
+    changed = " ".join(str(file.stat().st_mtime_ns) for file in files)
+    ledger, key = Ledger(home() / "digests", 1), {"file": fingerprint(path), "changed": changed}
     known = (ledger.get(key) or {}).get("sha256")
     if isinstance(known, str):
         return known
-    found, done, size = hashlib.sha256(), 0, path.stat().st_size or 1
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            found.update(block)
-            done += len(block)
-            watch.report(f"digest of {path.name}", done / size)
+    found, done, size = hashlib.sha256(), 0, model_bytes(path) or 1
+    for each in files:
+        with each.open("rb") as file:
+            while block := file.read(1 << 22):
+                found.update(block)
+                done += len(block)
+                watch.report(f"digest of {path.name}", done / size)
     ledger.put(key, {"sha256": found.hexdigest()})
     return found.hexdigest()

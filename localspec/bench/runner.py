@@ -39,6 +39,7 @@ from localspec.doctor import machine, power
 from localspec.doctor.costs import Watch
 from localspec.doctor.memory import read_memory
 from localspec.errors import UsageError
+from localspec.gguf_parts import model_bytes
 from localspec.interrupts import on_interrupt
 from localspec.llm import LLM
 from localspec.options import RunOptions, ensure_model
@@ -201,7 +202,7 @@ class Run:
         spec = options.drafters()
         names = [] if spec is None else [str(catalog.draft_for(path) or "ngram")] if spec == "auto" else list(spec)
         paths = [path, *(catalog.resolve(name) for name in names if name != "ngram")]
-        need, free = round(1.2 * n * sum(each.stat().st_size for each in paths)), read_memory().available
+        need, free = round(1.2 * n * sum(map(model_bytes, paths))), read_memory().available
         if free is not None and need > free:
             raise UsageError(
                 f"{n} engines side by side need about {size_text(need)} and {size_text(free)} are free; measure one at "

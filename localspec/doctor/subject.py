@@ -12,6 +12,7 @@ from localspec.doctor.header import Header, read_header
 from localspec.doctor.report import Check, ModelFacts
 from localspec.errors import ModelFileError
 from localspec.files import known_entries
+from localspec.gguf_parts import model_bytes
 from localspec.home import models_dir
 from localspec.sources.base import size_text
 
@@ -73,7 +74,7 @@ def find_subject(spec: str) -> Subject:
         return _of_entry(catalog.entry(spec))
     entry = catalog.of_path(path)
     name = entry.name if entry is not None and spec == entry.name else path.name.removesuffix(".gguf")
-    return _read(Subject(spec, name, path, True, path.stat().st_size, True, entry=entry))
+    return _read(Subject(spec, name, path, True, model_bytes(path), True, entry=entry))
 
 
 def of_path(path: Path) -> Subject:
@@ -81,7 +82,7 @@ def of_path(path: Path) -> Subject:
     entry = Catalog.load().of_path(path)
     name = entry.name if entry is not None else path.name.removesuffix(".gguf")
     spec = entry.name if entry is not None and entry.present and entry.path == path else str(path)
-    return _read(Subject(spec, name, path, True, path.stat().st_size, True, entry=entry))
+    return _read(Subject(spec, name, path, True, model_bytes(path), True, entry=entry))
 
 
 def on_disk() -> list[Subject]:

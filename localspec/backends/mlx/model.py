@@ -42,13 +42,13 @@ class MLXModel(Model):
             network = self.owner.run(lambda: _load(file, self.device, progress))
             template = file.metadata.get("tokenizer.chat_template")
             self.n_ctx_train = file.n_ctx_train
+            self.size_bytes = file.n_bytes
         self._network: Network | None = network
         check_kv_type(kv_type, network)
         self.path = path
         self.backend = NAME
         self.engine = f"{NAME} {engine.version}"
         self.chat_template = str(template) if template is not None else None
-        self.size_bytes = path.stat().st_size
         self.architecture = network.architecture
         self.bytes_per_token = network.bytes_per_token
         self.kv_type = kv_type

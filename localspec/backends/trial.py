@@ -1,0 +1,93 @@
+"""Does ik-llama live through a file? Tried in another process, once per file.
+
+It knows the names of 70 architectures and computes fewer. With a Mamba, a GPT-2, a BLOOM, a Gemma 2 of an unusual size
+or a narrow sliding window it aborts the whole process (GGML_ASSERT) when the first context is made or the first tokens
+are decoded. No list of names can say which, as it depends on the sizes in the file too. So whatever is not of the kinds
+that are run all the time is first run by a child.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from localspec.backends.base import Progress
+from localspec.backends.trust import fingerprint
+from localspec.errors import Cancelled
+from localspec.home import home
+from localspec.ledger import Ledger
+
+_FORMAT = 1
+_POLL_S = 0.1
+N_TOKENS = 280
+"""More than the engine computes together, so that windows and masks are met by a second piece."""
+
+_KILLED_FROM_OUTSIDE = {-int(each) for each in (signal.SIGINT, signal.SIGTERM)} | {-9}
+"""Says nothing about the file: somebody lost patience, or the machine its memory."""
+
+
+def survives(path: Path, engine: str, kv_type: str, n_threads: int, progress: Progress | None = None) -> bool:
+    """Whether a process that loads a file with ik-llama and decodes with it comes to its end; remembered.
+
+    Args:
+        path: the file.
+        engine: name and version of the engine.
+        kv_type: type of the KV cache.
+        n_threads: CPU threads.
+        progress: see ``backends.base.Progress``.
+
+    Raises:
+        Cancelled: ``progress`` said so.
+    """
+    ledger, key = Ledger(home() / "trials", _FORMAT), {"engine": engine, "file": fingerprint(path), "kv": kv_type}
+    known = (ledger.get(key) or {}).get("survives")
+    if isinstance(known, bool):
+        return known
+    status = _run(path, kv_type, n_threads, progress)
+    # An exception (1) is no reason to refuse: the same one will be raised here, in the engine's own words.
+    found = status in (0, 1)
+    if status not in _KILLED_FROM_OUTSIDE:
+        ledger.put(key, {"survives": found})
+    return found
+
+
+def _run(path: Path, kv_type: str, n_threads: int, progress: Progress | None) -> int:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    if sys.platform == "linux":
+        environment["PATH"] = os.devnull  # an abort would call a debugger first, which takes seconds
+    command = [sys.executable, "-c", "from localspec.backends import trial; trial.main()"]
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(
+        [*command, str(path), kv_type, str(n_threads)], env=environment, stdin=quiet, stdout=quiet, stderr=quiet
+    ) as child:
+        try:
+            while True:
+                try:
+                    return child.wait(_POLL_S)
+                except subprocess.TimeoutExpired:
+                    if progress is not None and not progress(0.0):
+                        raise Cancelled(f"loading {path.name} was stopped") from None
+        finally:
+            child.kill()
+
+
+def main() -> None:
+    """What the child does: read, guess, reject, start over."""
+    from localspec.backends import ik_llama
+
+    path, kv_type, n_threads = sys.argv[1:]
+    ik_llama.binding().repacks = False
+    with (
+        ik_llama.open_untried(Path(path), n_threads=int(n_threads), kv_type=kv_type) as model,
+        model.new_context(N_TOKENS + 8) as context,
+    ):
+        tokens = [i % model.n_vocab for i in range(1, N_TOKENS + 1)]
+        context.decode(tokens, "last")
+        context.decode(tokens[:5])
+        context.truncate(N_TOKENS + 2)
+        context.decode(tokens[:1])
+        context.truncate(0)
+        context.decode(tokens[:3])
