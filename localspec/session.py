@@ -13,6 +13,7 @@ from localspec import session_file
 from localspec.arguments import checked_params
 from localspec.asking import Asking
 from localspec.errors import SessionFileError, UsageError
+from localspec.home import printable
 from localspec.jobs import Job
 from localspec.memories import Memory, give_memories, take_memories
 from localspec.sampling import SamplingParams
@@ -106,7 +107,7 @@ class Session(Asking[str]):
             return messages, take_memories(llm._pair, tokens)
 
         messages, memories = llm._worker.call(take, conversation=self._conversation)
-        text = {"model": llm.model_name, "messages": messages, "params": _params_as_json(self.params)}
+        text = {"model": printable(llm.model_name), "messages": messages, "params": _params_as_json(self.params)}
         session_file.write(file, text, memories)
 
     async def asave(self, path: str | Path) -> None:
