@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from localspec.backends.base import Model
 from localspec.errors import EngineUnavailable
@@ -19,6 +20,12 @@ from tests import ggufs
 # A shell that starts pytest in the background makes it, and all it starts, ignore Ctrl-C; the tests send it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The same cases on every run and every machine, however slow it is; none from an earlier run's folder.
+settings.register_profile(
+    "tests", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("tests")
 
 ENGINES = ("llama-cpp", "ik-llama", "mlx", "reference")
 
@@ -181,6 +188,21 @@ def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield home
 
 
+def share(home: Path, shared_home: Path) -> None:
+    """Let a new home have what is measured and made once per file in common with others."""
+    home.mkdir()
+    for name in ONCE_PER_FILE:
+        (shared_home / name).mkdir(exist_ok=True)
+        (home / name).symlink_to(shared_home / name)
+
+
+@pytest.fixture
+def measured_home(isolated_home: Path, shared_home: Path) -> Path:
+    """A home in which the tiny files are measured and checked by the first test that loads them, and not again."""
+    share(isolated_home, shared_home)
+    return isolated_home
+
+
 @pytest.fixture(autouse=True)
 def isolated_home(
     request: pytest.FixtureRequest, shared_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -191,10 +213,7 @@ def isolated_home(
     """
     home = tmp_path / "home"
     if request.node.get_closest_marker("real"):
-        home.mkdir()
-        for name in ONCE_PER_FILE:
-            (shared_home / name).mkdir(exist_ok=True)
-            (home / name).symlink_to(shared_home / name)
+        share(home, shared_home)
     monkeypatch.setenv("LOCALSPEC_HOME", str(home))
     monkeypatch.setenv("LOCALSPEC_OFFLINE", "1")
     for name in ("LOCALSPEC_SOURCE", "HF_ENDPOINT", "NO_COLOR", "FORCE_COLOR"):
