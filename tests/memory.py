@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+
+from localspec.heap import trim_heap
 
 WARM_UP = 2
 """Cycles that are not judged: tables, caches and threads' stacks come with the first, and stay."""
 
 
 def resident_mb() -> float:
-    """Memory of this process that is in RAM now."""
+    """Memory of this process that is in RAM now, without what lies free in the C library: a leak could hide in that."""
+    gc.collect()
+    trim_heap()
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
@@ -24,4 +30,4 @@ def growth_per_cycle(mb: Sequence[float]) -> float:
     """
     judged = mb[WARM_UP:]
     assert len(judged) >= 5, "too few cycles to judge"
-    return statistics.median(after - before for before, after in zip(judged[:-1], judged[1:], strict=True))
+    return statistics.median(after - before for before, after in itertools.pairwise(judged))

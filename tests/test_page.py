@@ -139,7 +139,7 @@ def tab(browser: Any) -> Iterator[Callable[..., Tab]]:
         def new(url: str, **options: Any) -> Tab:
             context = browser.new_context(**({"viewport": WIDE} | options))
             stack.callback(context.close)
-            context.set_default_timeout(3 * PATIENCE)
+            context.set_default_timeout(PATIENCE)
             made = Tab(context.new_page())
             tabs.append((made, url))
             made.page.goto(url)
