@@ -44,6 +44,9 @@ ONCE_PER_FILE = ("calibration", "digests", "drafts", "repacked", "trust")
 """Folders of a home that say nothing of what was asked, only of files and the machine."""
 
 
+TERMINAL_SETTINGS = ("NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "COLUMNS", "LINES")
+
+
 class TinyFiles:
     """Model files of a few hundred kilobytes, each written when it is first asked for."""
 
@@ -181,9 +184,17 @@ def real_model() -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session", autouse=True)
 def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where fixtures of a module load their models, and what the tests of real models start from."""
+    """Where fixtures of a module load their models, and what the tests of real models start from.
+
+    What somebody has set for their own work and terminal is not there in the tests, nor in what they start.
+    """
     home = tmp_path_factory.mktemp("shared-home")
     with pytest.MonkeyPatch.context() as patch:
+        for name in list(os.environ):
+            foreign = name.startswith(("LOCALSPEC_", "HF_")) and name != "LOCALSPEC_TEST_MODELS"
+            if foreign or name in TERMINAL_SETTINGS or name.lower().endswith("_proxy"):
+                patch.delenv(name)
+        patch.setenv("TERM", "xterm-256color")
         patch.setenv("LOCALSPEC_HOME", str(home))
         yield home
 
@@ -216,6 +227,4 @@ def isolated_home(
         share(home, shared_home)
     monkeypatch.setenv("LOCALSPEC_HOME", str(home))
     monkeypatch.setenv("LOCALSPEC_OFFLINE", "1")
-    for name in ("LOCALSPEC_SOURCE", "HF_ENDPOINT", "NO_COLOR", "FORCE_COLOR"):
-        monkeypatch.delenv(name, raising=False)
     return home

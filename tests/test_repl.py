@@ -17,6 +17,7 @@ from tests.conftest import TinyFiles
 from tests.endless import write_endless
 from tests.test_cli import PROGRAM, localspec
 from tests.tmux import Tmux
+from tests.waiting import PATIENCE
 
 Open = Callable[..., Tmux]
 READY = "· /help lists the commands"
@@ -391,6 +392,6 @@ def test_the_real_pair(open_chat: Open, real_model: Any, tmp_path: Path) -> None
 
 def test_standard_error_is_free_of_engine_noise(tiny: TinyFiles) -> None:
     command = [*PROGRAM, "chat", str(tiny.pair.target), "--draft", "none", "--max-tokens", "2"]
-    result = subprocess.run(command, input=b"hi\n", capture_output=True, check=True, timeout=120)
+    result = subprocess.run(command, input=b"hi\n", capture_output=True, check=True, timeout=PATIENCE)
     for line in result.stderr.decode().splitlines():
         assert re.match(r"checking|measuring|\[cut short|note:", line), line

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jinja2
@@ -143,7 +145,9 @@ def hugging_face(source: str, variables: dict[str, Any]) -> str:
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.3 s of this thread's own: what other programs do does not count, and cannot decide which limit comes first."""
     monkeypatch.setattr(template_sandbox, "SECONDS", 0.3)
+    monkeypatch.setattr(template_sandbox, "time", SimpleNamespace(monotonic=time.thread_time))
 
 
 class TestRendering:
@@ -206,7 +210,6 @@ class TestRendering:
 
 @pytest.mark.usefixtures("hurried")
 class TestSandbox:
-    @pytest.mark.timeout(30)
     @pytest.mark.parametrize("name", ENDLESS)
     def test_everything_ends(self, name: str) -> None:
         with pytest.raises(TemplateError) as caught:
