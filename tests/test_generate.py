@@ -38,6 +38,9 @@ STATS = {
 }
 
 
+pytestmark = pytest.mark.usefixtures("measured_home")
+
+
 def generate(pair: Any, *options: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     """Forty tokens of the tiny pair on the reference engine, three guesses a round, greedy."""
     result = localspec(

@@ -19,6 +19,7 @@ from tests.test_cli import PROGRAM, localspec
 from tests.tmux import Tmux
 from tests.waiting import PATIENCE
 
+pytestmark = pytest.mark.usefixtures("measured_home")
 Open = Callable[..., Tmux]
 READY = "· /help lists the commands"
 """The status line under the first prompt."""

@@ -18,6 +18,7 @@ import pytest
 from tests.conftest import TinyFiles
 from tests.waiting import PATIENCE
 
+pytestmark = pytest.mark.usefixtures("measured_home")
 PROGRAM = [sys.executable, "-m", "localspec", "serve"]
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 
