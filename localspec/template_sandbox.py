@@ -53,7 +53,7 @@ class Meter:
     def __init__(self, inputs: Any = None) -> None:
         self.left = UNITS
         self.left += UNITS_PER_INPUT_UNIT * weight(inputs, UNITS)
-        self.deadline = time.monotonic() + SECONDS
+        self.deadline = time.thread_time() + SECONDS  # its own: a busy machine must not refuse a sound template
 
     def spend(self, units: int) -> None:
         """Pay for an operation.
@@ -64,7 +64,7 @@ class Meter:
         self.left -= units
         if self.left < 0:
             raise LimitReached("it asks for too much work or memory")
-        if time.monotonic() > self.deadline:
+        if time.thread_time() > self.deadline:
             raise LimitReached("it does not come to an end")
 
 

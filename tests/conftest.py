@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from localspec.backends.base import Model
 from localspec.errors import EngineUnavailable
@@ -19,6 +20,12 @@ from tests import ggufs
 # A shell that starts pytest in the background makes it, and all it starts, ignore Ctrl-C; the tests send it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The same cases on every run and every machine, however slow it is; none from an earlier run's folder.
+settings.register_profile(
+    "tests", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("tests")
 
 ENGINES = ("llama-cpp", "ik-llama", "mlx", "reference")
 
@@ -35,6 +42,9 @@ REAL_FOLDER = Path(os.environ.get("LOCALSPEC_TEST_MODELS") or models_dir())
 
 ONCE_PER_FILE = ("calibration", "digests", "drafts", "repacked", "trials", "trust")
 """Folders of a home that say nothing of what was asked, only of files and the machine."""
+
+
+TERMINAL_SETTINGS = ("NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "COLUMNS", "LINES")
 
 
 class TinyFiles:
@@ -179,11 +189,34 @@ def real_model() -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session", autouse=True)
 def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where fixtures of a module load their models, and what the tests of real models start from."""
+    """Where fixtures of a module load their models, and what the tests of real models start from.
+
+    What somebody has set for their own work and terminal is not there in the tests, nor in what they start.
+    """
     home = tmp_path_factory.mktemp("shared-home")
     with pytest.MonkeyPatch.context() as patch:
+        for name in list(os.environ):
+            foreign = name.startswith(("LOCALSPEC_", "HF_")) and name != "LOCALSPEC_TEST_MODELS"
+            if foreign or name in TERMINAL_SETTINGS or name.lower().endswith("_proxy"):
+                patch.delenv(name)
+        patch.setenv("TERM", "xterm-256color")
         patch.setenv("LOCALSPEC_HOME", str(home))
         yield home
+
+
+def share(home: Path, shared_home: Path) -> None:
+    """Let a new home have what is measured and made once per file in common with others."""
+    home.mkdir()
+    for name in ONCE_PER_FILE:
+        (shared_home / name).mkdir(exist_ok=True)
+        (home / name).symlink_to(shared_home / name)
+
+
+@pytest.fixture
+def measured_home(isolated_home: Path, shared_home: Path) -> Path:
+    """A home in which the tiny files are measured and checked by the first test that loads them, and not again."""
+    share(isolated_home, shared_home)
+    return isolated_home
 
 
 @pytest.fixture(autouse=True)
@@ -196,12 +229,7 @@ def isolated_home(
     """
     home = tmp_path / "home"
     if request.node.get_closest_marker("real"):
-        home.mkdir()
-        for name in ONCE_PER_FILE:
-            (shared_home / name).mkdir(exist_ok=True)
-            (home / name).symlink_to(shared_home / name)
+        share(home, shared_home)
     monkeypatch.setenv("LOCALSPEC_HOME", str(home))
     monkeypatch.setenv("LOCALSPEC_OFFLINE", "1")
-    for name in ("LOCALSPEC_SOURCE", "HF_ENDPOINT", "NO_COLOR", "FORCE_COLOR"):
-        monkeypatch.delenv(name, raising=False)
     return home

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -67,14 +68,16 @@ class ScriptedReply:
 class ScriptedStream:
     """A ``RoundStream`` over prepared rounds."""
 
-    def __init__(self, rounds: Sequence[Round], pace: float) -> None:
-        self._rounds, self._pace = list(rounds), pace
+    def __init__(self, rounds: Sequence[Round], pace: float, gate: Path | None = None) -> None:
+        self._rounds, self._pace, self._gate = list(rounds), pace, gate
         self._stats, self._text, self._ids, self._finish = SpecStats(), "", list[int](), "cancelled"
         self._closed = False
 
     def __iter__(self) -> Iterator[Round]:
         for round_ in self._rounds:
             time.sleep(self._pace)
+            while self._gate and round_.index == 2 and not self._gate.exists():
+                time.sleep(0.02)
             if self._closed:
                 return
             self._stats.add(round_)
@@ -104,6 +107,7 @@ class ScriptedLLM:
 
     answers: list[list[Round]] = field(default_factory=list)
     pace: float = 0.0
+    gate: Path | None = None
     draft_length: int | str = "auto"
     model_name: str = "scripted"
     draft_names: list[str] = field(default_factory=lambda: ["scripted-draft"])
@@ -121,7 +125,7 @@ class ScriptedLLM:
         self.options.append(options)
         self.params.append(params)
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        return ScriptedStream(answer, self.pace)
+        return ScriptedStream(answer, self.pace, self.gate)
 
     def explain(self) -> str:
         return "because the script says so"
@@ -164,6 +168,7 @@ if __name__ == "__main__":
 
     pace = float(sys.argv[1]) if len(sys.argv) > 1 else 0.1
     plain = not sys.stdin.isatty()
-    llm: Any = ScriptedLLM([speak(DEMO), speak(DEMO, "ngram")], pace)
+    gate = Path(sys.argv[2]) if len(sys.argv) > 2 else None
+    llm: Any = ScriptedLLM([speak(DEMO), speak(DEMO, "ngram")], pace, gate)
     chat = Chat(llm, Screen(plain=plain), params=SamplingParams())
     sys.exit(_answer_lines(chat) if plain else _converse(chat))

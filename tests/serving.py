@@ -13,6 +13,7 @@ from typing import Any
 from localspec import LLM
 from localspec.server.runner import Runner, listen, url_of
 from localspec.server.service import Service, Settings
+from tests.waiting import PATIENCE, wait_until
 
 
 class Server:
@@ -38,7 +39,7 @@ class Server:
         """A request by the standard library: (status, headers in lower case, body). Text and bytes go as they are."""
         headers = {"Content-Type": "application/json"} | (headers or {})
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
         try:
             connection.request(method, path, data, {name: value for name, value in headers.items() if value})
             response = connection.getresponse()
@@ -46,13 +47,10 @@ class Server:
         finally:
             connection.close()
 
-    def wait_idle(self, seconds: float = 60.0) -> None:
+    def wait_idle(self) -> None:
         """Until nothing runs and nobody waits, in the server and in the engine."""
         turns, llm = self.service.turns, self.service.llm
-        end = time.monotonic() + seconds
-        while turns.running or turns.waiting or llm.busy or llm.queue_length:
-            assert time.monotonic() < end, "a request is stuck"
-            time.sleep(0.005)
+        wait_until(lambda: not (turns.running or turns.waiting or llm.busy or llm.queue_length), "no request is stuck")
 
 
 @contextmanager
@@ -69,5 +67,5 @@ def serve(llm: LLM, **settings: Any) -> Iterator[Server]:
             yield Server(runner, url_of(sock))
         finally:
             runner.stop()
-            thread.join(20)
+            thread.join(PATIENCE)
             assert not thread.is_alive(), "the server did not stop"

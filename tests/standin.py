@@ -5,22 +5,24 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
-import time
 import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import PATIENCE
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Server:
-    """Serves files by path over HTTP, with ranges; can be slow, drop connections, hang, or refuse.
+    """Serves files by path over HTTP, with ranges; can stop in the middle, drop connections, hang, or refuse.
 
     Attributes:
         files: URL path -> content.
         digests: URL path -> digest to announce instead of the true one; "" announces none.
-        slow: seconds to wait before each 64 kB.
+        hold_after: bytes of a content after which sending stops until ``go_on`` is set; 0 never.
+        hold: the only path that is held; "" holds every one.
         drop_after: bytes after which the connection breaks, once per request; 0 never.
         status: answer everything with this status; 0 serves.
         short: bytes by which what is sent falls short of what a HEAD request was told.
@@ -35,7 +37,9 @@ class Server:
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self.digests: dict[str, str] = {}
-        self.slow = 0.0
+        self.hold_after = 0
+        self.hold = ""
+        self.go_on = threading.Event()
         self.drop_after = 0
         self.status = 0
         self.hang = False
@@ -68,6 +72,7 @@ class Server:
 
     def close(self) -> None:
         self._stopped.set()
+        self.go_on.set()
         self._http.shutdown()
         self._http.server_close()
 
@@ -77,7 +82,7 @@ class Server:
         self.requests.append((request.command, path, first))
         first = first if self.ranges else 0
         if self.hang:
-            self._stopped.wait(60)
+            self._stopped.wait(PATIENCE)
             request.close_connection = True
             return
         content = self.files.get(path)
@@ -103,14 +108,15 @@ class Server:
             request.send_header("Content-Range", f"bytes {first}-{len(content) - 1}/{len(content)}")
         request.end_headers()
         if body:
-            self._send(request, content[first:])
+            self._send(request, content[first:], held=self.hold in ("", path))
 
-    def _send(self, request: BaseHTTPRequestHandler, content: bytes) -> None:
+    def _send(self, request: BaseHTTPRequestHandler, content: bytes, *, held: bool) -> None:
         sent = 0
         try:
             for at in range(0, len(content), 1 << 16):
-                if self.slow:
-                    time.sleep(self.slow)
+                if held and self.hold_after and sent >= self.hold_after:
+                    request.wfile.flush()
+                    self.go_on.wait(PATIENCE)
                 if self.drop_after and sent >= self.drop_after:
                     request.close_connection = True
                     request.wfile.flush()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,7 +33,8 @@ from localspec.rounds import Draft, Verdict
 from localspec.sampling import Distribution, Noise, distribution
 from tests.conftest import TinyFiles, open_backend
 from tests.endless import write_endless
-from tests.test_cli import PROGRAM, localspec
+from tests.interrupting import interrupted
+from tests.test_cli import localspec
 
 SMALL = AuditOptions(
     n_prompts=1,
@@ -606,15 +605,8 @@ def test_a_defect_is_exit_status_1(
 
 def test_ctrl_c_prints_what_was_checked(tmp_path: Path) -> None:
     model = write_endless(tmp_path / "endless.gguf")
-    line = [*PROGRAM, "verify", str(model), "--backend", "reference", "--ctx", "4000", "--draft", "ngram", "--json"]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stderr is not None
-        for remark in process.stderr:
-            if remark.startswith(b"prompt 2"):
-                break
-        process.send_signal(signal.SIGINT)
-        out, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors.decode()
+    line = ["verify", model, "--backend", "reference", "--ctx", "4000", "--draft", "ngram", "--json"]
+    out, _ = interrupted("said prompt 2", line)
     report = json.loads(out)
     assert report["interrupted"] is True
     assert report["lossless"] is None

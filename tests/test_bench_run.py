@@ -27,6 +27,8 @@ from localspec.bench.storage import read_record, to_json
 from localspec.doctor import power
 from localspec.doctor.memory import Memory
 from tests.conftest import TinyFiles, open_backend
+from tests.interrupting import self_interrupting
+from tests.waiting import PATIENCE
 
 ARMS = ("plain", "auto", "model:3", "ngram:4")
 N_QUESTIONS, N_REPEATS, N_TOKENS = 9, 2, 20
@@ -374,7 +376,7 @@ def test_ctrl_c_prints_and_keeps_what_is_done_and_it_can_be_resumed(
     arguments = ["bench", *pair, "--prompts", str(questions), "--max-tokens", "300", "--ignore-eos", "--repeats", "1",
                  "--minutes", "60", "--json", str(stored)]  # fmt: skip
     child = pexpect.spawn(
-        sys.executable, ["-m", "localspec", *arguments], timeout=120, encoding="utf-8", dimensions=(40, 100)
+        sys.executable, ["-m", "localspec", *arguments], timeout=PATIENCE, encoding="utf-8", dimensions=(40, 100)
     )
     child.expect(r"3 of at most 40")
     child.sendintr()
@@ -409,9 +411,8 @@ def test_ctrl_c_prints_and_keeps_what_is_done_and_it_can_be_resumed(
 def test_ctrl_c_before_anything_is_measured_leaves_nothing(pair: list[str], tmp_path: Path) -> None:
     pexpect = pytest.importorskip("pexpect")
     stored = tmp_path / "run.json"
-    child = pexpect.spawn(sys.executable, ["-m", "localspec", "bench", *pair, "--json", str(stored)], timeout=120)
-    child.expect("loading")
-    child.sendintr()
+    program, *arguments = self_interrupting("said loading", ["bench", *pair, "--json", stored])
+    child = pexpect.spawn(program, arguments, timeout=PATIENCE)
     child.expect(pexpect.EOF)
     child.close()
     assert child.exitstatus == 130, child.before

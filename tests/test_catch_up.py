@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -89,18 +89,23 @@ def test_guesses_for_missed_tokens_are_judged_and_no_others(tiny: TinyFiles, mon
         assert llm._call(lambda: catch_up(0)).seen == []  # a prompt is not what the target said
 
 
-def test_a_guess_is_charged_for_what_is_made_of_its_logits_too(tiny: TinyFiles) -> None:
+def test_a_guess_is_charged_for_what_is_made_of_its_logits_too(
+    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+
     class Slow(SamplingProposer):
         def confidence(self, row: Row, history: Sequence[int], behind: int = 0) -> float:
-            time.sleep(0.05)
+            now[0] += 0.05
             return super().confidence(row, history, behind)
 
     with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=256) as llm:
         (drafter,) = llm._pair._drafters
         prompt, plan = llm.tokenize("the cat sat", add_special=True), Recorder()
         drafter.begin(prompt)
+        monkeypatch.setattr("localspec.drafters.draft_model.time", SimpleNamespace(perf_counter=lambda: now[0]))
         llm._call(lambda: drafter.draft(prompt, plan, Slow(SamplingParams(), Noise(0))))
-        assert plan.ms >= 50
+        assert plan.ms == pytest.approx(50)
 
 
 def test_what_was_witnessed_is_learned(tiny: TinyFiles) -> None:

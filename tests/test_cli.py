@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,8 @@ from localspec.options import ensure_model
 from tests import ggufs
 from tests.conftest import TinyFiles
 from tests.endless import write_endless
+from tests.interrupting import interrupted
+from tests.waiting import PATIENCE
 
 PROGRAM = [sys.executable, "-m", "localspec"]
 
@@ -25,7 +27,7 @@ PROGRAM = [sys.executable, "-m", "localspec"]
 def localspec(*arguments: str | Path, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     """Run the program to its end."""
     command = [*PROGRAM, *map(str, arguments)]
-    return subprocess.run(command, input=stdin, capture_output=True, timeout=120, check=False)
+    return subprocess.run(command, input=stdin, capture_output=True, timeout=PATIENCE, check=False)
 
 
 def assert_one_line(result: subprocess.CompletedProcess[bytes], status: int, *parts: str) -> None:
@@ -239,9 +241,7 @@ def test_a_prompt_longer_than_the_context(tiny: TinyFiles) -> None:
 )
 def test_a_chat_template_that_fails_or_never_ends(tmp_path: Path, template: str) -> None:
     path = ggufs.write_llama(tmp_path / "odd-template.gguf", extra={"tokenizer.chat_template": template})
-    started = time.monotonic()
     result = localspec("generate", path, "--backend", "reference", "--draft", "none", "-p", "x")
-    assert time.monotonic() - started < 60
     assert_one_line(result, 1, "template")
 
 
@@ -257,44 +257,65 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
         process.stdout.read(1)
         process.stdout.close()
         errors = process.stderr.read().decode()
-        assert process.wait(60) in (0, 141)
+        assert process.wait(PATIENCE) in (0, 141)
     assert not [line for line in errors.splitlines() if line.startswith("localspec:")]
     assert "Traceback" not in errors
     assert "Exception ignored" not in errors
 
 
 def test_list_into_a_reader_that_stops_at_once() -> None:
-    command = " ".join(PROGRAM) + " list | true; echo ${PIPESTATUS[0]}"
+    command = shlex.join(PROGRAM) + " list | true; echo ${PIPESTATUS[0]}"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert result.stderr == ""
     assert result.stdout.strip() in ("0", "141")
 
 
-@pytest.mark.parametrize("delay", [0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6])
-def test_ctrl_c_at_any_moment(tmp_path: Path, delay: float) -> None:
+@pytest.mark.parametrize(
+    ("at", "count"),
+    [
+        ("import localspec.cli", 1),
+        ("import typer", 1),
+        ("import localspec.llm", 1),
+        ("import numpy", 1),
+        ("import localspec.backends.base", 1),
+        ("open MODEL", 1),
+        ("said measuring what a pass", 1),
+        ("call localspec.backends.reference:ReferenceContext._decode", 2),
+        ("call localspec.backends.reference:ReferenceContext._decode", 40),
+        ("call localspec.rounds:SpecStats.add", 1),
+        ("call localspec.rounds:SpecStats.add", 25),
+    ],
+)
+def test_ctrl_c_at_any_moment(tmp_path: Path, at: str, count: int) -> None:
     model = write_endless(tmp_path / "endless.gguf")
-    arguments = ["generate", str(model), "--backend", "reference", "--draft", "ngram", "-p", "x"]
-    script = (
-        "import sys; from localspec.__main__ import main; print('ready', file=sys.stderr, flush=True)\n"
-        f"main({arguments!r})"
-    )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stderr is not None
-        assert process.stderr.readline() == b"ready\n"
-        time.sleep(delay)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    lines = errors.decode().splitlines()
-    assert process.returncode == 130, lines
+    arguments = ["generate", model, "--backend", "reference", "--draft", "ngram", "-p", "x"]
+    _, lines = interrupted(at.replace("MODEL", str(model)), arguments, count=count)
     assert lines[-1] == "localspec: interrupted"
-    assert "Traceback" not in errors.decode()
+
+
+READING = """
+import sys
+
+class Buffer:
+    def read(self):
+        print("reading", file=sys.stderr, flush=True)
+        return sys.__stdin__.buffer.read()
+
+class Stdin:
+    buffer = Buffer()
+    isatty = lambda self: False
+
+sys.stdin = Stdin()
+from localspec.__main__ import main
+main(["generate"])
+"""
 
 
 def test_ctrl_c_while_reading_standard_input() -> None:
-    with subprocess.Popen(
-        [*PROGRAM, "generate"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        time.sleep(1.0)
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", READING], stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == b"reading\n"
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=PATIENCE)
     assert (process.returncode, errors) == (130, b"localspec: interrupted\n")

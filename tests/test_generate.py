@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import signal
+import shlex
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 
 from tests.conftest import TinyFiles
 from tests.endless import write_endless
+from tests.interrupting import interrupted
 from tests.test_cli import PROGRAM, localspec
 from tests.tmux import Tmux
 
@@ -36,6 +36,9 @@ STATS = {
     "estimated_speedup",
     "by_source",
 }
+
+
+pytestmark = pytest.mark.usefixtures("measured_home")
 
 
 def generate(pair: Any, *options: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
@@ -127,32 +130,15 @@ def test_max_tokens_is_kept(tiny: TinyFiles) -> None:
 @pytest.mark.parametrize("format", ["json", "events"])
 def test_ctrl_c_still_prints_what_there_is(tmp_path: Path, format: str) -> None:
     model = write_endless(tmp_path / "endless.gguf")
-    command = [*PROGRAM, "generate", str(model), "--ctx", "8000", "--draft", "none", "--backend", "reference"]
-    command += ["-p", "x", "--format", format]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        if format == "events":
-            first = process.stdout.readline()
-            assert json.loads(first)["type"] == "round"
-        else:
-            _wait_for_decoding(process)
-        process.send_signal(signal.SIGINT)
-        out, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors.decode()
-    reply = json.loads(out.splitlines()[-1])
+    command = ["generate", model, "--ctx", "8000", "--draft", "none", "--backend", "reference", "-p", "x"]
+    out, errors = interrupted("call localspec.rounds:SpecStats.add", [*command, "--format", format], count=10)
+    *rounds, reply = map(json.loads, out.splitlines())
+    assert all(event["type"] == "round" for event in rounds)
+    assert len(rounds) >= (9 if format == "events" else 0)
     assert reply["finish_reason"] == "cancelled"
-    assert 0 < len(reply["token_ids"]) < 7000
+    assert 9 <= len(reply["token_ids"]) < 7000
     assert reply["text"]
-    assert errors.decode().splitlines()[-1] == "localspec: interrupted"
-
-
-def _wait_for_decoding(process: subprocess.Popen[bytes]) -> None:
-    """Until loading is over: its last remark is the measurement of the target."""
-    assert process.stderr is not None
-    for line in process.stderr:
-        if line.startswith(b"measuring what a pass"):
-            break
-    time.sleep(2.0)
+    assert errors[-1] == "localspec: interrupted"
 
 
 def test_a_terminal_never_gets_control_characters(tiny: TinyFiles, tmp_path: Path) -> None:
@@ -162,7 +148,7 @@ def test_a_terminal_never_gets_control_characters(tiny: TinyFiles, tmp_path: Pat
     control = {char for char in raw if char < " " and char not in "\n\t"}
     assert control, "the tiny model no longer says control characters; choose another prompt"
     log = tmp_path / "log"
-    terminal = Tmux(["script", "-qc", " ".join(command), str(log)], tmp_path, {})
+    terminal = Tmux(["script", "-qc", shlex.join(command), str(log)], tmp_path, {})
     terminal.wait("EXIT 0")
     terminal.close()
     logged = log.read_text("utf-8").split("\n", 1)[1].rsplit("\nScript done", 1)[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,20 +14,21 @@ from localspec import LLM, Closed, PromptTooLong, Round, SamplingParams, UsageEr
 from localspec.drafters.draft_model import DraftModelDrafter
 from tests import ggufs
 from tests.conftest import TinyFiles, open_backend
+from tests.waiting import Brake
 
 GREEDY = SamplingParams(max_tokens=48, ignore_eos=True)
 CHAT = [{"role": "user", "content": "Say something."}]
 
 
 @pytest.fixture(params=["reference", "ik-llama", "llama-cpp"])
-def llm(request: pytest.FixtureRequest, tiny: TinyFiles) -> Iterator[LLM]:
+def llm(request: pytest.FixtureRequest, tiny: TinyFiles, measured_home: Path) -> Iterator[LLM]:
     open_backend(request.param)
     with LLM(tiny.pair.target, draft=["ngram", tiny.pair.draft], backend=request.param, n_ctx=512) as loaded:
         yield loaded
 
 
 @pytest.fixture
-def reference_llm(tiny: TinyFiles) -> Iterator[LLM]:
+def reference_llm(tiny: TinyFiles, measured_home: Path) -> Iterator[LLM]:
     with LLM(tiny.pair.target, draft=["ngram", tiny.pair.draft], backend="reference", n_ctx=512) as loaded:
         yield loaded
 
@@ -109,23 +109,25 @@ def test_the_second_turn_decodes_only_what_is_new_in_both_contexts(llm: LLM) -> 
 
 def test_closing_a_stream_stops_the_engine_and_the_next_call_works(llm: LLM) -> None:
     expected = llm.generate("hello", GREEDY, speculate=False)
-    stream = llm.rounds("endless", SamplingParams(max_tokens=400, ignore_eos=True))
-    next(stream)
-    stream.close()
-    assert stream.reply.finish_reason == "cancelled"
+    with Brake(llm, after=5) as brake:
+        stream = llm.rounds("endless", SamplingParams(max_tokens=400, ignore_eos=True))
+        brake.wait()
+        stream.close()
+        assert stream.reply.finish_reason == "cancelled"
+        assert brake.n_passes == 6
     assert 0 < len(stream.reply.token_ids) < 400
     again = llm.generate("hello", GREEDY, speculate=False)
     assert again.token_ids == expected.token_ids
 
 
 def test_dropping_a_generator_stops_the_engine(reference_llm: LLM) -> None:
-    pieces = reference_llm.stream("endless", SamplingParams(max_tokens=450, ignore_eos=True))
-    next(pieces)
-    del pieces
-    started = time.perf_counter()
-    reference_llm.generate("x", SamplingParams(max_tokens=1))
-    assert reference_llm._pair.context.n_past < 100
-    assert time.perf_counter() - started < 30
+    with Brake(reference_llm, after=5) as brake:
+        pieces = reference_llm.stream("endless", SamplingParams(max_tokens=450, ignore_eos=True))
+        next(pieces)
+        brake.wait()
+        del pieces
+        reference_llm._call(lambda: None)  # once its turn has come the other is over
+        assert brake.n_passes == 6
 
 
 def test_an_error_in_a_request_leaves_the_next_one_alone(llm: LLM) -> None:
@@ -180,15 +182,21 @@ def test_asyncio(reference_llm: LLM) -> None:
         both = await asyncio.gather(reference_llm.achat(CHAT, GREEDY), reference_llm.achat(CHAT, GREEDY))
         assert [reply.token_ids for reply in both] == [expected.token_ids] * 2
 
+        begun = asyncio.Event()
+
         async def endless() -> None:
             async for _ in reference_llm.astream("endless", SamplingParams(max_tokens=450, ignore_eos=True)):
-                pass
+                begun.set()
 
-        task = asyncio.create_task(endless())
-        await asyncio.sleep(0.2)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        with Brake(reference_llm, after=5) as brake:
+            task = asyncio.create_task(endless())
+            await begun.wait()
+            await asyncio.to_thread(brake.wait)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await asyncio.to_thread(reference_llm._call, lambda: None)
+            assert brake.n_passes == 6
         assert (await reference_llm.achat(CHAT, GREEDY)).token_ids == expected.token_ids
 
     asyncio.run(main())

@@ -15,7 +15,7 @@ import pytest
 from localspec import LLM, SamplingParams
 from tests.browsing import CONTRAST, PATIENCE, WIDE, chromium
 from tests.conftest import TinyFiles
-from tests.endless import write_endless
+from tests.endless import N_CTX, write_endless
 from tests.serving import Server, serve
 
 QUESTION = "a"
@@ -119,7 +119,7 @@ def server(llm: LLM) -> Iterator[Server]:
 def endless(tmp_path_factory: pytest.TempPathFactory, home: None) -> Iterator[Server]:
     """A server whose model does not stop by itself, and takes its time."""
     path = write_endless(tmp_path_factory.mktemp("endless") / "endless.gguf")
-    with LLM(path, draft=None, backend="reference", n_ctx=4096) as loaded, serve(loaded) as running:
+    with LLM(path, draft=None, backend="reference", n_ctx=N_CTX) as loaded, serve(loaded) as running:
         decode = loaded._pair.context.decode
 
         def slowly(*args: Any, **options: Any) -> Any:
@@ -139,7 +139,7 @@ def tab(browser: Any) -> Iterator[Callable[..., Tab]]:
         def new(url: str, **options: Any) -> Tab:
             context = browser.new_context(**({"viewport": WIDE} | options))
             stack.callback(context.close)
-            context.set_default_timeout(3 * PATIENCE)
+            context.set_default_timeout(PATIENCE)
             made = Tab(context.new_page())
             tabs.append((made, url))
             made.page.goto(url)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,9 @@ from tests.conftest import TinyFiles
 from tests.endless import write_endless
 from tests.test_cli import PROGRAM, localspec
 from tests.tmux import Tmux
+from tests.waiting import PATIENCE
 
+pytestmark = pytest.mark.usefixtures("measured_home")
 Open = Callable[..., Tmux]
 READY = "· /help lists the commands"
 """The status line under the first prompt."""
@@ -115,21 +117,27 @@ def test_the_text_on_the_screen_is_the_text_that_was_verified(open_chat: Open, t
     assert any(not guess["accepted"] for event in turn["rounds"] for guess in event["draft"]), "nothing was rejected"
 
 
-def scripted(pace: float) -> list[str]:
-    """The chat over prepared answers: every other round has a guess ``WRONG`` that is rejected."""
-    return [sys.executable, "-m", "tests.scripted_llm", str(pace)]
+def scripted(pace: float, *gate: Path) -> list[str]:
+    """The chat over prepared answers: every other round has a guess ``WRONG`` that is rejected.
+
+    With a gate the answer stops behind the first of these until that file is there.
+    """
+    return [sys.executable, "-m", "tests.scripted_llm", str(pace), *map(str, gate)]
 
 
 @pytest.mark.parametrize("env", [{}, {"NO_COLOR": "1"}], ids=["colour", "NO_COLOR"])
-def test_rejected_guesses_appear_struck_through_and_are_gone_afterwards(open_chat: Open, env: dict[str, str]) -> None:
-    terminal = open_chat(command=scripted(0.3), env=env)
+def test_rejected_guesses_appear_struck_through_and_are_gone_afterwards(
+    open_chat: Open, env: dict[str, str], tmp_path: Path
+) -> None:
+    terminal = open_chat(command=scripted(0.02, tmp_path / "gate"), env=env)
     terminal.wait(READY)
     terminal.type("hello")
     seen = terminal.wait("WRONG", escapes=True)
     before = re.search(r"((?:\x1b\[[0-9;:]*m)+)WRONG", seen)
     assert before is not None
     assert {"2", "9"} <= set(re.findall(r"\d+", before[1]))  # dim, and struck through
-    terminal.wait(lambda s: "émigré naïve 🙂 too." in s and s.rstrip().endswith("scripted-draft"), 90)
+    (tmp_path / "gate").touch()
+    terminal.wait(lambda s: "émigré naïve 🙂 too." in s and s.rstrip().endswith("scripted-draft"))
     final = terminal.screen()
     assert "WRONG" not in final
     assert "Here is a function that reverses a list. It walks from both ends towards the\nmiddle and swaps" in final
@@ -248,10 +256,10 @@ def test_ctrl_c_at_an_empty_prompt_hints_and_ctrl_d_leaves(open_chat: Open) -> N
 
 
 def test_ctrl_c_while_loading(open_chat: Open, tmp_path: Path) -> None:
-    script = "import time; from localspec import llm; llm.Pair = lambda *a: time.sleep(60)\n"
+    script = "import time; from localspec import llm; llm.Pair = lambda *a: (print('loading'), time.sleep(600))\n"
     script += f"from localspec.__main__ import main; main(['chat', {str(write_endless(tmp_path / 'm.gguf'))!r}])"
     terminal = open_chat(command=[sys.executable, "-c", script])
-    time.sleep(2)
+    terminal.wait("loading")
     terminal.keys("C-c")
     screen = terminal.wait("EXIT 130")
     assert screen.split("EXIT")[0].strip().splitlines()[-1] == "localspec: interrupted"
@@ -317,7 +325,7 @@ def test_a_full_context_is_said(open_chat: Open) -> None:
 
 def test_a_dumb_terminal(open_chat: Open, tmp_path: Path) -> None:
     terminal = open_chat(
-        command=["script", "-qc", " ".join(scripted(0.0)), str(tmp_path / "log")], env={"TERM": "dumb"}
+        command=["script", "-qc", shlex.join(scripted(0.0)), str(tmp_path / "log")], env={"TERM": "dumb"}
     )
     terminal.wait("\n>")
     terminal.type("hello")
@@ -335,7 +343,7 @@ def test_nothing_runs_over_the_edge(open_chat: Open, columns: int) -> None:
     terminal = open_chat(command=scripted(0.02), columns=columns)
     terminal.wait("draft auto · ")
     terminal.type("hello")
-    screen = terminal.wait(lambda s: "naïve" in s and s.count("tok/s") == 1, 60)
+    screen = terminal.wait(lambda s: "naïve" in s and s.count("tok/s") == 1)
     prose = screen.split("> hello\n")[1].split("```")[0]
     assert not re.search(r"\n ", prose)
     assert " ".join(prose.split()).startswith(
@@ -374,17 +382,17 @@ def test_the_real_pair(open_chat: Open, real_model: Any, tmp_path: Path) -> None
     target, draft = real_model("qwen2.5-coder-1.5b"), real_model("qwen2.5-coder-0.5b")
     command = [*PROGRAM, "chat", str(target), "--draft", str(draft), "--draft", "ngram", "--draft-length", "4"]
     terminal = open_chat(command=[*command, "--temperature", "0", "--max-tokens", "60"])
-    terminal.wait(READY, 280)
+    terminal.wait(READY)
     terminal.type("Write a Python function that adds two numbers.")
-    terminal.wait(lambda s: "```python" in s and ("[cut short" in s or s.count("```") == 2), 120)
+    terminal.wait(lambda s: "```python" in s and ("[cut short" in s or s.count("```") == 2))
     terminal.type("/race")
-    terminal.wait("speculative ran at", 120)
+    terminal.wait("speculative ran at")
     terminal.keys("C-d")
     terminal.wait("EXIT 0")
 
 
 def test_standard_error_is_free_of_engine_noise(tiny: TinyFiles) -> None:
     command = [*PROGRAM, "chat", str(tiny.pair.target), "--draft", "none", "--max-tokens", "2"]
-    result = subprocess.run(command, input=b"hi\n", capture_output=True, check=True, timeout=120)
+    result = subprocess.run(command, input=b"hi\n", capture_output=True, check=True, timeout=PATIENCE)
     for line in result.stderr.decode().splitlines():
         assert re.match(r"checking|measuring|\[cut short|note:", line), line

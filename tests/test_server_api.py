@@ -13,6 +13,7 @@ import pytest
 from localspec import LLM, SamplingParams
 from tests.conftest import TinyFiles
 from tests.serving import Server, serve
+from tests.waiting import PATIENCE
 
 CHAT: Any = [{"role": "user", "content": "Say something."}]
 TOOLS: Any = [
@@ -56,7 +57,7 @@ def server(llm: LLM) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as made:
         yield made
 
 

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TinyFiles
+from tests.waiting import PATIENCE
 
+pytestmark = pytest.mark.usefixtures("measured_home")
 PROGRAM = [sys.executable, "-m", "localspec", "serve"]
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 
@@ -42,7 +43,9 @@ def serving(*arguments: str | Path, **environment: str) -> Iterator[tuple[subpro
 
 
 def fail(*arguments: str | Path) -> tuple[int, list[str]]:
-    done = subprocess.run([*PROGRAM, *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [*PROGRAM, *map(str, arguments)], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
     return done.returncode, done.stderr.splitlines()
@@ -61,7 +64,7 @@ def test_it_serves_until_it_is_told_to_stop(tiny: TinyFiles, number: int, status
     with serving(tiny.quick.target, "--port", "0", "--ctx", "1024") as (process, url):
         assert url.startswith("http://127.0.0.1:")
         port = int(url.rpartition(":")[2])
-        with socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
+        with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as sock:
             body = json.dumps(CHAT | {"stream": True, "max_tokens": 900, "ignore_eos": True, "n": 16}).encode()
             sock.sendall(
                 b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -71,7 +74,7 @@ def test_it_serves_until_it_is_told_to_stop(tiny: TinyFiles, number: int, status
             while b"data: " not in received:
                 received += sock.recv(65536)
             process.send_signal(number)
-            stdout, stderr = process.communicate(timeout=60)
+            stdout, stderr = process.communicate(timeout=PATIENCE)
         assert process.returncode == status
         assert stdout == ""
         assert stderr.splitlines()[-1] == "localspec: stopped"
@@ -120,7 +123,7 @@ def test_a_model_that_is_not_there_leaves_the_port(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
 def test_curl(tiny: TinyFiles) -> None:
     def curl(*arguments: str) -> str:
-        command = ["curl", "-sS", "--max-time", "60", *arguments]
+        command = ["curl", "-sS", "--max-time", str(PATIENCE), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     with serving(tiny.quick.target, "--port", "0", "--alias", "tiny", LOCALSPEC_API_KEY="sesame") as (_, url):
@@ -151,7 +154,7 @@ def test_simon_willison_s_llm(tiny: TinyFiles, tmp_path: Path) -> None:
 
         def ask(*options: str) -> str:
             done = subprocess.run(
-                [*command, *options, "the cat"], env=environment, capture_output=True, timeout=120, check=False
+                [*command, *options, "the cat"], env=environment, capture_output=True, timeout=PATIENCE, check=False
             )
             assert done.returncode == 0, done.stderr.decode()
             return done.stdout.decode("utf-8", "replace").strip()
@@ -162,11 +165,10 @@ def test_simon_willison_s_llm(tiny: TinyFiles, tmp_path: Path) -> None:
 def test_requests_are_logged_only_if_asked_for(tiny: TinyFiles) -> None:
     for options, logged in (((), False), (("--verbose",), True)):
         with serving(tiny.quick.target, "--port", "0", *options) as (process, url):
-            with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=30) as sock:
+            with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=PATIENCE) as sock:
                 sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
                 while sock.recv(65536):
                     pass
-            time.sleep(0.05)
             process.terminate()
-            _, stderr = process.communicate(timeout=60)
+            _, stderr = process.communicate(timeout=PATIENCE)
             assert ("GET /health" in stderr) == logged

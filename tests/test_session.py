@@ -499,33 +499,44 @@ def write_text(path: Path, text: dict[str, Any]) -> None:
 
 
 SAVER = """
-import sys
-from pathlib import Path
+import os, signal, sys
 from localspec import LLM, SamplingParams
-from localspec.session import Session
+
+left = [int(sys.argv[3])]
+
+def watch(event, given):
+    if event in ("open", "tempfile.mkstemp", "os.rename", "os.remove") and sys.argv[4] in str(given[0]) and saved:
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+saved = 0
+sys.addaudithook(watch)
 with LLM(sys.argv[1], draft=None, backend="reference", n_ctx=4096) as llm:
     session = llm.session("a long time ago " * 60, SamplingParams(max_tokens=1))
     session.chat("hello")
     for i in range(10**6):
         session.messages[1:] = [{"role": "user", "content": f"turn {i}"}, {"role": "assistant", "content": "yes"}]
         session.save(sys.argv[2])
+        saved += 1
         print(i, flush=True)
 """
 
 
 def test_killing_the_process_while_it_saves_loses_nothing(tiny: TinyFiles, tmp_path: Path) -> None:
-    """kill -9 at random moments of saving over and over: the file is always whole, and no older than the last one that
-    was reported as saved."""
-    path, rng = tmp_path / "chat.session", random.Random(0)
+    """kill -9 at each step of saving, and in between while it saves over and over: the file is always whole, and no
+    older than the last one that was reported as saved."""
+    path = tmp_path / "chat.session"
     with load(tiny, draft=None, n_ctx=4096) as llm:
-        for _ in range(6):
-            command = [sys.executable, "-c", SAVER, str(tiny.quick.target), str(path)]
+        for at_step, after_saves in ((1, 0), (2, 0), (3, 0), (0, 1), (0, 3)):
+            command = [sys.executable, "-c", SAVER, str(tiny.quick.target), str(path), str(at_step), str(tmp_path)]
             with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
                 assert process.stdout is not None
-                process.stdout.readline()
-                time.sleep(rng.random() * 0.3)
-                process.send_signal(signal.SIGKILL)
-                reported = [int(line) for line in process.stdout.read().split()] or [0]
+                reported = [int(process.stdout.readline()) for _ in range(after_saves)]
+                if not at_step:
+                    process.send_signal(signal.SIGKILL)
+                reported += [int(line) for line in process.stdout.read().split()]
+            assert process.returncode == -signal.SIGKILL
             session = llm.load_session(path)
             assert session.notice is None
             turn = int(session.messages[1]["content"].split()[1])

@@ -7,10 +7,12 @@ import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import PATIENCE
 
 
 class Tmux:
@@ -23,19 +25,22 @@ class Tmux:
     """
 
     def __init__(
-        self, command: Sequence[str], folder: Path, env: Mapping[str, str], columns: int = 80, lines: int = 40
+        self, command: Sequence[str], folder: Path, env: dict[str, str], columns: int = 80, lines: int = 40
     ) -> None:
         if not shutil.which("tmux"):
             pytest.skip("tmux is not installed")
-        self._socket = str(folder / "tmux.sock")
-        assignments = " ".join(f"{name}={shlex.quote(value)}" for name, value in env.items())
+        self._folder = folder
+        assignments = " ".join(f"{name}={shlex.quote(value)}" for name, value in ({"PYTHONUTF8": "1"} | env).items())
         script = f"env {assignments} {shlex.join(command)}; echo EXIT $?; exec sleep 600"
-        self._run("-f", "/dev/null", "new-session", "-d", "-x", str(columns), "-y", str(lines), script)
+        size = ["-x", str(columns), "-y", str(lines)]
+        self._run("-f", "/dev/null", "new-session", "-d", "-c", os.getcwd(), *size, script)
 
     def _run(self, *arguments: str) -> str:
         clean = {name: value for name, value in os.environ.items() if name != "TMUX"}
-        command = ["tmux", "-S", self._socket, *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True, env=clean).stdout
+        # By a relative path: the system allows a socket's no more than some 100 bytes. -u: whatever the locale is.
+        command = ["tmux", "-u", "-S", "tmux.sock", *arguments]
+        done = subprocess.run(command, check=True, capture_output=True, encoding="utf-8", env=clean, cwd=self._folder)
+        return done.stdout
 
     def keys(self, *keys: str) -> None:
         """Press keys, in tmux's names (``Enter``, ``C-c``)."""
@@ -50,9 +55,9 @@ class Tmux:
         """What is on the screen now, and what has scrolled off it."""
         return self._run("capture-pane", "-p", "-S", "-2000", *(["-e"] if escapes else []))
 
-    def wait(self, what: str | Callable[[str], bool], seconds: float = 30.0, *, escapes: bool = False) -> str:
+    def wait(self, what: str | Callable[[str], bool], *, escapes: bool = False) -> str:
         """The screen, once a text is on it or a condition holds."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + PATIENCE
         while True:
             screen = self.screen(escapes=escapes)
             if what in screen if isinstance(what, str) else what(screen):
