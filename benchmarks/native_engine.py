@@ -2,12 +2,11 @@
 
     python benchmarks/native_engine.py WHEELS_PYTHON NATIVE_PYTHON [MODEL ...] [--minutes N] [--threads N]
 
-The two interpreters each have one of the builds (and may be anything else that localspec runs on). Each gets a process
-with the model loaded; one after the other they run a few passes of one width, 64 tokens in the memory, in an order that
-changes every time. A turn's ratio is that of its shortest passes, as other programs can only make a pass longer, and what
-counts is the median of the ratios, with its 95 % interval by order statistics. It ends when every interval is narrow, or
-after N minutes a model. Milliseconds are medians of the turns' shortest passes, and are those of a machine as busy as it
-was; t(w)/t(1) is of them.
+Each interpreter has one of the builds, and what localspec needs. Each gets a process with the model loaded; in turns
+they run a few passes of one width, 64 tokens in the memory, in an order that changes every time. A turn's ratio is that
+of its shortest passes, as other programs can only make a pass longer; what counts is the median of the ratios, with its
+95 % interval by order statistics. It ends when every interval is narrow, or after N minutes a model. Milliseconds are
+medians of the turns' shortest passes on a machine as busy as it was; t(w)/t(1) is the median over the turns.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 from statistics import median
-from typing import IO
+from typing import IO, cast
 
 ROOT = Path(__file__).parent.parent
 WIDTHS = {1: 4, 2: 4, 4: 3, 8: 3, 16: 2, 256: 1}
@@ -63,9 +62,8 @@ class Worker:
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self._in: IO[str] = self.process.stdin
-        self._out: IO[str] = self.process.stdout
+        self._in = cast(IO[str], self.process.stdin)
+        self._out = cast(IO[str], self.process.stdout)
         self.engine, self.features, self.mean_kl = json.loads(self._out.readline() or "[null, null, null]")
         if self.engine is None:
             raise SystemExit(f"{python} could not load {path.name}")
@@ -114,7 +112,6 @@ def compare(path: Path, pythons: list[str], minutes: float, threads: int | None)
         ms = [median(pair[i] for pair in pairs) for i in (0, 1)]
         ratios = [native / wheel for wheel, native in pairs]
         low, high = interval(ratios)
-        # Of each turn, not of the medians: a turn's passes met the same neighbours.
         relative = [median(pair[i] / one[i] for pair, one in zip(pairs, times[1], strict=True)) for i in (0, 1)]
         print(
             f"| {width} | {ms[0]:.1f} | {ms[1]:.1f} | {median(ratios):.3f} ({low:.3f} to {high:.3f}) "

@@ -126,7 +126,7 @@ def test_the_verdict_is_remembered_by_engine_and_file(
 @pytest.mark.skipif(sys.platform != "linux", reason="the system may refuse a changed library")
 @pytest.mark.usefixtures("ik")
 def test_what_is_known_of_one_build_is_not_taken_for_another(tiny: TinyFiles, tmp_path: Path) -> None:
-    """A library compiled for this CPU bears the version of the wheel. Here it is the same with a byte more at its end."""
+    """A library compiled for this CPU bears the wheel's version. Here it is the wheel's with a byte more at its end."""
     installed = Path(ik_llama.binding().lib._name).parent
     other = tmp_path / "other/ik_llama_cpp/lib"
     shutil.copytree(installed, other)
@@ -135,11 +135,14 @@ def test_what_is_known_of_one_build_is_not_taken_for_another(tiny: TinyFiles, tm
         shutil.copytree(bundled, tmp_path / "other" / bundled.name)
     with (other / "libggml.so").open("ab") as file:
         file.write(b"\0")
-    code = "import sys; from localspec import LLM\nwith LLM(sys.argv[1], draft=None, backend='ik-llama', n_ctx=128) as llm:"
+    code = (
+        "import sys\nfrom localspec import LLM\n"
+        "with LLM(sys.argv[1], draft=None, backend='ik-llama', n_ctx=128) as llm:\n    print(llm.engine)"
+    )
     engines, known = [], []
-    for library in ({}, {"IK_LLAMA_CPP_LIB_PATH": str(other / installed.joinpath("libllama.so").name)}, {}):
+    for library in ({}, {"IK_LLAMA_CPP_LIB_PATH": str(other / "libllama.so")}, {}):
         environment = os.environ | library | {"LOCALSPEC_HOME": str(tmp_path / "home")}
-        command = [sys.executable, "-c", f"{code} print(llm.engine)", str(tiny.bpe)]
+        command = [sys.executable, "-c", code, str(tiny.bpe)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         engines.append(done.stdout.strip())

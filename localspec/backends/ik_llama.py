@@ -58,8 +58,8 @@ class IkLlamaBinding(Binding):
         foreign = foreign_features(built_for(system_info(lib)), cpu_features()) if sys.platform == "linux" else []
         if foreign:
             raise EngineUnavailable(
-                f"ik-llama-cpp-python was compiled for a CPU with {' and '.join(foreign)}, which this one lacks; put its "
-                f"wheel back: pip install --no-cache-dir --force-reinstall --no-deps ik-llama-cpp-python=={VERSION}"
+                f"ik-llama-cpp-python was compiled for a CPU with {' and '.join(foreign)}, which this one lacks; put "
+                f"its wheel back: pip install --no-cache-dir --force-reinstall --no-deps ik-llama-cpp-python=={VERSION}"
             )
         self.version = f"{VERSION}+{digest(Path(lib._name).parent)}"
         pointer, i32, u32, size_t = ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint32, ctypes.c_size_t

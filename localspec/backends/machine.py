@@ -86,9 +86,7 @@ def cpu_features(root: Path = _ROOT) -> list[str]:
             return []
         return [label for flag, label in (_X86 | _ARM).items() if flag in flags]
     if sys.platform == "darwin" and machine == "arm64":
-        told = [
-            label for key, label in _APPLE.items() if _sysctl(f"hw.optional.arm.{key}")[:1] == "1"
-        ]
+        told = [label for key, label in _APPLE.items() if _sysctl(f"hw.optional.arm.{key}")[:1] == "1"]
         return ["NEON", *told]
     if sys.platform == "darwin":
         names = f"{_sysctl('machdep.cpu.features')} {_sysctl('machdep.cpu.leaf7_features')}".upper().split()

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from localspec.backends import BACKENDS, candidates, unavailable_reason
 from localspec.backends.builds import NATIVE_COMMAND, built_for, native_gain, system_info
