@@ -153,7 +153,7 @@ def engine_checks(
             if engine.name != "reference":
                 yield Check("engines", engine.name, "ok" if engine in usable else "info", _described(engine))
             if engine.name == "ik-llama" and (gain := native_gain(engine.built_for, cpu)) is not None:
-                text = f"has {gain[0]}, which this build does not use. Compiled here: {gain[1]}"
+                text = f"built for its {gain[0]}: {gain[1]}"
                 yield Check("engines", "this CPU", "note" if wanted in ("auto", engine.name) else "info", text,
                             NATIVE_COMMAND)  # fmt: skip
             elif wanted == "reference":
