@@ -2,9 +2,10 @@
 VENV ?= .venv
 VENV_TEST ?= .venv-test
 ARGS ?=
+NATIVE ?=
 REAL_MODELS = smollm2-135m qwen2.5-coder-0.5b qwen2.5-coder-1.5b gemma3-270m
 
-export PYTHON
+export PYTHON NATIVE
 
 .PHONY: help chat test test-real lint format types clean
 
@@ -16,7 +17,7 @@ help:
 	@echo 'make format     let ruff rewrite what it can'
 	@echo 'make types      mypy --strict'
 	@echo 'make clean      remove the virtual environments and caches'
-	@echo 'PYTHON=/path/to/python3.12 picks the interpreter.'
+	@echo 'PYTHON=/path/to/python3.12 picks the interpreter. NATIVE=1 compiles the engine for this CPU, once.'
 
 chat:
 	@scripts/venv $(VENV)

@@ -21,6 +21,7 @@ import pytest
 
 from localspec import backends
 from localspec.__main__ import run
+from localspec.backends import builds
 from localspec.break_even import break_even, expected_tokens, speedup
 from localspec.catalog import Catalog
 from localspec.doctor import bandwidth, engines, fit, memory, payoff, power, ranking, report
@@ -602,6 +603,57 @@ def test_what_an_engine_was_built_for() -> None:
     assert engines.built_for("Metal : EMBED_LIBRARY = 1 | CPU : NEON = 1 | DOTPROD = 1 | ") == [
         "Metal", "NEON", "DOTPROD",
     ]  # fmt: skip
+
+
+AVX2 = ["AVX", "AVX2", "FMA", "F16C"]
+AVX512 = [*AVX2, "AVX-512", "AVX512-VNNI", "AVX512-BF16"]
+
+
+@pytest.mark.parametrize(
+    ("built", "cpu", "feature"),
+    [
+        (AVX2, AVX512, "AVX512-VNNI"),
+        (AVX2, [*AVX2, "AVX-VNNI"], "AVX-VNNI"),
+        (AVX2, [*AVX2, "AVX-512"], None),  # its kernels for quantised weights need VNNI too
+        (AVX2, AVX2, None),
+        (AVX512, AVX512, None),
+        ([*AVX2, "AVX-512"], AVX512, None),  # compiled here, by a compiler that knows no better
+        (["NEON", "FP16", "DOTPROD"], ["NEON", "FP16", "DOTPROD", "I8MM", "SVE"], None),  # it has no kernels for those
+        (AVX2, [], None),
+    ],
+)
+def test_what_a_build_for_this_cpu_would_bring(built: list[str], cpu: list[str], feature: str | None) -> None:
+    ik = report.EngineFacts("ik-llama", True, "0.1.5", built, [])
+    rows = list(engines.engine_checks([ik], [], "auto", cpu))
+    if feature is None:
+        assert [each.name for each in rows] == ["ik-llama"]
+        return
+    _, check = rows
+    assert (check.name, check.status, check.advice) == ("this CPU", "note", builds.NATIVE_COMMAND)
+    assert feature in check.text
+    assert "t(2)" in check.text or "not measured" in check.text
+    (llama_cpp, *_) = engines.engine_checks([dataclasses.replace(ik, name="llama-cpp")], [], "auto", cpu)
+    assert llama_cpp.name == "llama-cpp"
+    assert [each.status for each in engines.engine_checks([ik], [], "mlx", cpu)][1] == "info"
+
+
+@pytest.mark.parametrize("cpu", [AVX512, [*AVX2, "AVX-VNNI"]])
+def test_what_a_build_would_bring_and_its_command_take_three_lines(cpu: list[str]) -> None:
+    file = io.StringIO()
+    ik = report.EngineFacts("ik-llama", True, "0.1.5", AVX2, [])
+    DoctorScreen(file).rows([each for each in engines.engine_checks([ik], [], "auto", cpu) if each.name == "this CPU"])
+    assert len(file.getvalue().splitlines()) <= 3
+    assert squeezed(file.getvalue()).endswith(f" {builds.NATIVE_COMMAND}")
+
+
+def test_the_doctor_knows_what_its_engine_uses_of_this_cpu(doctor: Doctor) -> None:
+    """Whatever is installed here, and whatever runs this: the row is there if, and only if, it would gain."""
+    if backends.unavailable_reason("ik-llama") is not None:
+        pytest.skip("ik-llama-cpp-python is not installed")
+    _, found = doctor.json()
+    (ik,) = (engine for engine in found["engines"] if engine["name"] == "ik-llama")
+    told = [check for check in found["checks"] if check["name"] == "this CPU"]
+    assert bool(told) == (builds.native_gain(ik["built_for"], found["machine"]["features"]) is not None)
 
 
 def test_devices_are_read_from_the_engine() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 
 from localspec import LLM, EngineMismatch, SamplingParams, backends
-from localspec.backends import ik_llama, llama_cpp, repack, trial, trust
+from localspec.backends import builds, ik_llama, llama_cpp, repack, trial, trust
 from localspec.backends.base import Forward
 from localspec.errors import Cancelled, EngineError, LocalspecError, UnsupportedModel, UsageError
 from localspec.gguf_file import GGUFFile
@@ -123,6 +125,53 @@ def test_the_verdict_is_remembered_by_engine_and_file(
     next((isolated_home / "trust").iterdir()).write_text("{")
     backends.load(tiny.bpe, fast_backend.name).close()
     assert len(checks) == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system may refuse a changed library")
+@pytest.mark.usefixtures("ik")
+def test_what_is_known_of_one_build_is_not_taken_for_another(tiny: TinyFiles, tmp_path: Path) -> None:
+    """A library compiled for this CPU bears the wheel's version. Here it is the wheel's with a byte more at its end."""
+    installed = Path(ik_llama.binding().lib._name).parent
+    other = tmp_path / "other/ik_llama_cpp/lib"
+    shutil.copytree(installed, other)
+    bundled = installed.parent.parent / "ik_llama_cpp_python.libs"
+    if bundled.is_dir():  # what a wheel's libraries load
+        shutil.copytree(bundled, tmp_path / "other" / bundled.name)
+    with (other / "libggml.so").open("ab") as file:
+        file.write(b"\0")
+    code = (
+        "import sys\nfrom localspec import LLM\n"
+        "with LLM(sys.argv[1], draft=None, backend='ik-llama', n_ctx=128) as llm:\n    print(llm.engine)"
+    )
+    engines, known = [], []
+    for library in ({}, {"IK_LLAMA_CPP_LIB_PATH": str(other / "libllama.so")}, {}):
+        environment = os.environ | library | {"LOCALSPEC_HOME": str(tmp_path / "home")}
+        command = [sys.executable, "-c", code, str(tiny.bpe)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        engines.append(done.stdout.strip())
+        known.append([len(list((tmp_path / "home" / folder).glob("*.json"))) for folder in ("trust", "calibration")])
+    assert engines[0] == engines[2] != engines[1]
+    assert all(engine.startswith(f"ik-llama {ik_llama.VERSION}+") for engine in engines)
+    assert known == [[1, 1], [2, 2], [2, 2]]
+
+
+def test_builds_are_told_apart_by_any_of_their_libraries(tmp_path: Path) -> None:
+    (tmp_path / "libllama.so").write_bytes(b"interface")
+    (tmp_path / "libggml.so").write_bytes(bytes(1 << 20))
+    (tmp_path / "readme").write_text("not a library")
+    first = builds.digest(tmp_path)
+    (tmp_path / "readme").write_text("changed")
+    assert builds.digest(tmp_path) == first
+    (tmp_path / "libggml.so").write_bytes(bytes(1 << 19) + b"k" * (1 << 19))
+    assert builds.digest(tmp_path) != first
+    assert len(first) == 8
+
+
+def test_a_build_for_another_cpu_is_known_before_it_computes() -> None:
+    assert builds.foreign_features(["AVX2", "AVX-512", "AVX512-VNNI"], ["AVX2"]) == ["AVX-512", "AVX512-VNNI"]
+    assert builds.foreign_features(["AVX2", "AVX-512"], ["AVX2", "AVX-512"]) == []
+    assert builds.foreign_features(["AVX2", "AVX-512"], []) == []  # it is not told what this CPU has
 
 
 def test_fingerprints_differ_where_files_do(tiny: TinyFiles, tmp_path: Path) -> None:

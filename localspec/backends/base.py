@@ -282,7 +282,7 @@ class Model(ABC):
     Attributes:
         path: the GGUF file; of a model in parts, the first.
         backend: the engine's catalogue name, e.g. ``ik-llama``.
-        engine: the engine's name and version, part of every cache key and report.
+        engine: the engine's name, version and build, part of every cache key and report.
         vocab: tokens, types and special ids, read from the file and so the same for every engine.
         chat_template: the file's Jinja template, or None.
         n_ctx_train: the context length the model was trained for.

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 from localspec.backends.base import Progress
+from localspec.backends.builds import built_for, digest, foreign_features, system_info
 from localspec.backends.llama_family import N_BATCH, N_UBATCH, Binding, LlamaModel, check_kv_type
-from localspec.backends.machine import default_threads, missing_cpu_features, prepare_threads
+from localspec.backends.machine import cpu_features, default_threads, missing_cpu_features, prepare_threads
 from localspec.backends.noise import engine_log
 from localspec.errors import EngineUnavailable, UnsupportedModel, UsageError
 from localspec.gguf_file import GGUFFile
@@ -42,7 +44,6 @@ class IkLlamaBinding(Binding):
     """The older llama.cpp API that ik_llama.cpp keeps, with the functions its ctypes table lacks bound here."""
 
     name = NAME
-    version = VERSION
     keeps_rows = True
     repacks = True
     """False maps a file instead of reading and repacking all of it."""
@@ -70,6 +71,14 @@ class IkLlamaBinding(Binding):
             raise EngineUnavailable(f"ik-llama-cpp-python cannot load its library: {error}") from None
         self.api = api
         lib = self.lib = api._lib
+        # On other systems it is not told what the CPU has.
+        foreign = foreign_features(built_for(system_info(lib)), cpu_features()) if sys.platform == "linux" else []
+        if foreign:
+            raise EngineUnavailable(
+                f"ik-llama-cpp-python was compiled for a CPU with {' and '.join(foreign)}, which this one lacks; put "
+                f"its wheel back: pip install --no-cache-dir --force-reinstall --no-deps ik-llama-cpp-python=={VERSION}"
+            )
+        self.version = f"{VERSION}+{digest(Path(lib._name).parent)}"
         pointer, i32, u32, size_t = ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint32, ctypes.c_size_t
         for name, argtypes, restype in (
             ("llama_kv_cache_seq_rm", [pointer, i32, i32, i32], ctypes.c_bool),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from localspec.backends.base import Progress
+from localspec.backends.builds import digest
 from localspec.backends.llama_family import N_BATCH, N_UBATCH, Binding, LlamaModel
 from localspec.backends.machine import default_threads, prepare_threads
 from localspec.backends.noise import engine_log
@@ -32,7 +33,7 @@ class LlamaCppBinding(Binding):
             ) from None
         except (OSError, RuntimeError) as error:
             raise EngineUnavailable(f"llama-cpp-python cannot load its library: {error}") from None
-        self.version: str = llama_cpp.__version__
+        self.version = f"{llama_cpp.__version__}+{digest(Path(llama_cpp.llama_cpp._lib._name).parent)}"
         lib: Any = llama_cpp
         self.lib = lib
         self._log = lib.llama_log_callback(lambda _level, text, _data: engine_log.write(text))

@@ -35,6 +35,8 @@ class Binding(ABC):
 
     name: str
     version: str
+    """Of the package, and a digest of its libraries: builds of one version differ in speed and in what they get wrong,
+    so nothing that was found out about one may be taken for true of another."""
     lib: Any
     """The module or library that has the llama_* functions both engines share under one name."""
     state_flags: tuple[int, ...] = ()

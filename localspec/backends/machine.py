@@ -4,10 +4,27 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+
+_ROOT = Path("/")
+
+_X86 = {
+    "avx": "AVX",
+    "avx2": "AVX2",
+    "fma": "FMA",
+    "f16c": "F16C",
+    "avx_vnni": "AVX-VNNI",
+    "avx512f": "AVX-512",
+    "avx512_vnni": "AVX512-VNNI",
+    "avx512_bf16": "AVX512-BF16",
+    "amx_int8": "AMX",
+}
+_ARM = {"asimd": "NEON", "asimdhp": "FP16", "asimddp": "DOTPROD", "i8mm": "I8MM", "bf16": "BF16", "sve": "SVE"}
+_APPLE = {"FEAT_FP16": "FP16", "FEAT_DotProd": "DOTPROD", "FEAT_I8MM": "I8MM", "FEAT_BF16": "BF16", "FEAT_SME": "SME"}
 
 
 def prepare_threads() -> None:
@@ -59,6 +76,32 @@ def missing_cpu_features() -> list[str]:
     return []
 
 
+def cpu_features(root: Path = _ROOT) -> list[str]:
+    """Instruction sets that matter for inference; empty where that cannot be found out."""
+    machine = platform.machine().lower()
+    if sys.platform == "linux":
+        try:
+            flags = set(re.split(r"\s+", (root / "proc/cpuinfo").read_text()))
+        except OSError:
+            return []
+        return [label for flag, label in (_X86 | _ARM).items() if flag in flags]
+    if sys.platform == "darwin" and machine == "arm64":
+        told = [label for key, label in _APPLE.items() if _sysctl(f"hw.optional.arm.{key}")[:1] == "1"]
+        return ["NEON", *told]
+    if sys.platform == "darwin":
+        names = f"{_sysctl('machdep.cpu.features')} {_sysctl('machdep.cpu.leaf7_features')}".upper().split()
+        known = {"AVX1.0": "AVX", "AVX2": "AVX2", "FMA": "FMA", "F16C": "F16C", "AVX512F": "AVX-512"}
+        return [label for name, label in known.items() if name in names]
+    if sys.platform == "win32":
+        import ctypes
+
+        # PF_AVX…, PF_AVX2…, PF_AVX512F… and PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE of winnt.h
+        known_bits = {39: "AVX", 40: "AVX2", 41: "AVX-512", 43: "DOTPROD"}
+        present = ctypes.windll.kernel32.IsProcessorFeaturePresent
+        return [label for bit, label in known_bits.items() if present(bit)]
+    return []
+
+
 @cache
 def cpu_name() -> str:
     """The CPU's marketing name."""
@@ -77,6 +120,6 @@ def cpu_name() -> str:
 def _sysctl(key: str) -> str:
     try:
         done = subprocess.run(["sysctl", "-n", key], capture_output=True, text=True, timeout=2, check=False)
-    except OSError:
+    except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()

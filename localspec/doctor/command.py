@@ -97,7 +97,8 @@ class Doctor:
         report = self.report = Report(__version__, machine.look_at_machine(options.threads))
         self._show("Machine", "machine", list(machine.machine_checks(report.machine)))
         report.engines = engines.look_at_engines()
-        rows = list(engines.engine_checks(report.engines, report.machine.gpus, options.backend))
+        hardware = report.machine
+        rows = list(engines.engine_checks(report.engines, hardware.gpus, options.backend, hardware.features))
         engine: EngineFacts | None = None
         try:
             engine = engines.preferred_engine(report.engines, options.backend, options.gpu_layers)

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from localspec.backends import BACKENDS, candidates, unavailable_reason
+from localspec.backends.builds import NATIVE_COMMAND, built_for, native_gain, system_info
 from localspec.doctor.report import Check, DeviceFacts, EngineFacts
 from localspec.errors import UsageError
 from localspec.sources.base import size_text
@@ -23,12 +23,6 @@ _BUILDS = {
 }
 """Graphics hardware -> what to build for it, and how; an engine that is there is replaced with --force-reinstall."""
 
-# Names in the engines' own words -> as people write them. SSE and the like every CPU has.
-_FEATURES = {
-    "AVX": "AVX", "AVX2": "AVX2", "FMA": "FMA", "F16C": "F16C", "AVX_VNNI": "AVX-VNNI", "AVX512": "AVX-512",
-    "AVX512_VNNI": "AVX512-VNNI", "AVX512_BF16": "AVX512-BF16", "AMX_INT8": "AMX", "NEON": "NEON", "FP16_VA": "FP16",
-    "DOTPROD": "DOTPROD", "MATMUL_INT8": "I8MM", "SVE": "SVE", "SME": "SME",
-}  # fmt: skip
 FOR_GPUS = ("llama-cpp", "mlx")
 """Engines that there are builds of for GPUs."""
 
@@ -64,32 +58,7 @@ def _look(name: str) -> EngineFacts:
     gpu = bool(getattr(binding, "gpu", False))
     if not hasattr(library, "llama_print_system_info"):
         return EngineFacts(name, True, version, list(binding.built_for), metal_device() if gpu else [])
-    return EngineFacts(name, True, version, built_for(_system_info(library)), gpu_devices() if gpu else [])
-
-
-def _system_info(library: Any) -> str:
-    function = library.llama_print_system_info
-    if isinstance(library, ctypes.CDLL):
-        function.argtypes, function.restype = [], ctypes.c_char_p
-    return (function() or b"").decode("utf-8", "replace")
-
-
-def built_for(system_info: str) -> list[str]:
-    """What llama.cpp's line on itself means: devices first, then instruction sets.
-
-    The line reads ``CUDA : ARCHS = 900 | USE_GRAPHS = 1 | CPU : AVX2 = 1 | …``, or in older versions only
-    ``AVX2 = 1 | …``.
-    """
-    devices: list[str] = []
-    features: list[str] = []
-    for part in system_info.split("|"):
-        device, colon, setting = part.rpartition(":")
-        if colon and (name := device.strip()) != "CPU":
-            devices.append(name)
-        key, _, value = setting.partition("=")
-        if key.strip() in _FEATURES and value.strip() == "1":
-            features.append(_FEATURES[key.strip()])
-    return [*dict.fromkeys(devices), *dict.fromkeys(features)]
+    return EngineFacts(name, True, version, built_for(system_info(library)), gpu_devices() if gpu else [])
 
 
 def gpu_devices() -> list[DeviceFacts] | None:
@@ -163,13 +132,16 @@ def gpu_engine(engines: Sequence[EngineFacts]) -> EngineFacts | None:
     return next((e for e in engines if e.usable and e.name in FOR_GPUS and e.devices != []), None)
 
 
-def engine_checks(engines: Sequence[EngineFacts], gpus: Sequence[str], wanted: str) -> Iterator[Check]:
+def engine_checks(
+    engines: Sequence[EngineFacts], gpus: Sequence[str], wanted: str, cpu: Sequence[str] = ()
+) -> Iterator[Check]:
     """The rows on the engines.
 
     Args:
         engines: what ``look_at_engines`` found.
         gpus: the graphics hardware.
         wanted: ``--backend``.
+        cpu: the CPU's instruction sets.
     """
     real = [engine for engine in engines if engine.name != "reference"]
     # MLX without a GPU is there for tests, and never taken unless asked for.
@@ -180,6 +152,10 @@ def engine_checks(engines: Sequence[EngineFacts], gpus: Sequence[str], wanted: s
         if engine.usable:
             if engine.name != "reference":
                 yield Check("engines", engine.name, "ok" if engine in usable else "info", _described(engine))
+            if engine.name == "ik-llama" and (gain := native_gain(engine.built_for, cpu)) is not None:
+                text = f"built for its {gain[0]}: {gain[1]}"
+                yield Check("engines", "this CPU", "note" if wanted in ("auto", engine.name) else "info", text,
+                            NATIVE_COMMAND)  # fmt: skip
             elif wanted == "reference":
                 yield Check("engines", engine.name, "ok", "NumPy, float64: exact and slow, for tests")
             continue

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from localspec.backends.machine import cpu_name, default_threads
+from localspec.backends.machine import cpu_features, cpu_name, default_threads
 from localspec.doctor import bandwidth, memory, power
 from localspec.doctor.report import Check, MachineFacts
 from localspec.sources.base import size_text
@@ -20,20 +19,6 @@ _ROOT = Path("/")
 
 BUSY = 0.15
 """Share of the CPUs' time in others' hands from which timings are not to be trusted."""
-
-_X86 = {
-    "avx": "AVX",
-    "avx2": "AVX2",
-    "fma": "FMA",
-    "f16c": "F16C",
-    "avx_vnni": "AVX-VNNI",
-    "avx512f": "AVX-512",
-    "avx512_vnni": "AVX512-VNNI",
-    "avx512_bf16": "AVX512-BF16",
-    "amx_int8": "AMX",
-}
-_ARM = {"asimd": "NEON", "asimdhp": "FP16", "asimddp": "DOTPROD", "i8mm": "I8MM", "bf16": "BF16", "sve": "SVE"}
-_APPLE = {"FEAT_FP16": "FP16", "FEAT_DotProd": "DOTPROD", "FEAT_I8MM": "I8MM", "FEAT_BF16": "BF16", "FEAT_SME": "SME"}
 
 
 def look_at_machine(n_threads: int | None = None, *, measure: bool = True) -> MachineFacts:
@@ -65,34 +50,6 @@ def look_at_machine(n_threads: int | None = None, *, measure: bool = True) -> Ma
         speed = bandwidth.measure_bandwidth(min(threads, cores), available=found.available)
         machine = replace(machine, bandwidth_gb_per_s=round(speed / 1e9, 2) if speed else None)
     return machine
-
-
-def cpu_features(root: Path = _ROOT) -> list[str]:
-    """Instruction sets that matter for inference; empty where that cannot be found out."""
-    machine = platform.machine().lower()
-    if sys.platform == "linux":
-        try:
-            flags = set(re.split(r"\s+", (root / "proc/cpuinfo").read_text()))
-        except OSError:
-            return []
-        return [label for flag, label in (_X86 | _ARM).items() if flag in flags]
-    if sys.platform == "darwin" and machine == "arm64":
-        told = [
-            label for key, label in _APPLE.items() if memory.output("sysctl", "-n", f"hw.optional.arm.{key}")[:1] == "1"
-        ]
-        return ["NEON", *told]
-    if sys.platform == "darwin":
-        names = memory.output("sysctl", "-n", "machdep.cpu.features", "machdep.cpu.leaf7_features").upper().split()
-        known = {"AVX1.0": "AVX", "AVX2": "AVX2", "FMA": "FMA", "F16C": "F16C", "AVX512F": "AVX-512"}
-        return [label for name, label in known.items() if name in names]
-    if sys.platform == "win32":
-        import ctypes
-
-        # PF_AVX…, PF_AVX2…, PF_AVX512F… and PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE of winnt.h
-        known_bits = {39: "AVX", 40: "AVX2", 41: "AVX-512", 43: "DOTPROD"}
-        present = ctypes.windll.kernel32.IsProcessorFeaturePresent
-        return [label for bit, label in known_bits.items() if present(bit)]
-    return []
 
 
 def visible_gpus(root: Path = _ROOT) -> list[str]:
