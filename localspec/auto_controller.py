@@ -240,7 +240,7 @@ class AutoController(Controller):
 
         What is read now need not be read again, so the cost is not this round's alone.
         """
-        if long and (self._emitted < PATIENCE_TOKENS or catch_up > self.time_budget.balance * self.ms_plain):
+        if long and (self._emitted < PATIENCE_TOKENS or catch_up > self.time_budget.for_reading * self.ms_plain):
             return False
         gain = self.ms_plain / self._gain_without_reading() - 1.0 / self.prospect.rate
         if not long:

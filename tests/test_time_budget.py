@@ -9,7 +9,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localspec.prefill_gate import PATIENCE_TOKENS, prompt_pays
-from localspec.time_budget import ANSWER_GRANT, ANSWER_SHARE, GRANT, KEPT, MOST, SHARE, TimeBudget
+from localspec.time_budget import (
+    ANSWER_GRANT,
+    ANSWER_SHARE,
+    GRANT,
+    KEPT,
+    MOST,
+    READING_GRANT,
+    READING_SHARE,
+    SHARE,
+    TimeBudget,
+)
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
@@ -61,13 +71,24 @@ def test_the_grant_is_given_once_and_savings_are_kept_across_runs() -> None:
         assert TimeBudget.restored(damaged).balance == GRANT
 
 
-def test_an_early_reading_has_to_pay_soon_and_a_later_one_may_take_its_time() -> None:
-    def pays(gain: float, n_emitted: int, room: int = 1000) -> bool:
-        return prompt_pays(cost_ms=200.0, gain_ms=gain, plain_ms=50.0, n_emitted=n_emitted, room=room)
+def test_reading_is_bounded_within_an_answer_too() -> None:
+    budget = TimeBudget(balance=MOST)
+    budget.begin()
+    assert budget.for_reading == READING_GRANT
+    budget.book(20, -0.5)
+    assert budget.for_reading == pytest.approx(READING_GRANT + 20 * READING_SHARE)
+    budget.book(20, 8.5)
+    assert budget.for_reading == pytest.approx(READING_GRANT + 40 * READING_SHARE + 8.0)
+    assert TimeBudget(balance=0.5).for_reading == 0.5
 
-    assert not pays(40.0, PATIENCE_TOKENS - 1)
-    assert pays(15.0, 16)
-    assert not pays(8.0, 16)
-    assert pays(8.0, 32)
-    assert not pays(8.0, 200, room=20)  # it may not go on for long
-    assert not pays(4.0, 500)  # under a tenth of a token
+
+def test_an_early_reading_has_to_pay_soon_and_a_later_one_may_take_its_time() -> None:
+    def pays(cost: float, n_emitted: int, gain: float = 12.0, room: int = 1000) -> bool:
+        return prompt_pays(cost, gain, plain_ms=50.0, n_emitted=n_emitted, room=room)
+
+    assert not pays(10.0, PATIENCE_TOKENS - 1)
+    assert pays(300.0, 16)
+    assert not pays(500.0, 16)
+    assert pays(500.0, 32)
+    assert not pays(500.0, 200, room=20)  # it may not go on for long
+    assert not pays(10.0, 500, gain=9.0)  # under a fifth of a token
