@@ -10,6 +10,7 @@ from typing import Any
 
 from localspec.backends.base import Capabilities, Context, Forward, Model, Progress
 from localspec.errors import EngineError, EngineUnavailable, LocalspecError, UnsupportedModel, UsageError
+from localspec.values import shown
 
 __all__ = ["BACKENDS", "Capabilities", "Context", "Forward", "Model", "candidates", "load", "unavailable_reason"]
 
@@ -40,7 +41,7 @@ def check_name(backend: str) -> None:
         UsageError: it does not.
     """
     if not isinstance(backend, str) or backend not in ("auto", *BACKENDS):
-        raise UsageError(f"unknown backend {backend!r}: use auto, {', '.join(BACKENDS)}")
+        raise UsageError(f"unknown backend {shown(backend)}: use auto, {', '.join(BACKENDS)}")
 
 
 def candidates(n_gpu_layers: int | None = None) -> list[str]:

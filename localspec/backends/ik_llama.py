@@ -199,7 +199,7 @@ def load(
 
         if not trial.survives(path, f"{NAME} {engine.version}", kv_type, n_threads, progress):
             raise UnsupportedModel(
-                f"{path.name}: {NAME} {engine.version} does not compute this {architecture!r} model; use --backend "
+                f"{path.name}: {NAME} {VERSION} does not compute this {architecture!r} model; use --backend "
                 "llama-cpp (pip install 'localspec[llama-cpp]')"
             )
     return open_untried(path, n_threads=n_threads, kv_type=kv_type, progress=progress)
