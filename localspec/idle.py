@@ -25,6 +25,9 @@ IdleTask = Callable[[Stopped], bool]
 dropped.
 """
 
+PREPARATION = 10
+"""Priority of measuring and copying: what readies the next answer of a conversation goes before."""
+
 log = logging.getLogger("localspec")
 
 ASK_AGAIN_S = 30.0

@@ -15,10 +15,10 @@ from localspec.arguments import DraftLength, checked_bound, checked_bytes, check
 from localspec.asking import AskingModel
 from localspec.catalog import Catalog
 from localspec.errors import Cancelled, UsageError
-from localspec.idle import IdleWork, OnMains
+from localspec.idle import PREPARATION, IdleWork, OnMains
 from localspec.jobs import Job, Worker
 from localspec.logprobs import checked_top
-from localspec.model_loading import PairOptions, Report
+from localspec.model_loading import PairOptions, Report, giving_way
 from localspec.pair import Pair
 from localspec.prefix_cache import DEFAULT_BYTES
 from localspec.prompts import Prompt, PromptEncoder
@@ -99,8 +99,9 @@ class LLM(AskingModel, Tokenizing):
                 raise UsageError(f"{name} must be over 0, not {value}")
         path = Catalog.load().resolve(str(model))
         self.model_name = str(model) if not str(model).endswith(".gguf") else path.name.removesuffix(".gguf")
+        self._path = path
         options = PairOptions(
-            backend, n_ctx, n_threads, n_gpu_layers, kv_cache_type, light_draft, remember, draft_backend
+            backend, n_ctx, n_threads, n_gpu_layers, kv_cache_type, light_draft, remember, draft_backend, idle
         )
         cache_bytes = checked_bytes(prefix_cache_bytes)
         self._worker = Worker(checked_bound(max_queue), IdleWork(OnMains()) if idle else None)
@@ -118,6 +119,7 @@ class LLM(AskingModel, Tokenizing):
             raise
         self._encoder = PromptEncoder(target, self.template)
         self._last = (self._encoder.close, self._pair.close)
+        self._worker.when_idle(self._pair.preparation, priority=PREPARATION)
         # Neither the worker nor this holds on to the LLM: dropped without close(), it gives its memory back too.
         self._finalizer = weakref.finalize(self, self._worker.close, *self._last, cancel=True, wait=False)
         self._finalizer.atexit = False
@@ -190,6 +192,11 @@ class LLM(AskingModel, Tokenizing):
         return 1e3 / self._pair.times(1)
 
     @property
+    def model_path(self) -> Path:
+        """The target's file, as it was named."""
+        return self._path
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of the target's file."""
         return self._pair.target.size_bytes
@@ -219,9 +226,20 @@ class LLM(AskingModel, Tokenizing):
     def max_queue(self, value: int | None) -> None:
         self._worker.queue.max_waiting = checked_bound(value)
 
-    def set_draft(self, spec: str | Path | Sequence[str | Path] | None) -> None:
-        """Replace the drafters, as the ``draft`` argument does; on an error the ones in use stay."""
-        self._call(lambda: self._pair.set_draft(draft_specs(spec), self._report()))
+    def set_draft(
+        self, spec: str | Path | Sequence[str | Path] | None, *, gives_way: Callable[[], bool] | None = None
+    ) -> None:
+        """Replace the drafters, as the ``draft`` argument does; on an error the ones in use stay.
+
+        Args:
+            spec: as the ``draft`` argument.
+            gives_way: None loads to the end. Otherwise nothing is reported, and loading ends with ``Cancelled`` as soon
+                as a request waits or this says so.
+        """
+        report = self._report()
+        if gives_way is not None:
+            report = giving_way(lambda: self._worker.queue.presses or gives_way())
+        self._call(lambda: self._pair.set_draft(draft_specs(spec), report))
 
     def explain(self) -> str:
         """One sentence: why the runtime is, or is not, drafting now."""
