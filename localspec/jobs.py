@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from localspec.ending import at_end
 from localspec.errors import Cancelled, Closed, QueueFull, UsageError
-from localspec.idle import IdleTask, IdleWork, NoIdleWork
+from localspec.idle import IdleTask, IdleWork, NoIdleWork, Pause
 
 CancelledBy = Literal["caller", "deadline"]
 JobState = Literal["waiting", "running", "done"]
@@ -156,16 +156,15 @@ class FairQueue:
             self._prune()
             self._stir()
 
-    def get(self, pause: Callable[[], float | None] = lambda: None) -> Job | None:
+    def get(self, pause: Callable[[], Pause] = lambda: Pause(None, at_rest=True)) -> Job | None:
         """The next job, once there is one; None when the queue was closed and is empty, or it is time for other work.
 
         Args:
-            pause: asked when there is no job: in how many seconds to look again, 0 for other work at once, None to wait
-                for a job or ``stir``.
+            pause: when it is time for other work, where there is no job; asked again after that time and by ``stir``.
         """
         with self._changed:
             while True:
-                seconds = pause()  # before the look at what came: it is long enough for something to come
+                seconds, at_rest = pause()  # before the look at what came: it is long enough for something to come
                 if self._served is not None and self._served[1]:
                     # Its conversation had its turn, and lines up behind those that came meanwhile.
                     self._lanes[self._served[0]] = self._served[1]
@@ -179,7 +178,7 @@ class FairQueue:
                     return None
                 if seconds == 0:
                     return None
-                self._at_rest = True
+                self._at_rest = at_rest
                 self._changed.notify_all()
                 self._changed.wait(seconds)
                 self._at_rest = False
@@ -334,7 +333,7 @@ class Worker:
                 job.run()
                 self.running = None
                 del job
-                self._idle.renew()
+                self._idle.renew(after_job=True)
             elif self.queue.ended:
                 break
             else:

@@ -313,7 +313,8 @@ def load_other(name: str, model: Model, path: Path, options: Mapping[str, Any], 
 
     loader = import_module(backends.BACKENDS[name]).load
     try:
-        loaded: Model = loader(path, **{**options, "n_gpu_layers": 0, "progress": progress})
+        own = options if name != "reference" else {key: options[key] for key in options if key != "kv_type"}
+        loaded: Model = loader(path, **{**own, "n_gpu_layers": 0, "progress": progress})
     except LocalspecError:
         return None
     if loaded.n_vocab == model.n_vocab:
