@@ -153,12 +153,19 @@ def prepare_draft(pair: Pair, path_key: str, model: Model, context: Context) -> 
 
 def ask_another_engine(pair: Pair, path: Path) -> None:
     """Queue the comparison with another engine, of results and of times, where there is one and it was not made."""
+    opinion = second_opinion(pair, path)
+    if opinion.waits:
+        pair.preparation.add("other engine", opinion.steps)
+
+
+def second_opinion(pair: Pair, path: Path) -> SecondOpinion:
+    """What another engine has to say of a pair's target, a file as the user named it."""
     from localspec.engine_choice import ENGINES, engines_measuring, measured
 
     target, options = pair.target, pair.options
     known = measured(path, options.n_threads, options.kv_type)
     comparable = target.capabilities.device == "cpu" and options.backend == "auto"
-    opinion = SecondOpinion(
+    return SecondOpinion(
         target,
         path,
         pair.loader.engine_options,
@@ -166,5 +173,3 @@ def ask_another_engine(pair: Pair, path: Path) -> None:
         engines_measuring(pair.context.n_ctx, options.kv_type),
         measured=not comparable or all(name in known for name in ENGINES),
     )
-    if opinion.waits:
-        pair.preparation.add("other engine", opinion.steps)
