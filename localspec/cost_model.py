@@ -202,8 +202,9 @@ def calibrating(
     fill = min(CALIBRATED_PAST, context.n_ctx - max(widths))
     for each in {context, wide}:
         each.truncate(0)
-        each.decode(tokens[:fill], "none")
-        yield
+        for start in range(0, fill, 16):
+            each.decode(tokens[start : min(start + 16, fill)], "none")
+            yield
         each.decode(tokens[fill : fill + 2])  # the first pass of a kind allocates
         each.truncate(fill)
     samples: dict[int, list[float]] = {width: [] for width in [*widths, *reading]}

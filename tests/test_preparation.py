@@ -293,7 +293,7 @@ def test_both_engines_are_measured_in_idle_time(tiny: TinyFiles) -> None:
         open_backend(name)
     with LLM(tiny.bpe, None, n_ctx=256, n_threads=1, n_gpu_layers=0) as llm:
         assert llm.wait_idle(SOON)
-    assert set(engine_choice.measured(tiny.bpe, None, "f16")) == set(engine_choice.ENGINES)
+    assert set(engine_choice.measured(tiny.bpe, 1, "f16")) == set(engine_choice.ENGINES)
 
 
 # The quick curve.
