@@ -92,6 +92,7 @@ class Pair:
         cache, key = curves(), curve_key(model, self.options.kv_type)
         times = cache.get(key)
         if times is None and self.options.idle:
+            report(f"measuring what a pass of {model.path.name} costs here (a first time, briefly)", None)
             times = calibrate_quickly(model, n_ctx, tick=lambda: report("measuring", None))
             cache.put(key, times)
         elif times is None or (times.noisy and not self.options.idle):
