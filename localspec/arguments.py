@@ -72,6 +72,7 @@ def checked_options(
     light_draft: bool,
     remember: bool,
     draft_backend: str | None,
+    idle: bool,
 ) -> PairOptions:
     """How to load; see ``LLM``."""
     check_name(backend)
@@ -87,6 +88,7 @@ def checked_options(
         bool(light_draft),
         bool(remember),
         draft_backend,
+        bool(idle),
     )
 
 

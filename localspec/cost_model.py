@@ -12,6 +12,7 @@ from pathlib import Path
 from localspec.backends.base import FEW_ROWS, Context, Model
 from localspec.backends.trust import CHECK_TEXT
 from localspec.ledger import Key, Ledger
+from localspec.steps import Steps, exhaust
 
 CALIBRATED_PAST = 64
 CALIBRATED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24)
@@ -42,6 +43,10 @@ was found slow is not used, and would otherwise be taken for slow for ever."""
 ENOUGH_S = 45.0
 """After so many seconds nothing is timed again: engines that exist for tests take minutes otherwise."""
 
+QUICK_WIDTHS = (1, 2, 1, 4, 1, 2, 8, 3, 1, 12, 6, 2, 4, 3, 24, WIDE)
+QUICK_S = 0.8
+"""How long ``calibrate_quickly`` begins new passes of widths beyond 2."""
+
 _MAX_DISTURBED = 3
 _LEAST_CTX = 16
 """Room for passes of a few widths over a few tokens."""
@@ -64,7 +69,8 @@ class PassTimes:
         growth: relative increase per token in the memory: its bytes in the KV cache over the bytes of the weights.
         n_past: tokens in the memory now.
         scale, slope, trim, beyond: the corrections; 1 is none.
-        noisy: whether the calibration was disturbed.
+        noisy: whether the calibration was disturbed, and should be repeated when there is time.
+        quick: whether it comes of a few passes only, see ``calibrate_quickly``.
     """
 
     base: dict[int, float]
@@ -75,6 +81,7 @@ class PassTimes:
     beyond: float = 1.0
     trim: dict[int, float] = field(default_factory=dict)
     noisy: bool = False
+    quick: bool = False
     _n_observed: int = 0
     _n_recent: int = 0
     _last: float = 0.0
@@ -148,6 +155,13 @@ class PassTimes:
         """Whether passes of this answer have shown what they cost now: two, see ``observe``."""
         return self._n_recent >= 2
 
+    def replace(self, measured: PassTimes) -> None:
+        """Go on from another calibration of the same passes: what was corrected in the old one does not hold for it."""
+        self.base, self.noisy, self.quick = measured.base, measured.noisy, measured.quick
+        self.scale = self.slope = self.beyond = 1.0
+        self.trim = {}
+        self._n_observed, self._drift = 0, 0.0
+
     @property
     def fits(self) -> bool:
         """False when hundreds of passes took, on average, over 1.5 times or under two thirds of what was calibrated."""
@@ -162,10 +176,39 @@ def calibrate_model(model: Model, n_ctx: int, *, tick: Callable[[], None] = lamb
         n_ctx: the size of the context it will be used with; a smaller one is enough here, and a tiny one is not.
         tick: see ``calibrate``.
     """
+    return exhaust(calibrating_model(model, n_ctx), tick)
+
+
+def calibrating_model(model: Model, n_ctx: int) -> Steps[PassTimes]:
+    """As ``calibrate_model``, a pass at a time."""
     tokens = model.tokenize(CHECK_TEXT, add_special=True) or [0]
     n_ctx = min(max(n_ctx, _LEAST_CTX), CALIBRATED_PAST + WIDE + FEW_ROWS)
     with model.new_context(n_ctx) as narrow, model.new_context(n_ctx) as wide:
-        return calibrate(narrow, tokens, wide=wide, tick=tick)
+        return (yield from calibrating(narrow, tokens, wide=wide))
+
+
+def calibrate_quickly(model: Model, n_ctx: int, *, tick: Callable[[], None] = lambda: None) -> PassTimes:
+    """A first curve from a few passes, in about a second: to begin with, until ``calibrate_model`` had its time.
+
+    The widths that matter most are timed first, and what there is no time for is read off between or beyond them.
+    """
+    tokens = model.tokenize(CHECK_TEXT, add_special=True) or [0]
+    n_ctx = min(n_ctx, WIDE + FEW_ROWS)
+    tokens = [tokens[i % len(tokens)] for i in range(n_ctx)]
+    samples: dict[int, list[float]] = {}
+    with model.new_context(n_ctx) as context:
+        context.decode(tokens[:2])  # the first pass of a kind allocates
+        context.truncate(1)
+        began = time.perf_counter()
+        for width in [w for w in QUICK_WIDTHS if w < n_ctx]:
+            if width not in (1, 2) and time.perf_counter() - began > QUICK_S:
+                break
+            tick()
+            started = time.perf_counter()
+            context.decode(tokens[1 : 1 + width], "last" if width > FEW_ROWS else "all")
+            samples.setdefault(width, []).append((time.perf_counter() - started) * 1e3)
+            context.truncate(1)
+    return PassTimes({width: min(ms) for width, ms in samples.items()}, noisy=True, quick=True)
 
 
 def calibrate(
@@ -188,6 +231,13 @@ def calibrate(
         repeats: timed passes per width; of ``NARROW`` ones three times as many.
         tick: called between passes (for progress); whatever it raises ends the calibration.
     """
+    return exhaust(calibrating(context, tokens, wide=wide, repeats=repeats), tick)
+
+
+def calibrating(
+    context: Context, tokens: Sequence[int], *, wide: Context | None = None, repeats: int = 3
+) -> Steps[PassTimes]:
+    """As ``calibrate``, a pass at a time."""
     wide = wide or context
     widths = [w for w in CALIBRATED_WIDTHS if w + 8 <= context.n_ctx]
     narrow = [w for w in NARROW if w in widths]
@@ -196,22 +246,25 @@ def calibrate(
     fill = min(CALIBRATED_PAST, context.n_ctx - max(widths))
     for each in {context, wide}:
         each.truncate(0)
-        each.decode(tokens[:fill], "none")
+        for start in range(0, fill, 16):
+            each.decode(tokens[start : min(start + 16, fill)], "none")
+            yield
         each.decode(tokens[fill : fill + 2])  # the first pass of a kind allocates
         each.truncate(fill)
     samples: dict[int, list[float]] = {width: [] for width in [*widths, *reading]}
-    began = time.perf_counter()
+    seconds = 0.0
     for repeat in range(3 * repeats):
-        if (repeat >= repeats and not _is_noisy(samples)) or (repeat and time.perf_counter() - began > ENOUGH_S):
+        if (repeat >= repeats and not _is_noisy(samples)) or (repeat and seconds > ENOUGH_S):
             break
         # Reading takes long, and is less noisy.
         for width in [*narrow, *widths, *narrow, *(reading if repeat < 2 else [])]:
-            tick()
+            yield
             used = wide if width > FEW_ROWS else context
             started = time.perf_counter()
             used.decode(tokens[fill : fill + width], "last" if width in reading else "all")
             samples[width].append((time.perf_counter() - started) * 1e3)
             used.truncate(fill)
+            seconds += time.perf_counter() - started
     for each in {context, wide}:
         each.truncate(0)
     times = PassTimes({width: _undisturbed(times) for width, times in samples.items()})
@@ -244,12 +297,12 @@ class CalibrationCache:
         stored = self._ledger.get(key) or {}
         try:
             base = {int(width): float(ms) for width, ms in stored["ms"].items()}
-            n_disturbed = int(stored.get("disturbed", 0))
+            n_disturbed, quick = int(stored.get("disturbed", 0)), bool(stored.get("quick"))
         except (ValueError, KeyError, TypeError, AttributeError):
             return None
         if 1 not in base or any(not (math.isfinite(ms) and ms > 0) for ms in base.values()):
             return None
-        return PassTimes(base, noisy=0 < n_disturbed < _MAX_DISTURBED)
+        return PassTimes(base, noisy=quick or 0 < n_disturbed < _MAX_DISTURBED, quick=quick)
 
     def put(self, key: Key, times: PassTimes) -> None:
         """Store a curve; a full or read-only disk only means that it is measured again next time.
@@ -257,12 +310,13 @@ class CalibrationCache:
         Of disturbed measurements the shortest times are kept, and after three that is taken for the machine's nature.
         """
         known, n_disturbed = self.get(key), 0
-        if times.noisy:
+        if times.noisy and not times.quick:
             n_disturbed = 1
-            if known is not None and known.noisy:
+            if known is not None and known.noisy and not known.quick:
                 n_disturbed += int((self._ledger.get(key) or {})["disturbed"])
                 times.base = {width: min(ms, known.base.get(width, ms)) for width, ms in times.base.items()}
-        self._ledger.put(key, {"ms": {str(w): round(ms, 4) for w, ms in times.base.items()}, "disturbed": n_disturbed})
+        curve = {str(w): round(ms, 4) for w, ms in times.base.items()}
+        self._ledger.put(key, {"ms": curve, "disturbed": n_disturbed, "quick": times.quick})
 
     def drop(self, key: Key) -> None:
         """Forget a curve, so that it is measured again at the next load."""

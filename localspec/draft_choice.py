@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localspec.backends.base import Context, Model
+from localspec.backends.base import Model
 from localspec.cost_model import PassTimes
+from localspec.steps import Steps, exhaust
 
 MAX_LENGTH = 8
 HARD_SHARE = 1 / 3
@@ -25,7 +26,7 @@ HARD_SHARE = 1 / 3
 
 N_STEPS = 12
 MAX_TOKENS = 400
-_PIECE = 64
+_PIECE = 32
 
 TEXT = """Here is a small helper that reads a settings file and falls back to defaults:
 
@@ -86,14 +87,24 @@ def tokens_of(target: Model) -> list[int]:
 
 def top_tokens(model: Model, tokens: Sequence[int]) -> npt.NDArray[np.int64]:
     """The most probable token after every token of a text [n]."""
+    return exhaust(reading(model, tokens))
+
+
+def reading(model: Model, tokens: Sequence[int], n_vocab: int | None = None) -> Steps[npt.NDArray[np.int64]]:
+    """As ``top_tokens``, a pass at a time; -1 where the logits are not numbers, and nothing beyond ``n_vocab``."""
+    tops = []
     with model.new_context(len(tokens)) as context:
-        return _read(context, tokens)
+        for start in range(0, len(tokens), _PIECE):
+            logits = context.decode(tokens[start : start + _PIECE]).logits[:, :n_vocab]
+            tops.append(np.where(np.isfinite(logits.max(axis=1)), logits.argmax(axis=1), -1))
+            yield
+    return np.concatenate(tops)
 
 
-def candidate(
+def measuring(
     model: Model, tokens: Sequence[int], target_tops: npt.NDArray[np.int64], times: PassTimes, n_vocab: int
-) -> Candidate:
-    """Measure one copy.
+) -> Steps[Candidate]:
+    """Measure one copy, a pass at a time.
 
     Args:
         model: the copy.
@@ -102,26 +113,18 @@ def candidate(
         times: the target's t(w).
         n_vocab: how many token ids the target takes; a draft's logits can be wider.
     """
-    with model.new_context(len(tokens)) as context:
-        tops = _read(context, tokens, n_vocab)
+    tops = yield from reading(model, tokens, n_vocab)
     agreement = float(((tops == target_tops) & (tops >= 0)).mean())
     with model.new_context(_PIECE + N_STEPS) as context:  # one that never handed out many rows; see FEW_ROWS
         context.decode(tokens[:_PIECE], "none")
         steps = []
         for token in tokens[:N_STEPS]:
+            yield
             started = time.perf_counter()
             context.decode([token], "last")
             steps.append((time.perf_counter() - started) * 1e3)
     step_ms = statistics.median(steps)
     return Candidate(agreement, step_ms, best_rate(1.0 - (1.0 - agreement) * HARD_SHARE, step_ms, times))
-
-
-def _read(context: Context, tokens: Sequence[int], n_vocab: int | None = None) -> npt.NDArray[np.int64]:
-    tops = []
-    for start in range(0, len(tokens), _PIECE):
-        logits = context.decode(tokens[start : start + _PIECE]).logits[:, :n_vocab]
-        tops.append(np.where(np.isfinite(logits.max(axis=1)), logits.argmax(axis=1), -1))
-    return np.concatenate(tops)
 
 
 def best_rate(acceptance: float, step_ms: float, times: PassTimes) -> float:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from localspec.doctor.power import on_battery
 from localspec.errors import Cancelled, LocalspecError
@@ -25,10 +26,29 @@ IdleTask = Callable[[Stopped], bool]
 dropped.
 """
 
+PREPARATION = 10
+"""Priority of measuring and copying: what readies the next answer of a conversation goes before."""
+
 log = logging.getLogger("localspec")
 
 ASK_AGAIN_S = 30.0
 """How long an answer to "is it on battery?" is believed, and how soon it is asked again while work waits for mains."""
+
+
+GRACE_S = 0.05
+"""For so long after a request another is waited for: a program that asks again at once need not wait for a step."""
+
+
+class Pause(NamedTuple):
+    """How long nothing is to be done.
+
+    Attributes:
+        seconds: 0 is no time, None is until there is new work.
+        at_rest: whether nothing is left that may be done now.
+    """
+
+    seconds: float | None
+    at_rest: bool
 
 
 @dataclass(slots=True)
@@ -51,6 +71,7 @@ class IdleWork:
     _entries: list[_Entry] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _forbidden_until: float = 0.0
+    _not_before: float = 0.0
 
     def add(self, task: IdleTask, *, priority: int = 0, warn: Callable[[str], None] | None = None) -> None:
         """Have a task asked for steps whenever there is time.
@@ -74,17 +95,22 @@ class IdleWork:
         with self._lock:
             self._entries = []
 
-    def renew(self) -> None:
+    def renew(self, *, after_job: bool = False) -> None:
         """There may be new work: ask every task again. Happens by itself after every job."""
+        if after_job:
+            self._not_before = time.monotonic() + GRACE_S
         with self._lock:
             for entry in self._entries:
                 entry.rests = False
 
-    def pause(self) -> float | None:
-        """Seconds until a step should be taken: 0 is now, None is not before there is new work."""
+    def pause(self) -> Pause:
+        """When a step should be taken."""
         if all(entry.rests for entry in self._entries):
-            return None
-        return max(0.0, self._forbidden_until - time.monotonic())
+            return Pause(None, at_rest=True)
+        now = time.monotonic()
+        if now < self._forbidden_until:
+            return Pause(self._forbidden_until - now, at_rest=True)
+        return Pause(max(0.0, self._not_before - now), at_rest=False)
 
     def step(self, stopped: Stopped) -> None:
         """Let the first task that has work do a step of it, if that is allowed; nothing that it raises gets out."""

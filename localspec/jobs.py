@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from localspec.errors import Closed, QueueFull, UsageError
 from localspec.forking import REFUSAL
+from localspec.idle import Pause
 
 CancelledBy = Literal["caller", "deadline"]
 JobState = Literal["waiting", "running", "done"]
@@ -180,16 +181,15 @@ class FairQueue:
             self._prune()
             self._stir()
 
-    def get(self, pause: Callable[[], float | None] = lambda: None) -> Job | None:
+    def get(self, pause: Callable[[], Pause] = lambda: Pause(None, at_rest=True)) -> Job | None:
         """The next job, once there is one; None when the queue was closed and is empty, or it is time for other work.
 
         Args:
-            pause: asked when there is no job: in how many seconds to look again, 0 for other work at once, None to wait
-                for a job or ``stir``.
+            pause: when it is time for other work, where there is no job; asked again after that time and by ``stir``.
         """
         with self._changed:
             while True:
-                seconds = pause()  # before the look at what came: it is long enough for something to come
+                seconds, at_rest = pause()  # before the look at what came: it is long enough for something to come
                 if self._served is not None and self._served[1]:
                     # Its conversation had its turn, and lines up behind those that came meanwhile.
                     self._lanes[self._served[0]] = self._served[1]
@@ -203,7 +203,7 @@ class FairQueue:
                     return None
                 if seconds == 0:
                     return None
-                self._at_rest = True
+                self._at_rest = at_rest
                 self._changed.notify_all()
                 self._changed.wait(seconds)
                 self._at_rest = False

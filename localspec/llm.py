@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,12 @@ from localspec import arguments
 from localspec.answering import Request, answer, score
 from localspec.arguments import DraftLength, checked_bound, checked_bytes, checked_length, draft_specs
 from localspec.asking import AskingModel
-from localspec.backends.base import shared_prefix
 from localspec.catalog import Catalog
 from localspec.errors import Cancelled
-from localspec.idle import IdleWork, OnMains
+from localspec.idle import PREPARATION, IdleWork, OnMains
 from localspec.jobs import Job
 from localspec.logprobs import checked_top
-from localspec.model_loading import PairOptions, Report
+from localspec.model_loading import PairOptions, Report, giving_way
 from localspec.pair import Pair
 from localspec.prefix_cache import DEFAULT_BYTES
 from localspec.prompts import Prompt, PromptEncoder
@@ -99,16 +98,15 @@ class LLM(AskingModel, Tokenizing):
         self._progress: Report = progress or (lambda what, fraction: None)
         self.draft_length = draft_length
         options = arguments.checked_options(
-            backend, n_ctx, n_threads, n_gpu_layers, kv_cache_type, light_draft, remember, draft_backend
+            backend, n_ctx, n_threads, n_gpu_layers, kv_cache_type, light_draft, remember, draft_backend, idle
         )
         cache_bytes, bound, drafts = checked_bytes(prefix_cache_bytes), checked_bound(max_queue), draft_specs(draft)
         name = arguments.checked_spec("model", model)
-        path = Catalog.load().resolve(name)
+        path = self._path = Catalog.load().resolve(name)
         self.model_name = name if not name.endswith(".gguf") else path.name.removesuffix(".gguf")
         self.chat_defaults: dict[str, Any] = Catalog.load().chat_defaults(path)
-        self._worker = Worker(
-            bound, IdleWork(OnMains()) if idle else None
-        )  # what can be refused was refused before there is a thread
+        # What can be refused was refused before there is a thread.
+        self._worker = Worker(bound, IdleWork(OnMains()) if idle else None)
         self._pair = self._load(path, drafts, options, cancel)
         target = self._pair.target
         self.backend_name = target.backend
@@ -124,6 +122,7 @@ class LLM(AskingModel, Tokenizing):
         self._read_ahead = ReadAhead(self._pair)
         self._worker.when_idle(self._read_ahead)
         self._last = (self._encoder.close, self._pair.close)
+        self._worker.when_idle(self._pair.preparation, priority=PREPARATION)
         # Neither the worker nor this holds on to the LLM: dropped without close(), it gives its memory back too.
         self._finalizer = weakref.finalize(self, self._worker.close, *self._last, cancel=True, wait=False)
         self._finalizer.atexit = False
@@ -196,6 +195,11 @@ class LLM(AskingModel, Tokenizing):
         return 1e3 / self._pair.times(1)
 
     @property
+    def model_path(self) -> Path:
+        """The target's file, as it was named."""
+        return self._path
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of the target's file."""
         return self._pair.target.size_bytes
@@ -225,10 +229,20 @@ class LLM(AskingModel, Tokenizing):
     def max_queue(self, value: int | None) -> None:
         self._worker.queue.max_waiting = checked_bound(value)
 
-    def set_draft(self, spec: str | Path | Sequence[str | Path] | None) -> None:
-        """Replace the drafters, as the ``draft`` argument does; on an error the ones in use stay."""
-        specs = draft_specs(spec)
-        self._call(lambda: self._pair.set_draft(specs, self._report()))
+    def set_draft(
+        self, spec: str | Path | Sequence[str | Path] | None, *, gives_way: Callable[[], bool] | None = None
+    ) -> None:
+        """Replace the drafters, as the ``draft`` argument does; on an error the ones in use stay.
+
+        Args:
+            spec: as the ``draft`` argument.
+            gives_way: None loads to the end. Otherwise nothing is reported, and loading ends with ``Cancelled`` as soon
+                as a request waits or this says so.
+        """
+        specs, report = draft_specs(spec), self._report()
+        if gives_way is not None:
+            report = giving_way(lambda: self._worker.queue.presses or gives_way())
+        self._call(lambda: self._pair.set_draft(specs, report))
 
     def explain(self) -> str:
         """One sentence: why the runtime is, or is not, drafting now."""
@@ -332,21 +346,6 @@ class LLM(AskingModel, Tokenizing):
             return job
 
         return submit
-
-    def read_ahead(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Have idle time spent on reading what a chat's next prompt will begin with: these messages, then the user's.
-
-        >>> llm.read_ahead([{"role": "system", "content": "You are terse."}])  # while somebody types the first question
-
-        Args:
-            messages: what is known already, the system prompt or the conversation so far.
-
-        Raises:
-            UsageError, TemplateError: as from ``encode``.
-        """
-        one, other = (self.encode([*messages, {"role": "user", "content": text}]) for text in ("a", "1"))
-        self._read_ahead.expect(one[: shared_prefix(one, other)])
-        self._worker.idle_work_waits()
 
     def wait_idle(self, timeout: float | None = None) -> bool:
         """Wait until no request and no work for idle time is left, at most so long [s]; whether that came about."""

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from localspec import backends, draft_choice
 from localspec.backends.base import Context, Model
 from localspec.backends.machine import cpu_name
-from localspec.backends.repack import lighter_copy
-from localspec.backends.trust import fingerprint
+from localspec.backends.repack import lightening, lighter_copy
+from localspec.backends.trust import fingerprint, verdict_key, verdicts
 from localspec.cost_model import PassTimes
 from localspec.errors import Cancelled, LocalspecError, VocabularyMismatch
 from localspec.home import home
 from localspec.ledger import Ledger
+from localspec.steps import Steps, exhaust
 
 Report = Callable[[str, "float | None"], None]
 """Progress: what is being done, and the fraction done if it is known. Raising from it cancels."""
@@ -32,6 +34,7 @@ class PairOptions:
     light_draft: bool = True
     remember: bool = True
     draft_backend: str | None = None
+    idle: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,7 @@ class Loader:
                 say=lambda line: report(line, None),
                 warn=self.warnings.append,
                 check=check,
+                put_off=self.options.idle,
             )
         except LocalspecError:
             if cancel:
@@ -97,6 +101,80 @@ class Loader:
         Raises:
             VocabularyMismatch: it numbers its tokens differently from the target.
         """
+        key = self._choice_key(path, target)
+        known = self._choices.get(key) if self.options.light_draft else None
+        if known is not None and known.get("light"):
+            light = lighter_copy(path, key["draft"], lambda line: report(line, None))
+            if light is not None:
+                return self._open_draft(light, target, report, check=False)
+        published = self._open_draft(path, target, report, check=not self.options.idle or self._is_known_wrong(path))
+        if self.options.idle or not self.may_be_lighter(path, published[0], target):
+            return published
+        try:
+            prefers_light = exhaust(
+                self.choosing(path, published[0], target, report), lambda: report("measuring", None)
+            )
+            lighter = self._open_lighter(path, target, report) if prefers_light else None
+        except BaseException:
+            close_both(*published)
+            raise
+        if lighter is None:
+            return published
+        close_both(*published)
+        return lighter
+
+    def _is_known_wrong(self, path: Path) -> bool:
+        """Whether an engine was found to compute a draft wrongly: then one, or a copy, that is right is looked for."""
+        backend, digest = self.options.draft_backend or self.options.backend, fingerprint(path)
+        names = backends.candidates(self.options.n_gpu_layers) if backend == "auto" else [backend]
+        found = (verdicts().get(verdict_key(name, self.engine_options, digest)) for name in names)
+        return any(verdict is not None and not verdict["holds"] for verdict in found)
+
+    @property
+    def engine_options(self) -> dict[str, Any]:
+        """What the engines' ``load`` is given, for llama.cpp's family."""
+        options = self.options
+        return {"n_threads": options.n_threads, "n_gpu_layers": options.n_gpu_layers, "kv_type": options.kv_type}
+
+    def may_be_lighter(self, path: Path, model: Model, target: Target) -> bool:
+        """Whether it is not known yet if a lighter copy of a draft would draft faster."""
+        on_cpu = model.capabilities.device == "cpu" and not model.capabilities.batch_invariant
+        known = self._choices.get(self._choice_key(path, target)) is not None
+        return self.options.light_draft and on_cpu and model.path == path and not known
+
+    def choosing(self, path: Path, published: Model, target: Target, report: Report) -> Steps[bool]:
+        """Make the lighter copy of a draft, compare it with the published file, and remember which drafts faster.
+
+        Returns:
+            Whether the copy does.
+        """
+        key = self._choice_key(path, target)
+        lighter: tuple[Model, Context] | None = None
+        try:
+            light = yield from lightening(path, key["draft"], lambda line: report(line, None))
+            if light is None:
+                return False
+            lighter = self._open_draft(light, target, report, check=False)
+            report(f"comparing {path.name} with its lighter copy (once)", None)
+            tokens = draft_choice.tokens_of(target.model)
+            tops = yield from draft_choice.reading(target.model, tokens)
+            one = yield from draft_choice.measuring(published, tokens, tops, target.times, target.model.n_vocab)
+            two = yield from draft_choice.measuring(lighter[0], tokens, tops, target.times, target.model.n_vocab)
+        except Cancelled:
+            raise
+        except LocalspecError:
+            return False  # not worth failing over: an engine that cannot run the copy drafts with the published file
+        finally:
+            if lighter is not None:
+                close_both(*lighter)
+        self._choices.put(key, {"light": two.rate > one.rate, "published": one.as_dict(), "lighter": two.as_dict()})
+        return two.rate > one.rate
+
+    def _open_lighter(self, path: Path, target: Target, report: Report) -> tuple[Model, Context] | None:
+        light = lighter_copy(path, fingerprint(path), lambda line: report(line, None))
+        return None if light is None else self._open_draft(light, target, report, check=False)
+
+    def _choice_key(self, path: Path, target: Target) -> dict[str, str]:
         key = {
             "engine": target.model.engine,
             "machine": cpu_name(),
@@ -106,47 +184,7 @@ class Loader:
         }
         if self.options.draft_backend is not None:
             key["draft engine"] = self.options.draft_backend
-        known = self._choices.get(key) if self.options.light_draft else None
-        if known is not None and known.get("light"):
-            light = lighter_copy(path, key["draft"], lambda line: report(line, None))
-            if light is not None:
-                return self._open_draft(light, target, report, check=False)
-        published = self._open_draft(path, target, report)
-        model = published[0]
-        on_cpu = model.capabilities.device == "cpu" and not model.capabilities.batch_invariant
-        if known is not None or not on_cpu or not self.options.light_draft:
-            return published
-        lighter: tuple[Model, Context] | None = None
-        try:
-            light = lighter_copy(path, key["draft"], lambda line: report(line, None))
-            if light is None:
-                return published
-            lighter = self._open_draft(light, target, report, check=False)
-            report(f"comparing {path.name} with its lighter copy (once)", None)
-            tokens = draft_choice.tokens_of(target.model)
-            tops = draft_choice.top_tokens(target.model, tokens)
-            found = [
-                draft_choice.candidate(each, tokens, tops, target.times, target.model.n_vocab)
-                for each, _ in (published, lighter)
-            ]
-            prefers_light = found[1].rate > found[0].rate
-            figures = {"published": found[0].as_dict(), "lighter": found[1].as_dict()}
-            self._choices.put(key, {"light": prefers_light, **figures})
-        except LocalspecError as error:
-            if lighter is not None:
-                close_both(*lighter)
-            if isinstance(error, Cancelled):
-                close_both(*published)
-                raise
-            # Not worth failing over: an engine that cannot run the copy drafts with the published file.
-            return published
-        except BaseException:
-            for each in (published, lighter):
-                if each is not None:
-                    close_both(*each)
-            raise
-        close_both(*(published if prefers_light else lighter))
-        return lighter if prefers_light else published
+        return key
 
     def _open_draft(self, path: Path, target: Target, report: Report, *, check: bool = True) -> tuple[Model, Context]:
         model = self.load(path, report, backend=self.options.draft_backend, check=check)
@@ -166,6 +204,16 @@ class Loader:
                 f"the draft {draft.path.name} is larger than the target {target.path.name}: "
                 "it will cost more than it saves"
             )
+
+
+def giving_way(stopped: Callable[[], bool]) -> Report:
+    """What makes a load end with ``Cancelled`` once it is to stop."""
+
+    def report(what: str, fraction: float | None) -> None:
+        if stopped():
+            raise Cancelled(f"{what}: stopped")
+
+    return report
 
 
 def close_both(model: Model, context: Context) -> None:

@@ -86,22 +86,35 @@ class RunOptions:
         known = {name: value for name, value in defaults.items() if name in SETTINGS}
         return SamplingParams(**(known | dict(self.sampling)))
 
-    def open(self, report: Report) -> LLM:
+    @property
+    def draft_may_come_late(self) -> bool:
+        """Whether nothing was asked for that takes a draft model from the first token on."""
+        return self.drafters() == "auto" and self.length() == "auto" and self.idle
+
+    def open(self, report: Report, *, late: list[Entry] | None = None) -> LLM:
         """Load the model and its drafters; see ``ensure_model`` for where no model was named.
+
+        Args:
+            report: takes progress.
+            late: the draft model is left out, for ``LateDraft`` to bring it: takes what has to be fetched for that.
 
         Raises:
             LocalspecError: they cannot be had.
         """
+        from localspec.catalog import Catalog
+        from localspec.home import offline
         from localspec.llm import LLM
 
         if self.verbose:
             from localspec.backends.noise import engine_log
 
             engine_log.verbose = True
-        model = ensure_model(self.model, self.draft)
+        if late is not None and self.model is None and not offline():
+            late += [entry for entry in Catalog.load().default_pair()[1:] if not entry.present]
+        model = ensure_model(self.model, self.draft if late is None else ["ngram"])
         return LLM(
             model,
-            self.drafters(),
+            self.drafters() if late is None else "ngram",
             draft_length=self.length(),
             backend=self.backend,
             draft_backend=self.draft_backend,

@@ -11,24 +11,30 @@ from localspec import backends
 from localspec.arguments import DraftLength
 from localspec.auto_controller import MAX_DRAFT, AutoController
 from localspec.backends.base import FEW_ROWS, Context, FloatArray, Model
-from localspec.backends.machine import cpu_name
 from localspec.backends.trust import fingerprint
 from localspec.catalog import Catalog
 from localspec.controller import Controller, FixedController
-from localspec.cost_model import CalibrationCache, PassTimes, calibrate_model
+from localspec.cost_model import PassTimes, calibrate_model, calibrate_quickly
 from localspec.decoder import SpeculativeDecoder
 from localspec.drafters.base import Drafter
 from localspec.drafters.draft_model import DraftModelDrafter
 from localspec.drafters.names import names_of_files, same_file
 from localspec.drafters.ngram import NgramDrafter
-from localspec.errors import Cancelled, ModelFileError, UsageError, VocabularyMismatch
+from localspec.errors import Cancelled, EngineMismatch, UsageError, VocabularyMismatch
 from localspec.experience import Experience
-from localspec.gguf_file import GGUFFile
 from localspec.heap import trim_heap
 from localspec.home import home
-from localspec.kv_memory import kv_shape
 from localspec.model_loading import Loader, PairOptions, Report, Target, close_both
 from localspec.prefix_cache import PrefixCache
+from localspec.preparation import (
+    Preparation,
+    ask_another_engine,
+    calibrating_into,
+    curve_key,
+    curves,
+    growth,
+    prepare_draft,
+)
 from localspec.rounds import Round
 from localspec.sampling import SamplingParams
 from localspec.structured.constraint import constraint_for
@@ -45,8 +51,10 @@ class Pair:
     """A target, its drafters, and what was learned about their cost and acceptance. Not thread-safe: one owner.
 
     Attributes:
-        warnings: one-line remarks from loading that a user should see.
+        warnings: one-line remarks from loading, and from idle time, that a user should see.
         said: the conversation last worked on, prompt and answer.
+        preparation: what is left to find out in idle time.
+        refused: why nothing is answered any more, where the engine turned out to be wrong; else None.
     """
 
     def __init__(self, path: Path, draft: Sequence[str] | str | None, options: PairOptions, report: Report) -> None:
@@ -56,13 +64,16 @@ class Pair:
         self._drafters: list[Drafter] = []
         self._experience = Experience(None, {})
         self._calibrations: list[tuple[dict[str, str], PassTimes]] = []
-        self._loader = Loader(options, self.warnings)
+        self.loader = Loader(options, self.warnings)
+        self.preparation = Preparation()
+        self.refused: str | None = None
+        self._names: list[str] = []
         self._draft_times: dict[str, PassTimes] = {}
         self._last: Controller | None = None
         self.said: Sequence[int] = ()
         self.prefix_cache = PrefixCache()
         backends.check_name(options.draft_backend or "auto")
-        self.target = self._loader.load(path, report)
+        self.target = self.loader.load(path, report)
         try:
             n_ctx = options.n_ctx or min(DEFAULT_CTX, self.target.n_ctx_train or DEFAULT_CTX)
             if self.target.n_ctx_train and n_ctx > self.target.n_ctx_train:
@@ -73,33 +84,43 @@ class Pair:
             self.context = self.target.new_context(n_ctx)
             self.times = self._calibrate(self.target, n_ctx, report)
             self.set_draft(draft, report)
+            if options.idle:
+                ask_another_engine(self, path)
         except BaseException:
             self.close()
             raise
 
-    def _calibrate(self, model: Model, n_ctx: int, report: Report) -> PassTimes:
-        cache = CalibrationCache(home() / "calibration")
-        key = {
-            "machine": cpu_name(),
-            "engine": model.engine,
-            "device": model.capabilities.device,
-            "file": fingerprint(model.path),
-            "threads": str(model.n_threads),
-            "kv": self.options.kv_type,
-        }
+    def _calibrate(self, model: Model, n_ctx: int, report: Report, kind: str = "target curve") -> PassTimes:
+        cache, key = curves(), curve_key(model, self.options.kv_type)
         times = cache.get(key)
-        if times is None or times.noisy:
+        if times is None and self.options.idle:
+            report(f"measuring what a pass of {model.path.name} costs here (a first time, briefly)", None)
+            times = calibrate_quickly(model, n_ctx, tick=lambda: report("measuring", None))
+            cache.put(key, times)
+        elif times is None or (times.noisy and not self.options.idle):
             report(f"measuring what a pass of {model.path.name} costs here (once)", None)
             times = calibrate_model(model, n_ctx, tick=lambda: report("measuring", None))
             cache.put(key, times)
-        times.growth = _growth(model, self.options.kv_type)
+        if times.noisy and self.options.idle:
+            self.preparation.add(kind, lambda stopped: calibrating_into(times, model, n_ctx, key))
+        times.growth = growth(model, self.options.kv_type)
         self._calibrations.append((key, times))
         return times
 
     # -- drafters -----------------------------------------------------------------------------------------------
 
-    def set_draft(self, spec: Sequence[str] | str | None, report: Report) -> None:
+    @property
+    def as_target(self) -> Target:
+        """The target, as draft models are loaded for it."""
+        return Target(self.target, self.context.n_ctx, self.times)
+
+    def set_draft(self, spec: Sequence[str] | str | None, report: Report, *, renew: str | None = None) -> None:
         """Replace the drafters; on an error the ones in use stay.
+
+        Args:
+            spec: what drafts; see ``LLM``.
+            report: takes progress.
+            renew: path of a draft model that is loaded again even if it is in use.
 
         Raises:
             VocabularyMismatch: a draft model numbers its tokens differently.
@@ -118,7 +139,7 @@ class Pair:
         drafters: list[Drafter] = []
         times: dict[str, PassTimes] = {}
         paths: list[Path] = []
-        target = Target(self.target, self.context.n_ctx, self.times)
+        self.preparation.drop("draft curve", "draft check", "draft copy")
         try:
             for name in dict.fromkeys(names):
                 if name == "ngram":
@@ -129,10 +150,10 @@ class Pair:
                     if same_file(path, fresh) is not None:
                         continue
                     key = same_file(path, self._models) or str(path.resolve())
-                    if key in self._models:
+                    if key in self._models and key != renew:
                         fresh[key] = self._models[key]
                     else:
-                        fresh[key] = self._loader.load_draft(path, target, report)
+                        fresh[key] = self.loader.load_draft(path, self.as_target, report)
                 except VocabularyMismatch as error:
                     if not automatic:
                         raise
@@ -140,16 +161,16 @@ class Pair:
                     continue
                 model, context = fresh[key]
                 source = f"model{len(paths) + 1}" if paths else "model"
-                times[source] = self._calibrate(model, context.n_ctx, report)
+                times[source] = self._calibrate(model, context.n_ctx, report, "draft curve")
                 drafters.append(DraftModelDrafter(context, source))
                 paths.append(path)
         except BaseException:
-            for key, (model, context) in fresh.items():
-                if key not in self._models:
-                    close_both(model, context)
+            for key, each in fresh.items():
+                if each is not self._models.get(key):
+                    close_both(*each)
             raise
         for key, (model, context) in self._models.items():
-            if key not in fresh:
+            if fresh.get(key) is not self._models[key]:
                 self.prefix_cache.forget(context)
                 close_both(model, context)
         for drafter in self._drafters:
@@ -160,8 +181,23 @@ class Pair:
         for drafter, name in zip(models, names_of_files(paths, taken), strict=True):
             drafter.name = name
         self._models, self._drafters, self._draft_times, self._last = fresh, drafters, times, None
+        self._names = names
+        if self.options.idle:
+            for key, each in fresh.items():
+                prepare_draft(self, key, *each)
         self._experience.save()
         self._experience = self._new_experience()
+
+    def drop_draft(self, model: Model) -> None:
+        """Draft with a model no more."""
+        keys = {key for key, (each, _) in self._models.items() if each is model}
+        resolve = Catalog.load().resolve
+        names = [name for name in self._names if name == "ngram" or str(resolve(name).resolve()) not in keys]
+        self.set_draft(names, lambda what, fraction: None)
+
+    def reload_draft(self, path: str, report: Report) -> None:
+        """Load a draft model again, since it is known now which copy of it drafts faster."""
+        self.set_draft(self._names, report, renew=path)
 
     def _new_experience(self) -> Experience:
         drafts = [fingerprint(Path(path)) for path in self._models]
@@ -237,6 +273,7 @@ class Pair:
         ``cancelled`` is also asked inside of long passes, such as a draft model's first reading of a prompt.
         ``drafters`` and ``prediction``: see ``drafters_for``.
         """
+        self._check_not_refused()
         chosen = self.drafters_for(drafters, prediction)
         constraint = constraint_for(params, self.target.vocab)
         forced = [GrammarDrafter(constraint, self.target.tokenize)] if constraint is not None and chosen else []
@@ -304,10 +341,20 @@ class Pair:
 
     def read(self, tokens: Sequence[int], n_chunk: int) -> Iterator[tuple[int, FloatArray]]:
         """Take tokens through the target from the start, yielding (position, logits [n, n_vocab]) chunk by chunk."""
+        self._check_not_refused()
         self.prefix_cache.put_aside(self.context)
         self.context.truncate(0)
         for start in range(0, len(tokens), n_chunk):
             yield start, self.context.decode(tokens[start : start + n_chunk]).logits
+
+    def refuse(self, reason: str) -> None:
+        """Answer nothing any more."""
+        self.refused = reason
+        self.warnings.append(reason)
+
+    def _check_not_refused(self) -> None:
+        if self.refused is not None:
+            raise EngineMismatch(self.refused)
 
     def useful_drafts(self) -> list[Context]:
         """Contexts of the draft models that the next answer may use, as far as the last one told."""
@@ -329,7 +376,8 @@ class Pair:
     def close(self) -> None:
         """Free everything; safe to call twice."""
         self._experience.save()
-        cache = CalibrationCache(home() / "calibration")
+        self.preparation.clear()
+        cache = curves()
         for key, times in self._calibrations:
             if not times.fits:
                 cache.drop(key)
@@ -344,13 +392,3 @@ class Pair:
             self.context.close()
         self.target.close()
         trim_heap()
-
-
-def _growth(model: Model, kv_type: str) -> float:
-    """By what share a pass grows with every token in the memory: keys and values read, over weights read."""
-    try:
-        with GGUFFile(model.path) as gguf:
-            per_token = kv_shape(gguf).bytes(1, {"f32": 4.0, "q8_0": 34 / 32, "q4_0": 18 / 32}.get(kv_type, 2.0))
-    except ModelFileError:  # a model that is no file, as the reference backend's can be
-        return 0.0
-    return per_token / model.size_bytes if model.size_bytes else 0.0

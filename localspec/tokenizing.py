@@ -1,17 +1,22 @@
-"""Text to tokens and back: what an ``LLM`` does without waiting for the requests in its queue."""
+"""What an ``LLM`` does with text without waiting for its queue: tokens and back, and what is to be read next."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from localspec.backends.base import shared_prefix
 from localspec.prompts import Prompt, PromptEncoder
+from localspec.read_ahead import ReadAhead
+from localspec.worker import Worker
 
 
 class Tokenizing:
-    """The methods on text of whatever has an encoder."""
+    """The methods on text of whatever has an encoder, and a worker."""
 
     _encoder: PromptEncoder
+    _read_ahead: ReadAhead
+    _worker: Worker
 
     def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
         """Token ids of a text.
@@ -47,3 +52,18 @@ class Tokenizing:
     def count_tokens(self, prompt: Prompt) -> int:
         """How many tokens a prompt has, chat template included where it is a list of messages."""
         return len(self.encode(prompt))
+
+    def read_ahead(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Have idle time spent on reading what a chat's next prompt will begin with: these messages, then the user's.
+
+        >>> llm.read_ahead([{"role": "system", "content": "You are terse."}])  # while somebody types the first question
+
+        Args:
+            messages: what is known already, the system prompt or the conversation so far.
+
+        Raises:
+            UsageError, TemplateError: as from ``encode``.
+        """
+        one, other = (self.encode([*messages, {"role": "user", "content": text}]) for text in ("a", "1"))
+        self._read_ahead.expect(one[: shared_prefix(one, other)])
+        self._worker.idle_work_waits()

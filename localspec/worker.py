@@ -122,7 +122,7 @@ class Worker:
                 job.run()
                 self.running = None
                 del job
-                self._idle.renew()
+                self._idle.renew(after_job=True)
             elif self.queue.ended:
                 break
             else:

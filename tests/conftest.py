@@ -40,7 +40,7 @@ REAL_FOLDER = Path(os.environ.get("LOCALSPEC_TEST_MODELS") or models_dir())
 """Read before ``isolated_home`` hides it."""
 
 
-ONCE_PER_FILE = ("calibration", "digests", "drafts", "repacked", "trials", "trust")
+ONCE_PER_FILE = ("calibration", "digests", "drafts", "engines", "repacked", "trials", "trust")
 """Folders of a home that say nothing of what was asked, only of files and the machine."""
 
 

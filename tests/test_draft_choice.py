@@ -13,6 +13,7 @@ from localspec.backends.trust import fingerprint
 from localspec.cost_model import PassTimes
 from localspec.draft_choice import Candidate, best_rate
 from localspec.gguf_file import GGUFFile
+from localspec.steps import Steps
 from tests import ggufs
 from tests.conftest import TinyFiles
 
@@ -54,19 +55,22 @@ def test_a_file_with_nothing_to_save_is_not_copied(tiny: TinyFiles, tmp_path: Pa
     assert not list(isolated_home.glob("repacked/*"))
 
 
+@pytest.mark.parametrize("in_idle_time", [True, False])
 @pytest.mark.parametrize("light_is_faster", [True, False])
 def test_the_faster_copy_drafts_and_the_choice_is_kept(
-    tiny: TinyFiles, isolated_home: Path, monkeypatch: pytest.MonkeyPatch, light_is_faster: bool
+    tiny: TinyFiles, isolated_home: Path, monkeypatch: pytest.MonkeyPatch, light_is_faster: bool, in_idle_time: bool
 ) -> None:
     compared: list[str] = []
 
-    def candidate(model: Any, *args: Any) -> Candidate:
+    def measuring(model: Any, *args: Any) -> Steps[Candidate]:
+        yield
         compared.append(model.path.name)
         return Candidate(0.5, 1.0, 2.0 if ("q4_0-draft" in model.path.name) == light_is_faster else 1.0)
 
-    monkeypatch.setattr(draft_choice, "candidate", candidate)
+    monkeypatch.setattr(draft_choice, "measuring", measuring)
     for _ in range(2):
-        with LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256) as llm:
+        with LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256, idle=in_idle_time) as llm:
+            assert llm.wait_idle(200)
             ((model, _),) = llm._pair._models.values()
             assert ("q4_0-draft" in model.path.name) == light_is_faster
             assert llm.draft_names == [tiny.pair.draft.stem]
@@ -77,22 +81,36 @@ def test_the_faster_copy_drafts_and_the_choice_is_kept(
         assert model.path == tiny.pair.draft
 
 
-def test_no_room_for_a_copy_is_no_error(tiny: TinyFiles, isolated_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any) -> None:
+@pytest.mark.parametrize("in_idle_time", [True, False])
+def test_no_room_for_a_copy_is_no_error(
+    tiny: TinyFiles, isolated_home: Path, monkeypatch: pytest.MonkeyPatch, in_idle_time: bool
+) -> None:
+    def full(*args: Any) -> Steps[None]:
+        yield
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(repack, "write_copy", full)
-    with LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256) as llm:
+    monkeypatch.setattr(repack, "writing_copy", full)
+    with LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256, idle=in_idle_time) as llm:
+        assert llm.wait_idle(200)
         ((model, _),) = llm._pair._models.values()
         assert model.path == tiny.pair.draft
     assert not list(isolated_home.glob("repacked/*.gguf"))
 
 
-def test_a_broken_copy_is_passed_over(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_idle_time", [True, False])
+def test_a_broken_copy_is_passed_over(
+    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, in_idle_time: bool
+) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(tiny.pair.draft.read_bytes()[:5000])
-    monkeypatch.setattr("localspec.model_loading.lighter_copy", lambda *args: broken)
-    with LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256) as llm:
+
+    def lightening(*args: Any) -> Steps[Path]:
+        yield
+        return broken
+
+    monkeypatch.setattr("localspec.model_loading.lightening", lightening)
+    with LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256, idle=in_idle_time) as llm:
+        assert llm.wait_idle(200)
         ((model, _),) = llm._pair._models.values()
         assert model.path == tiny.pair.draft
 

@@ -51,6 +51,42 @@ def test_a_defective_batch_is_found(fast_backend: Any, tiny: TinyFiles, monkeypa
         assert not trust.check_model(model).holds
 
 
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 6, 7, 8, 40])
+def test_a_defect_of_one_width_is_found(
+    fast_backend: Any, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    """Kernels are chosen by width, so each that the check looks at is looked at for itself."""
+    with fast_backend.load(tiny.bpe, n_threads=1) as model:
+        kind = type(model.new_context(8))
+        original = kind._decode
+
+        def defective(self: Any, tokens: Any, logits: Any) -> Any:
+            forward = original(self, tokens, logits)
+            return Forward(np.roll(forward.logits, 7, axis=1)) if len(tokens) == width else forward
+
+        monkeypatch.setattr(kind, "_decode", defective)
+        assert not trust.check_model(model).holds
+
+
+def test_a_doubt_is_settled_by_more_passes(fast_backend: Any, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[int] = []
+    with fast_backend.load(tiny.bpe, n_threads=1) as model:
+        kind = type(model.new_context(8))
+        original = kind._decode
+
+        def counted(self: Any, tokens: Any, logits: Any) -> Any:
+            passes.append(len(tokens))
+            return original(self, tokens, logits)
+
+        monkeypatch.setattr(kind, "_decode", counted)
+        assert trust.check_model(model).holds
+        few = len(passes)
+        monkeypatch.setattr(trust, "DOUBTFUL_KL", -1.0)
+        assert trust.check_model(model).holds
+    assert few < 25
+    assert len(passes) > 2 * few + 20
+
+
 @pytest.mark.usefixtures("ik")
 def test_a_file_that_ik_llama_computes_wrongly_is_repacked_once(tiny: TinyFiles, isolated_home: Path) -> None:
     with ik_llama.load(tiny.trap) as wrong:

@@ -81,6 +81,10 @@ def candidates(n_gpu_layers: int | None = None) -> list[str]:
     return on_gpu if n_gpu_layers else [*on_gpu, *(name for name in usable if name not in on_gpu)]
 
 
+def _any_on_gpu(names: list[str], n_gpu_layers: int | None) -> bool:
+    return n_gpu_layers != 0 and any(getattr(import_module(BACKENDS[name]).binding(), "gpu", False) for name in names)
+
+
 def load(
     path: Path,
     backend: str = "auto",
@@ -92,12 +96,14 @@ def load(
     say: Callable[[str], None] = lambda line: None,
     warn: Callable[[str], None] = lambda line: None,
     check: bool = True,
+    put_off: bool = False,
 ) -> Model:
     """Load a file with an engine that computes it rightly.
 
     Args:
         path: a GGUF file.
-        backend: an engine's name, or ``auto``: the fastest usable one that passes the check in ``trust``.
+        backend: an engine's name, or ``auto``: the fastest usable one that passes the check in ``trust``, as measured
+            with this file here (see ``engine_choice``) or else as is usual.
         n_threads: CPU threads; None takes the physical cores.
         n_gpu_layers: see ``candidates``.
         kv_type: type of the KV cache.
@@ -105,6 +111,7 @@ def load(
         say: takes what is being done, in a line.
         warn: takes remarks that a user should keep, such as why an engine was passed over.
         check: whether the engine has to be right about the file; only what merely guesses may do without.
+        put_off: leave the comparison with another engine to idle time; see ``trust.load_checked``.
 
     Raises:
         UsageError: no such backend.
@@ -116,7 +123,15 @@ def load(
     from localspec.backends import trust
 
     check_name(backend)
-    names = candidates(n_gpu_layers) if backend == "auto" else [backend]
+    names = [backend]
+    if backend == "auto":
+        names = candidates(n_gpu_layers)
+        if len(names) > 1:
+            from localspec.engine_choice import ordered
+
+            names = ordered(
+                names, path, n_threads=n_threads, kv_type=kv_type, on_gpu=_any_on_gpu(names, n_gpu_layers), warn=warn
+            )
     failures: list[LocalspecError] = []
     for name in names:
         options: dict[str, Any] = {"n_threads": n_threads, "n_gpu_layers": n_gpu_layers, "progress": progress}
@@ -126,7 +141,7 @@ def load(
             if not check:
                 model: Model = import_module(BACKENDS[name]).load(path, **options)
                 return model
-            return trust.load_checked(name, path, options, say, warn)
+            return trust.load_checked(name, path, options, say, warn, put_off=put_off)
         except (EngineError, UnsupportedModel) as error:
             failures.append(error)
             if name != names[-1]:

@@ -24,12 +24,16 @@ from localspec.backends.machine import default_threads
 from localspec.errors import EngineError
 from localspec.gguf_file import GGUFFile, TensorInfo
 from localspec.home import home
+from localspec.steps import Steps, exhaust
 
 Bytes = npt.NDArray[np.uint8]
 
 _SUSPECT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")
 _GROUP = 128
 _DEQUANTISABLE = ("F32", "F16", "BF16", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q5_K", "Q6_K")
+PIECE = 1 << 20
+"""Values converted at a time: some tens of milliseconds."""
+
 MARK = "localspec.repacked_from"
 """Metadata key of a copy: the fingerprint of the file it was made from."""
 
@@ -57,13 +61,24 @@ def copies(path: Path, source: str, say: Callable[[str], None]) -> Iterator[Path
             say(f"repacking {len(affected)} tensors of {path.name} to {type_name}, near-exactly (once)")
             try:
                 target.parent.mkdir(parents=True, exist_ok=True)
-                write_copy(gguf, target, dict.fromkeys(affected, type_name), {MARK: source})
+                exhaust(writing_copy(gguf, target, dict.fromkeys(affected, type_name), {MARK: source}))
             except OSError as error:
                 raise EngineError(f"cannot write a repacked copy of {path.name}: {error.strerror or error}") from None
         yield target
 
 
 def lighter_copy(path: Path, source: str, say: Callable[[str], None]) -> Path | None:
+    """The lighter copy of a draft model, see ``lightening``.
+
+    Args:
+        path: the original.
+        source: its fingerprint.
+        say: takes a line before long work.
+    """
+    return exhaust(lightening(path, source, say))
+
+
+def lightening(path: Path, source: str, say: Callable[[str], None]) -> Steps[Path | None]:
     """A copy of a draft model with its heavier matrices in Q4_0; made once and kept.
 
     One token of a model costs the reading of its weights. Published small models are heavier than their names say: rows
@@ -89,7 +104,7 @@ def lighter_copy(path: Path, source: str, say: Callable[[str], None]) -> Path | 
         say(f"making a lighter copy of {path.name} to draft with (once)")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            write_copy(gguf, target, {tensor.name: "Q4_0" for tensor in heavy}, {MARK: source})
+            yield from writing_copy(gguf, target, {tensor.name: "Q4_0" for tensor in heavy}, {MARK: source})
         except OSError:
             return None  # a full disk: the published file drafts as well, only slower
     return target
@@ -107,8 +122,8 @@ def _is_affected(tensor: TensorInfo) -> bool:
     return tensor.type_name in _SUSPECT and tensor.shape[0] % _GROUP != 0
 
 
-def write_copy(gguf: GGUFFile, target: Path, types: dict[str, str], marks: dict[str, str]) -> None:
-    """Write a copy of a GGUF with some tensors in another type, tensor by tensor, and rename it into place.
+def writing_copy(gguf: GGUFFile, target: Path, types: dict[str, str], marks: dict[str, str]) -> Steps[None]:
+    """Write a copy of a GGUF with some tensors in another type, piece by piece, and rename it into place.
 
     The metadata is copied byte by byte, but for what says that a model comes in parts: the copy is one file.
 
@@ -143,9 +158,15 @@ def write_copy(gguf: GGUFFile, target: Path, types: dict[str, str], marks: dict[
         with os.fdopen(handle, "wb") as file:
             file.write(header)
             file.write(bytes(-len(header) % alignment))
+            written = 0
             for data in _converted(gguf, {name: kind.name for name, kind in kinds.items()}):
+                if data is None:  # the end of a tensor
+                    file.write(bytes(-written % alignment))
+                    written = 0
+                    continue
                 file.write(np.ascontiguousarray(data).data)
-                file.write(bytes(-data.nbytes % alignment))
+                written += data.nbytes
+                yield
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
@@ -154,41 +175,45 @@ def write_copy(gguf: GGUFFile, target: Path, types: dict[str, str], marks: dict[
         raise
 
 
-def _converted(gguf: GGUFFile, types: dict[str, str]) -> Iterator[Bytes]:
-    """The data of all tensors in order, a few being converted at a time: NumPy lets threads run side by side."""
+def _converted(gguf: GGUFFile, types: dict[str, str]) -> Iterator[Bytes | None]:
+    """The data of all tensors in order, in pieces, None behind each tensor.
+
+    A few pieces are converted at a time: NumPy lets threads run side by side.
+    """
     n_threads = default_threads()
     with ThreadPoolExecutor(n_threads) as pool:
-        coming: deque[Future[Bytes]] = deque()
+        coming: deque[Future[Bytes] | None] = deque()
 
-        def work(tensor: TensorInfo) -> Bytes:
-            data = gguf.tensor_bytes(tensor.name)
-            return convert(data, tensor, types[tensor.name]) if tensor.name in types else data
+        def due(n_left: int) -> Iterator[Bytes | None]:
+            while len(coming) > n_left:
+                future = coming.popleft()
+                yield future.result() if future is not None else None
 
         try:
             for tensor in gguf.tensors.values():
-                coming.append(pool.submit(work, tensor))
-                if len(coming) > 2 * n_threads:
-                    yield coming.popleft().result()
-            while coming:
-                yield coming.popleft().result()
+                rows = gguf.tensor_bytes(tensor.name).reshape(tensor.n_elements // tensor.shape[0], -1)
+                step = max(1, PIECE // tensor.shape[0])
+                for first in range(0, len(rows), step):
+                    coming.append(pool.submit(_piece, rows[first : first + step], tensor, types.get(tensor.name)))
+                    yield from due(n_threads)
+                coming.append(None)
+            yield from due(0)
         finally:
             for future in coming:
-                future.cancel()
+                if future is not None:
+                    future.cancel()
 
 
-def convert(data: Bytes, tensor: TensorInfo, type_name: str) -> Bytes:
-    """A tensor's bytes in another type, as bytes; rows in slices, so that memory stays small."""
+def _piece(rows: Bytes, tensor: TensorInfo, type_name: str | None) -> Bytes:
+    return rows.reshape(-1) if type_name is None else _convert_rows(rows, tensor, type_name)
+
+
+def _convert_rows(rows: Bytes, tensor: TensorInfo, type_name: str) -> Bytes:
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize, quantize
 
-    rows = data.reshape(tensor.n_elements // tensor.shape[0], -1)
-    source, kind = GGMLQuantizationType(tensor.ggml_type), GGMLQuantizationType[type_name]
-    step = max(1, (1 << 22) // tensor.shape[0])
-    parts = []
-    for first in range(0, len(rows), step):
-        values = dequantize(rows[first : first + step], source)
-        parts.append(np.ascontiguousarray(quantize(values, kind)).view(np.uint8).reshape(len(values), -1))
-    return np.concatenate(parts).reshape(-1)
+    values = dequantize(rows, GGMLQuantizationType(tensor.ggml_type))
+    return np.ascontiguousarray(quantize(values, GGMLQuantizationType[type_name])).view(np.uint8).reshape(-1)
 
 
 def _string(text: str) -> bytes:

@@ -11,7 +11,7 @@ from localspec import __version__
 from localspec.catalog import Catalog
 from localspec.doctor import engines, fit, machine, payoff, power, subject
 from localspec.doctor.advice import recommend, recommend_ranked
-from localspec.doctor.costs import Watch, cost_checks, measure_costs, recalibrate
+from localspec.doctor.costs import Watch, compare_engines, cost_checks, measure_costs, recalibrate
 from localspec.doctor.report import Check, EngineFacts, PairFacts, Recommendation, Report
 from localspec.doctor.screen import DoctorScreen
 from localspec.doctor.subject import Subject
@@ -266,13 +266,14 @@ class Doctor:
                 recalibrate(llm, watch)
             bandwidth = report.machine.bandwidth_gb_per_s
             cost, times = measure_costs(llm, asked.target.name, [draft.name for draft in drafts], bandwidth, watch)
+            engine_rows = compare_engines(llm, watch)
             warnings = llm.warnings
         drafters = [("ngram", 0.0)] if asked.ngram else []
         drafters += [(draft.name, draft.ms[1]) for draft in cost.drafts]
         payoffs = [payoff.payoff(name, times, step_ms) for name, step_ms in drafters]
         assert report.pair is not None
         report.pair = replace(report.pair, cost=cost, payoff=payoffs)
-        checks = cost_checks(cost, bandwidth)
+        checks = cost_checks(cost, bandwidth) + engine_rows
         checks += [Check("cost", "engine", "info", warning) for warning in warnings if not _has_a_row(warning)]
         report.checks += checks
         found = recommend(cost, payoffs, asked.target.spec, _specs(asked.drafts), automatic=asked.automatic)

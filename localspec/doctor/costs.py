@@ -14,10 +14,13 @@ from localspec.break_even import Times
 from localspec.cost_model import CalibrationCache
 from localspec.doctor.header import bytes_per_token
 from localspec.doctor.report import Check, CostFacts, CurveFacts
+from localspec.engine_choice import measured
 from localspec.gguf_file import GGUFFile
 from localspec.home import home
 from localspec.interrupts import on_interrupt
+from localspec.preparation import second_opinion
 from localspec.sources.base import size_text
+from localspec.steps import exhaust
 
 if TYPE_CHECKING:
     from localspec.cost_model import PassTimes
@@ -145,6 +148,20 @@ def recalibrate(llm: LLM, watch: Watch) -> None:
             pair._draft_times[source] = pair._calibrate(model, context.n_ctx, watch.report)
 
     watch.call(llm, measure)
+
+
+def compare_engines(llm: LLM, watch: Watch) -> list[Check]:
+    """The row on which engine ``auto`` takes for this file; both are measured where that was not done yet."""
+    opinion = second_opinion(llm._pair, llm.model_path)
+    if opinion.waits:
+        watch.report("measuring another engine (once)", None)
+        watch.call(llm, lambda: exhaust(opinion.steps(lambda: False), watch.check))
+    options = llm._pair.options
+    found = measured(llm.model_path, options.n_threads, options.kv_type)
+    if len(found) < 2:
+        return []
+    took = ", ".join(f"{ms / 1e3:.1f} s on {name}" for name, ms in sorted(found.items(), key=lambda each: each[1]))
+    return [Check("cost", "engines", "ok", f"a nominal answer takes {took}: auto takes what was measured faster")]
 
 
 def cost_checks(cost: CostFacts, bandwidth_gb_per_s: float | None) -> list[Check]:

@@ -18,6 +18,7 @@ from localspec.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from localspec.llm import LLM
+    from localspec.repl.late_draft import LateDraft
 
 
 class Chat:
@@ -31,6 +32,7 @@ class Chat:
         last_question: also kept where no answer came about.
         races: how many races were run, so that plain and speculative take turns in going first.
         leaving: set by ``/quit``.
+        late: what brings the draft model after the prompt, if anything does.
         loaded: called when a load that the chat asked for is over, to clear its progress from the screen.
     """
 
@@ -47,6 +49,8 @@ class Chat:
         self.races = 0
         self.leaving = False
         self.status = ""
+        self.late: LateDraft | None = None
+        self._n_told = len(llm.warnings)
         self.loaded: Callable[[], None] = lambda: None
 
     def ask(self, question: str) -> bool:
@@ -115,6 +119,16 @@ class Chat:
             return f"max_tokens is {budget}; /set max_tokens none lifts it"
         return f"the context of {self.llm.n_ctx} tokens is full; /undo, or start with a larger --ctx"
 
+    def show_news(self) -> None:
+        """Say what came up in idle time."""
+        warnings = self.llm.warnings
+        news, self._n_told = warnings[self._n_told :], len(warnings)
+        if self.late is not None:
+            news += self.late.notes
+            self.late.notes = []
+        for line in news:
+            self.screen.note(f"note: {line}")
+
     @property
     def plain_speed(self) -> float:
         """Expected tokens per second of plain decoding."""
@@ -123,15 +137,16 @@ class Chat:
     @property
     def toolbar(self) -> str:
         """The status line while nothing is being said."""
+        coming = f"{self.late.status} · " if self.late is not None and self.late.status else ""
         if self.status:
-            return self.status
+            return coming + self.status
         drafters = "+".join(map(short_name, self.llm.draft_names)) or "no draft"
-        return f"draft {self.llm.draft_length} · {drafters} · /help lists the commands"
+        return f"{coming}draft {self.llm.draft_length} · {drafters} · /help lists the commands"
 
 
-def header(llm: LLM, screen: Screen) -> None:
-    """Say what was loaded, in three lines."""
-    drafters = " + ".join(llm.draft_names) or "no draft"
+def header(llm: LLM, screen: Screen, *, follows: bool = False) -> None:
+    """Say what was loaded, in three lines; ``follows`` if a draft model is still to come."""
+    drafters = (" + ".join(llm.draft_names) or "no draft") + (", and a draft model as soon as it is there" * follows)
     memory = f" · {memory_in_use() / 1e9:.1f} GB" if memory_in_use() >= 5e7 else ""
     screen.line(f"{llm.model_name} · {llm.backend_name} · context {llm.n_ctx}{memory}", Ink.HEAD)
     screen.line(f"draft: {drafters}")

@@ -12,11 +12,13 @@ from localspec.options import RunOptions
 from localspec.progress import Progress
 from localspec.repl.chat import Chat, header
 from localspec.repl.commands import complete, is_command, run_command
+from localspec.repl.late_draft import LateDraft, may_be_drafted_for
 from localspec.repl.line_prompt import LinePrompt
 from localspec.repl.screen import Screen, no_echo
 from localspec.stdin import decode
 
 if TYPE_CHECKING:
+    from localspec.catalog import Entry
     from localspec.repl.prompt import Prompt
 
 
@@ -26,10 +28,11 @@ def chat_command(options: RunOptions) -> int:
     Returns:
         The exit status.
     """
+    interactive = sys.stdin is not None and sys.stdin.isatty()
+    missing: list[Entry] | None = [] if interactive and options.draft_may_come_late else None
     with Progress() as progress:
-        llm = options.open(progress.report)
+        llm = options.open(progress.report, late=missing)
     with llm, progress:
-        interactive = sys.stdin is not None and sys.stdin.isatty()
         screen = Screen(plain=not interactive)
         defaults = llm.chat_defaults
         system = options.system if options.system is not None else defaults.get("system")
@@ -40,7 +43,13 @@ def chat_command(options: RunOptions) -> int:
         # A terminal that is asked through prompt_toolkit never needs the system's echo: what is typed while the program
         # is busy would be printed into its output, and again at the prompt.
         with no_echo() if screen.ansi else nullcontext():
-            return _converse(chat)
+            if missing is None or not (missing or may_be_drafted_for(llm)):
+                return _converse(chat)
+            chat.late = LateDraft(llm, missing)
+            try:
+                return _converse(chat)
+            finally:
+                chat.late.stop()
 
 
 def _answer_lines(chat: Chat) -> int:
@@ -68,9 +77,10 @@ def _lines() -> Iterator[str]:
 def _converse(chat: Chat) -> int:
     """Prompt, answer, repeat."""
     ask = _asker(chat)
-    header(chat.llm, chat.screen)
+    header(chat.llm, chat.screen, follows=chat.late is not None)
     chat.read_ahead()
     while not chat.leaving:
+        chat.show_news()
         try:
             line = ask()
         except EOFError:
@@ -94,6 +104,8 @@ def _asker(chat: Chat) -> Callable[[], str]:
         from localspec.repl.prompt import Prompt
 
         prompt = Prompt(home() / "history", complete, lambda: chat.toolbar, colour=screen.colour)
+        if chat.late is not None:
+            chat.late.changed = prompt.redraw
 
     def ask() -> str:
         while True:

@@ -121,13 +121,13 @@ def _race(chat: Chat, argument: str) -> None:
 
 def _draft(chat: Chat, argument: str) -> None:
     if argument:
-        known = len(chat.llm.warnings)
+        if chat.late is not None:
+            chat.late.stop()
         try:
             chat.llm.set_draft(draft_spec(_split(argument)))
         finally:
             chat.loaded()
-        for warning in chat.llm.warnings[known:]:
-            chat.screen.note(f"note: {warning}")
+        chat.show_news()
     chat.status = ""
     chat.screen.note(f"draft: {' + '.join(chat.llm.draft_names) or 'none'}")
 

@@ -124,6 +124,10 @@ class Prompt:
         message: Any = [("class:prompt", PROMPT)]
         return self._session.prompt(message)
 
+    def redraw(self) -> None:
+        """Show the status line anew; from any thread."""
+        self._session.app.invalidate()
+
     @property
     def had_text(self) -> bool:
         """Whether there was text in the line when the prompt ended."""

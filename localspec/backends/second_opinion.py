@@ -1,0 +1,111 @@
+"""The same text in another engine, in idle time: is the engine that answers right, and is it the faster one?
+
+The check before the first answer compares an engine with itself. What all of its kernels get wrong alike shows only
+against another engine; loading that takes seconds and as much memory again, so it is done while nobody waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from localspec.backends import trust
+from localspec.backends.base import Model
+from localspec.doctor.memory import read_memory
+from localspec.errors import Cancelled
+from localspec.steps import Steps
+
+ROOM = 1.3
+"""Free memory, in sizes of the file, under which no second copy of a model is loaded beside the first."""
+
+Measure = Callable[[Model], Steps[None]]
+
+
+class SecondOpinion:
+    """What another installed engine says of a loaded model.
+
+    Args:
+        model: the model that answers.
+        path: its file as the user named it.
+        options: what it was loaded with.
+        refuse: called with a line if the engine turns out to be wrong.
+        measure: what else to do with a model that is right, on the engine that answers and on the other.
+        measured: whether ``measure`` was done before.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        path: Path,
+        options: dict[str, Any],
+        refuse: Callable[[str], None],
+        measure: Measure,
+        measured: bool,
+    ) -> None:
+        self.model, self.path, self.options, self.refuse = model, path, options, refuse
+        self.measure, self.measured = measure, measured
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is something to find out."""
+        if self.model.capabilities.batch_invariant or self.model.path != self.path or not self._others():
+            return False
+        verdict = self._verdict()
+        return verdict is not None and bool(verdict["holds"]) and ("waits" in verdict or not self.measured)
+
+    def steps(self, stopped: Callable[[], bool]) -> Steps[None]:
+        """Load the other engine's model, compare, measure, remember.
+
+        Args:
+            stopped: asked while the model is loaded.
+
+        Raises:
+            Cancelled: it said so.
+        """
+        available = read_memory().available
+        if available is not None and available < ROOM * self.model.size_bytes:
+            return
+        for name in self._others():
+            other = trust.load_other(name, self.model, self.path, self.options, lambda fraction: not stopped())
+            if other is None and stopped():
+                raise Cancelled("loading was stopped")
+            if other is not None:
+                break
+        else:
+            self._settle({name: value for name, value in (self._verdict() or {}).items() if name != "waits"})
+            return
+        try:
+            yield
+            yield from self._ask(other)
+        finally:
+            other.close()
+
+    def _ask(self, other: Model) -> Steps[None]:
+        verdict = self._verdict()
+        if verdict is None:
+            return
+        if "waits" in verdict:
+            verdict = yield from trust.comparing_verdict(self.model, other, verdict)
+            self._settle(verdict)
+        if not verdict["holds"]:
+            self.refuse(
+                f"{self.model.engine} computes {self.path.name} wrongly ({verdict['why']}): what it said may be wrong. "
+                "Start again: another engine, or a copy of the file that comes out right, is used then"
+            )
+        elif not self.measured:
+            yield from self.measure(self.model)
+            yield from self.measure(other)
+
+    def _others(self) -> list[str]:
+        return trust.other_engines(self.model)
+
+    def _key(self) -> dict[str, str]:
+        return trust.verdict_key(self.model.backend, self.options, trust.fingerprint(self.path))
+
+    def _verdict(self) -> dict[str, Any] | None:
+        return trust.verdicts().get(self._key())
+
+    def _settle(self, verdict: dict[str, Any]) -> None:
+        if verdict:
+            trust.verdicts().put(self._key(), verdict)
