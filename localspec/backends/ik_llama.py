@@ -20,6 +20,9 @@ from localspec.errors import EngineUnavailable, UsageError
 NAME = "ik-llama"
 VERSION = "0.1.5"
 
+_N_TYPES = 400
+"""Size of its table of tensor types; beyond it, functions return whatever lies there."""
+
 _LOG_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
 
 
@@ -59,6 +62,7 @@ class IkLlamaBinding(Binding):
             ("llama_synchronize", [pointer], None),
             ("llama_get_logits", [pointer], pointer),
             ("llama_n_vocab", [pointer], i32),
+            ("ggml_blck_size", [ctypes.c_int], ctypes.c_int64),
             ("llama_log_set", [_LOG_CALLBACK, pointer], None),
             ("llama_model_has_recurrent", [pointer], ctypes.c_bool),
             ("llama_state_seq_get_size", [pointer, i32, u32], size_t),
@@ -129,6 +133,10 @@ class IkLlamaBinding(Binding):
 
     def n_vocab(self, model: int) -> int:
         return int(self.lib.llama_n_vocab(model))
+
+    def knows_type(self, ggml_type: int) -> bool:
+        # It asserts that a type is in its table, and divides by the block size of types that have none.
+        return ggml_type < _N_TYPES and self.lib.ggml_blck_size(ggml_type) > 0
 
     def device(self, n_gpu_layers: int) -> str:
         return "cpu"

@@ -34,6 +34,8 @@ NAME = "reference"
 
 Array = npt.NDArray[np.float64]
 
+_HEAD_COUNTS = ("head_count", "head_count_kv")
+
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
@@ -62,27 +64,51 @@ class Hyperparameters:
                 raise UnsupportedModel(f"the file does not say llama.{key}")
             return value
 
-        n_embd, n_head = int(get("embedding_length")), get("attention.head_count")
-        n_head_kv = get("attention.head_count_kv", n_head)
+        def number(key: str, default: float | None = None) -> float:
+            value = get(key, default)
+            if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+                raise UnsupportedModel(f"the file says llama.{key} = {_short(value)}, which is no size")
+            return value
+
+        def size(key: str, default: int | None = None) -> int:
+            value = number(key, default)
+            if value != int(value):
+                raise UnsupportedModel(f"the file says llama.{key} = {value}, which is no size")
+            return int(value)
+
         scaling = get("rope.scaling.type", "none")
-        d_head = get("attention.key_length", n_embd // n_head if isinstance(n_head, int) else 0)
         for what, unsupported in (
-            ("a mixture of experts", get("expert_count", 0)),
-            ("layers of different widths", not isinstance(n_head, int) or not isinstance(n_head_kv, int)),
-            ("a rotation of some channels only", get("rope.dimension_count", d_head) != d_head),
-            (f"rope scaling {scaling!r}", scaling not in ("none", "linear")),
+            ("a mixture of experts", number("expert_count", 0)),
+            ("layers of different widths", any(isinstance(get(f"attention.{k}", 0), np.ndarray) for k in _HEAD_COUNTS)),
+            (f"rope scaling {_short(scaling)}", not isinstance(scaling, str) or scaling not in ("none", "linear")),
         ):
             if unsupported:
                 raise UnsupportedModel(f"the reference backend does not compute {what}; use another --backend")
+        n_embd, n_head = size("embedding_length"), size("attention.head_count")
+        n_head_kv = size("attention.head_count_kv", n_head)
+        if not n_embd or not n_head or not n_head_kv or n_head % n_head_kv:
+            raise UnsupportedModel(
+                f"the file says {n_embd} channels, {n_head} heads, {n_head_kv} of keys: that is no model"
+            )
+        d_head = size("attention.key_length", n_embd // n_head)
+        if size("rope.dimension_count", d_head) != d_head:
+            raise UnsupportedModel(
+                "the reference backend does not compute a rotation of some channels only; use another --backend"
+            )
+        if not d_head or d_head % 2:
+            raise UnsupportedModel(f"the file says heads of {d_head} channels, which cannot be rotated in pairs")
+        base, factor = number("rope.freq_base", 10000.0), number("rope.scaling.factor", 1.0)
+        if not base or not factor:
+            raise UnsupportedModel(f"the file says a rotation of base {base} and factor {factor}")
         return cls(
-            n_layer=int(get("block_count")),
+            n_layer=size("block_count"),
             n_embd=n_embd,
             n_head=n_head,
             n_head_kv=n_head_kv,
             d_head=d_head,
-            rope_base=float(get("rope.freq_base", 10000.0)),
-            rope_scale=float(get("rope.scaling.factor", 1.0)) if scaling == "linear" else 1.0,
-            norm_eps=float(get("attention.layer_norm_rms_epsilon")),
+            rope_base=base,
+            rope_scale=factor if scaling == "linear" else 1.0,
+            norm_eps=number("attention.layer_norm_rms_epsilon"),
         )
 
 
@@ -129,30 +155,37 @@ class ReferenceModel(Model):
     def _load(self, file: GGUFFile, progress: Progress | None) -> None:
         n_read = 0
 
-        def read(name: str) -> Array:
+        def read(name: str, *shape: int | None) -> Array:
             nonlocal n_read
             n_read += 1
             if progress is not None and not progress(min(1.0, n_read / len(file.tensors))):
                 raise EngineError(f"loading {file.path.name} was cancelled")
-            return _read_tensor(file, name)
+            return _read_tensor(file, name, shape)
 
+        h = self.hparams
+        n_q, n_kv = h.n_head * h.d_head, h.n_head_kv * h.d_head
         self._layers = []
-        for i in range(self.hparams.n_layer):
-            attn_norm, ffn_norm = read(f"blk.{i}.attn_norm.weight"), read(f"blk.{i}.ffn_norm.weight")
-            qkv = [read(f"blk.{i}.attn_{part}.weight") for part in "qkv"]
-            gate_up = [read(f"blk.{i}.ffn_{part}.weight") for part in ("gate", "up")]
+        for i in range(h.n_layer):
+            attn_norm = read(f"blk.{i}.attn_norm.weight", h.n_embd)
+            ffn_norm = read(f"blk.{i}.ffn_norm.weight", h.n_embd)
+            qkv = [
+                read(f"blk.{i}.attn_{part}.weight", n, h.n_embd)
+                for part, n in zip("qkv", (n_q, n_kv, n_kv), strict=True)
+            ]
+            gate = read(f"blk.{i}.ffn_gate.weight", None, h.n_embd)
             self._layers.append(
                 Layer(
                     qkv=np.concatenate(qkv) * attn_norm,
-                    attn_output=read(f"blk.{i}.attn_output.weight"),
-                    gate_up=np.concatenate(gate_up) * ffn_norm,
-                    down=read(f"blk.{i}.ffn_down.weight"),
+                    attn_output=read(f"blk.{i}.attn_output.weight", h.n_embd, n_q),
+                    gate_up=np.concatenate([gate, read(f"blk.{i}.ffn_up.weight", len(gate), h.n_embd)]) * ffn_norm,
+                    down=read(f"blk.{i}.ffn_down.weight", h.n_embd, len(gate)),
                 )
             )
-        self._embedding = read("token_embd.weight")
-        output = read("output.weight") if "output.weight" in file.tensors else self._embedding
-        self._output = output * read("output_norm.weight")
-        self._rope_factors = read("rope_freqs.weight") if "rope_freqs.weight" in file.tensors else None
+        self._embedding = read("token_embd.weight", None, h.n_embd)
+        n_rows = len(self._embedding)
+        output = read("output.weight", n_rows, h.n_embd) if "output.weight" in file.tensors else self._embedding
+        self._output = output * read("output_norm.weight", h.n_embd)
+        self._rope_factors = read("rope_freqs.weight", h.d_head // 2) if "rope_freqs.weight" in file.tensors else None
         self.n_vocab = len(self._output)
         if progress is not None:
             progress(1.0)
@@ -185,19 +218,27 @@ class ReferenceModel(Model):
         self._closed = True
 
 
-def _read_tensor(file: GGUFFile, name: str) -> Array:
-    """A tensor in float64, rows first."""
+def _read_tensor(file: GGUFFile, name: str, shape: Sequence[int | None]) -> Array:
+    """A tensor in float64, rows first; its shape must be the one given, None being any size."""
     tensor = file.tensors.get(name)
     if tensor is None:
         raise UnsupportedModel(f"{file.path.name} lacks the tensor {name}")
-    rows = file.tensor_bytes(name).reshape(*tensor.shape[:0:-1], -1)
+    found = tensor.shape[::-1]
+    if len(found) != len(shape) or any(want not in (None, have) for want, have in zip(shape, found, strict=True)):
+        expected = ", ".join("any" if want is None else str(want) for want in shape)
+        raise UnsupportedModel(f"{file.path.name}: {name} is {list(found)} where the header says [{expected}]")
     try:
+        rows = file.tensor_bytes(name).reshape(*tensor.shape[:0:-1], -1)
         values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(tensor.ggml_type))
     except (NotImplementedError, ValueError):
         raise UnsupportedModel(
             f"{file.path.name}: the gguf package cannot unpack {tensor.type_name} ({name}); use another --backend"
         ) from None
     return np.asarray(values, dtype=np.float64)
+
+
+def _short(value: Any) -> str:
+    return " ".join(repr(value).split())[:60]
 
 
 class ReferenceContext(Context):

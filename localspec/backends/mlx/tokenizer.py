@@ -47,7 +47,7 @@ class Tokenizer:
         else:
             self._add_space_prefix = bool(metadata.get(key + "add_space_prefix", True))
             scores = np.asarray(metadata.get(key + "scores", np.zeros(len(ids))), dtype=np.float32)
-            self._words = SentencePiece(ids, scores.tolist())
+            self._words = SentencePiece(ids, scores.tolist(), vocab.unk)
 
     def encode(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
         """Token ids of a text; see ``backends.base.Model.tokenize``.
