@@ -9,6 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
+from numbers import Real
 from typing import Any, Literal
 
 from localspec.ending import at_end
@@ -48,7 +49,7 @@ class Job:
         conversation: Hashable | None = None,
         deadline: float | None = None,
     ) -> None:
-        if deadline is not None and not (math.isfinite(deadline) and deadline > 0):
+        if deadline is not None and not (isinstance(deadline, Real) and math.isfinite(deadline) and deadline > 0):
             raise UsageError(f"the deadline must be a number of seconds over 0, not {deadline!r}")
         self.conversation: Hashable = self if conversation is None else conversation
         self.submitted = time.monotonic()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any, TypeGuard, cast
 
 import numpy as np
 
 from localspec.backends.base import Model
-from localspec.errors import Closed
+from localspec.errors import Closed, UsageError
 from localspec.templates import ChatTemplate
 
 Messages = Sequence[Mapping[str, Any]]
@@ -56,14 +57,16 @@ class PromptEncoder:
         """Token ids of a prompt: messages through the chat template, a string as it is, ids unchanged.
 
         Raises:
-            UsageError: the messages are not messages.
-            TemplateError: the chat template failed on them.
+            UsageError: it is none of these, or a token id lies outside of the vocabulary.
+            TemplateError: the chat template failed on the messages.
             Closed: the model was closed.
         """
         if isinstance(prompt, str):
             return self.tokenize(prompt, add_special=True)
         if is_token_ids(prompt):
-            return [int(token) for token in prompt]
+            return self._checked_ids(prompt)
+        if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Sequence):
+            raise UsageError(f"a prompt is a text, a list of messages or token ids, not {type(prompt).__name__}")
         messages = cast(Messages, prompt)
         tokens: list[int] = []
         with self._in_use:
@@ -74,6 +77,13 @@ class PromptEncoder:
         if self._vocab.add_bos and self._vocab.bos is not None and tokens[:1] != [self._vocab.bos]:
             tokens.insert(0, self._vocab.bos)
         return tokens
+
+    def _checked_ids(self, tokens: Sequence[int]) -> list[int]:
+        end = self._model.n_vocab
+        wrong = next((token for token in tokens if not isinstance(token, Integral) or not 0 <= token < end), None)
+        if wrong is not None:
+            raise UsageError(f"token ids must lie in 0..{end - 1}, not {wrong!r:.40}")
+        return [int(token) for token in tokens]
 
     def token_text(self, token: int) -> str:
         """A token on its own, for display."""
@@ -89,4 +99,5 @@ class PromptEncoder:
 
 def is_token_ids(prompt: Prompt) -> TypeGuard[Sequence[int]]:
     """Whether a prompt is a sequence of token ids; an empty one is not."""
-    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], int | np.integer)
+    is_list = isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, str | bytes)
+    return is_list and len(prompt) > 0 and isinstance(prompt[0], Integral)

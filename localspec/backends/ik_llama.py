@@ -16,12 +16,19 @@ from localspec.backends.llama_family import N_BATCH, N_UBATCH, Binding, LlamaMod
 from localspec.backends.machine import default_threads, missing_cpu_features, prepare_threads
 from localspec.backends.noise import engine_log
 from localspec.errors import EngineUnavailable, UsageError
+from localspec.gguf_file import TensorInfo
 
 NAME = "ik-llama"
 VERSION = "0.1.5"
 
 _N_TYPES = 400
 """Size of its table of tensor types; beyond it, functions return whatever lies there."""
+
+_INTERLEAVED_IN_FILES = (31, 32, 33)
+"""Q4_0 with its rows interleaved for some CPUs: llama.cpp dropped them from its files, and ik_llama.cpp crashes."""
+
+_ROWS_OF = {36: 128, 134: 512, 219: 256, 229: 256}
+"""Rows must be multiples of this in kernels of I2_S, IQ1_BN, IQ1_S_R4 and IQ1_M_R4, which have smaller blocks."""
 
 _LOG_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
 
@@ -134,9 +141,14 @@ class IkLlamaBinding(Binding):
     def n_vocab(self, model: int) -> int:
         return int(self.lib.llama_n_vocab(model))
 
-    def knows_type(self, ggml_type: int) -> bool:
-        # It asserts that a type is in its table, and divides by the block size of types that have none.
-        return ggml_type < _N_TYPES and self.lib.ggml_blck_size(ggml_type) > 0
+    def computes(self, tensor: TensorInfo) -> bool:
+        # It asserts that a type is in its table, divides by the block size of types that have none, and asserts in its
+        # kernels that rows are whole blocks.
+        kind = tensor.ggml_type
+        if kind >= _N_TYPES or kind in _INTERLEAVED_IN_FILES:
+            return False
+        block = max(self.lib.ggml_blck_size(kind), _ROWS_OF.get(kind, 0))
+        return bool(block > 0 and tensor.shape[0] % block == 0)
 
     def device(self, n_gpu_layers: int) -> str:
         return "cpu"

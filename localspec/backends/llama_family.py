@@ -18,7 +18,7 @@ import numpy.typing as npt
 from localspec.backends.base import Capabilities, Context, ContextState, FloatArray, Forward, Model, Progress
 from localspec.backends.soundness import check_sound
 from localspec.errors import Closed, EngineError, UsageError
-from localspec.gguf_file import GGUFFile
+from localspec.gguf_file import GGUFFile, TensorInfo
 from localspec.vocab import Vocab
 
 Bytes = npt.NDArray[np.uint8]
@@ -82,8 +82,8 @@ class Binding(ABC):
     @abstractmethod
     def n_vocab(self, model: int) -> int: ...
 
-    def knows_type(self, ggml_type: int) -> bool:
-        """Whether tensors of a type can be loaded; an engine that refuses the others itself knows all."""
+    def computes(self, tensor: TensorInfo) -> bool:
+        """Whether the engine survives a tensor of this type and size; one that refuses the others itself says yes."""
         return True
 
     @abstractmethod
@@ -116,7 +116,7 @@ class LlamaModel(Model):
         self.engine = f"{binding.name} {binding.version}"
         self.path = path
         self.vocab = Vocab.from_gguf(gguf)
-        check_sound(gguf, self.vocab, binding.knows_type)
+        check_sound(gguf, self.vocab, binding.computes)
         template = gguf.metadata.get("tokenizer.chat_template")
         self.chat_template = str(template) if template is not None else None
         self.n_ctx_train = gguf.n_ctx_train

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from localspec.errors import ModelFileError, UnsupportedModel
-from localspec.gguf_file import GGUFFile
+from localspec.gguf_file import GGUFFile, TensorInfo
 from localspec.vocab import Vocab
 
 _UINT32 = 4
@@ -21,13 +21,13 @@ _MOST_SPECIAL = {"gpt2": 11, "llama": 2, "t5": 1}
 """The largest id that an engine takes for a special token where the file declares none."""
 
 
-def check_sound(gguf: GGUFFile, vocab: Vocab, knows_type: Callable[[int], bool]) -> None:
+def check_sound(gguf: GGUFFile, vocab: Vocab, computes: Callable[[TensorInfo], bool]) -> None:
     """Refuse a file that would end the process.
 
     Args:
         gguf: the open file.
         vocab: its vocabulary.
-        knows_type: whether the engine computes with tensors of a type, by its number.
+        computes: whether the engine can work with a tensor of that type and size.
 
     Raises:
         ModelFileError: it is damaged.
@@ -43,9 +43,10 @@ def check_sound(gguf: GGUFFile, vocab: Vocab, knows_type: Callable[[int], bool])
             raise damaged(f"{key} is no 32-bit number")
     _check_experts(gguf, damaged)
     for tensor in gguf.tensors.values():
-        if not knows_type(tensor.ggml_type):
+        if not computes(tensor):
             raise UnsupportedModel(
-                f"{name} has tensors of the type {tensor.type_name}, which this engine does not know"
+                f"{name}: this engine does not compute {tensor.name}, which is {tensor.type_name} in rows of "
+                f"{tensor.shape[0]}; try another --backend"
             )
         if len(tensor.shape) > 1 and tensor.ggml_type in _NO_MATRIX and tensor.name.endswith(".weight"):
             raise UnsupportedModel(f"{name} has weights of the type {tensor.type_name} ({tensor.name})")

@@ -1,4 +1,4 @@
-"""A process that loads model files with one engine, so that an abort is its own: a path a line in, a verdict a line out.
+"""A process that loads model files with one engine, so that an abort is its own: a path in, a verdict out.
 
 Every path is answered ``{"went": "well"}`` or with the error's class and text; no answer means that the process died.
 """

@@ -11,6 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tests import ggufs
+from tests.fuzz.target import words
 from tests.gguf_vocabs import bpe_vocab, spm_vocab
 
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
@@ -183,19 +184,24 @@ def values(draw: Any) -> tuple[int, bytes]:
     return kind, struct.pack("<IQ", item, claimed) + body
 
 
-KEYS = [
-    "general.architecture", "general.alignment", "general.type", "general.file_type", "general.name", "split.count", "split.no",
-    "llama.block_count", "llama.context_length", "llama.embedding_length", "llama.feed_forward_length", "llama.vocab_size",
-    "llama.attention.head_count", "llama.attention.head_count_kv", "llama.attention.layer_norm_rms_epsilon",
-    "llama.attention.key_length", "llama.attention.value_length", "llama.attention.sliding_window", "llama.expert_count",
-    "llama.attention.sliding_window_pattern", "llama.rope.dimension_count", "llama.rope.freq_base", "llama.rope.scaling.type",
-    "llama.rope.scaling.factor", "llama.expert_used_count", "llama.pooling_type", "llama.attention.causal",
-    "llama.nextn_predict_layers", "llama.full_attention_interval", "tokenizer.ggml.model", "tokenizer.ggml.pre",
-    "tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.scores", "tokenizer.ggml.merges",
-    "tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.unknown_token_id", "tokenizer.ggml.eot_token_id",
-    "tokenizer.ggml.padding_token_id", "tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_eos_token",
-    "tokenizer.ggml.add_space_prefix", "tokenizer.chat_template",
-]  # fmt: skip
+KEYS = words(
+    """
+    general.architecture general.alignment general.type general.file_type general.name split.count split.no
+    llama.block_count llama.context_length llama.embedding_length llama.feed_forward_length llama.vocab_size
+    llama.attention.head_count llama.attention.head_count_kv llama.attention.layer_norm_rms_epsilon
+    llama.attention.key_length llama.attention.value_length llama.attention.sliding_window llama.expert_count
+    llama.attention.sliding_window_pattern llama.rope.dimension_count llama.rope.freq_base
+    llama.rope.scaling.type llama.rope.scaling.factor llama.expert_used_count llama.pooling_type
+    llama.attention.causal llama.nextn_predict_layers llama.full_attention_interval tokenizer.ggml.model
+    tokenizer.ggml.pre tokenizer.ggml.tokens tokenizer.ggml.token_type tokenizer.ggml.scores
+    tokenizer.ggml.merges tokenizer.ggml.bos_token_id tokenizer.ggml.eos_token_id
+    tokenizer.ggml.unknown_token_id tokenizer.ggml.eot_token_id tokenizer.ggml.padding_token_id
+    tokenizer.ggml.add_bos_token tokenizer.ggml.add_eos_token tokenizer.ggml.add_space_prefix
+    tokenizer.chat_template
+    """
+)
+
+NAN, INFINITY = b"\x00\x00\xc0\x7f", b"\x00\x00\x80\x7f"
 
 ARRAYS = ["tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.scores", "tokenizer.ggml.merges"]
 
@@ -232,7 +238,7 @@ CHANGES = st.one_of(
     st.tuples(st.just("tail"), st.binary(max_size=40)),
     st.tuples(st.just("patch"), SHARES, st.binary(min_size=1, max_size=8)),
     st.tuples(st.just("patch"), SHARES, st.sampled_from([n.to_bytes(8, "little") for n in NUMBERS])),
-    st.tuples(st.just("data"), SHARES, st.sampled_from([b"\x00\x00\xc0\x7f" * 8, b"\x00\x00\x80\x7f" * 8, b"\xff" * 64])),
+    st.tuples(st.just("data"), SHARES, st.sampled_from([NAN * 8, INFINITY * 8, b"\xff" * 64])),
 )  # fmt: skip
 
 

@@ -71,3 +71,8 @@ def peak_bytes() -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def words(text: str) -> list[str]:
+    """The words of a text, for long lists of names."""
+    return text.split()

@@ -1,4 +1,4 @@
-"""Chat templates from files that nobody vouches for: a text, or a TemplateError of one line, in bounded time and memory."""
+"""Chat templates that nobody vouches for: a text, or a TemplateError of one line, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from localspec.errors import LocalspecError, TemplateError
 from localspec.templates import CHATML, ChatTemplate
-from tests.fuzz.target import Check, Target, Timed, one_line, peak_bytes
+from tests.fuzz.target import Check, Target, Timed, one_line, peak_bytes, words
 
 MAX_BYTES = 512 << 20
 CANARY = "canary-5d1f"
@@ -27,32 +27,44 @@ MESSAGES: list[dict[str, Any]] = [
 ]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"x": ["ä", 1, None, True]}}}]
 
-FILTERS = (
-    "abs attr batch capitalize center count d default dictsort e escape filesizeformat first float forceescape format groupby "
-    "indent int items join last length list lower map max min pprint random reject rejectattr replace reverse round safe select "
-    "selectattr slice sort string striptags sum title tojson trim truncate unique upper urlencode urlize wordcount wordwrap "
-    "xmlattr"
-).split()
-TESTS = (
-    "boolean callable defined divisibleby eq equalto escaped even false filter float ge gt in integer iterable le lower lt "
-    "mapping ne none number odd sameas sequence string test true undefined upper"
-).split()
-METHODS = (
-    "capitalize casefold center count encode endswith expandtabs find format format_map index isalnum isascii join ljust lower "
-    "lstrip maketrans partition removeprefix replace rfind rindex rjust rpartition rsplit split splitlines startswith strip "
-    "swapcase title translate upper zfill append extend insert pop remove sort reverse copy clear update setdefault get items "
-    "keys values popitem fromkeys add discard union bit_length to_bytes from_bytes hex as_integer_ratio conjugate cycle changed "
-    "depth index0 previtem nextitem next reset current"
-).split()
-HIDDEN = (
-    "__class__ __mro__ __subclasses__ __globals__ __init__ __dict__ __self__ __func__ __code__ __builtins__ __getattribute__ "
-    "__reduce_ex__ __import__ mro gi_frame f_globals f_back cr_frame ag_frame tb_frame func_globals im_func _Namespace__attrs "
-    "environment meter left deadline _get_default_module __call__ __iter__ __next__ __getitem__ __mul__ __add__ __format__"
-).split()
-NAMES = (
-    "messages tools bos_token eos_token add_generation_prompt m x y ns loop self caller varargs kwargs true false none namespace "
-    "dict range cycler joiner lipsum raise_exception strftime_now f context environment missing"
-).split()
+FILTERS = words(
+    """
+    abs attr batch capitalize center count d default dictsort e escape filesizeformat first float forceescape
+    format groupby indent int items join last length list lower map max min pprint random reject rejectattr
+    replace reverse round safe select selectattr slice sort string striptags sum title tojson trim truncate
+    unique upper urlencode urlize wordcount wordwrap xmlattr
+    """
+)
+TESTS = words(
+    """
+    boolean callable defined divisibleby eq equalto escaped even false filter float ge gt in integer iterable le
+    lower lt mapping ne none number odd sameas sequence string test true undefined upper
+    """
+)
+METHODS = words(
+    """
+    capitalize casefold center count encode endswith expandtabs find format format_map index isalnum isascii
+    join ljust lower lstrip maketrans partition removeprefix replace rfind rindex rjust rpartition rsplit split
+    splitlines startswith strip swapcase title translate upper zfill append extend insert pop remove sort
+    reverse copy clear update setdefault get items keys values popitem fromkeys add discard union bit_length
+    to_bytes from_bytes hex as_integer_ratio conjugate cycle changed depth index0 previtem nextitem next reset
+    current
+    """
+)
+HIDDEN = words(
+    """
+    __class__ __mro__ __subclasses__ __globals__ __init__ __dict__ __self__ __func__ __code__ __builtins__
+    __getattribute__ __reduce_ex__ __import__ mro gi_frame f_globals f_back cr_frame ag_frame tb_frame
+    func_globals im_func _Namespace__attrs environment meter left deadline _get_default_module __call__ __iter__
+    __next__ __getitem__ __mul__ __add__ __format__
+    """
+)
+NAMES = words(
+    """
+    messages tools bos_token eos_token add_generation_prompt m x y ns loop self caller varargs kwargs true false
+    none namespace dict range cycler joiner lipsum raise_exception strftime_now f context environment missing
+    """
+)
 TEXTS = [
     "",
     "a",
@@ -107,7 +119,9 @@ ATOMS = st.one_of(
 def _larger(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     arguments = st.lists(inner, max_size=3).map(", ".join)
     name = st.one_of(st.sampled_from(METHODS), st.sampled_from(HIDDEN), st.sampled_from(["role", "content", "x"]))
-    operator = st.sampled_from("+ - * / // % ** ~ == != < > <= >= and or in".split())
+    operator = st.sampled_from(
+        ["+", "-", "*", "/", "//", "%", "**", "~", "==", "!=", "<", ">", "<=", ">=", "and", "or", "in"]
+    )
     return st.one_of(
         st.tuples(inner, operator, inner).map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
         st.tuples(inner, st.sampled_from(FILTERS)).map(lambda t: f"({t[0]}|{t[1]})"),

@@ -123,5 +123,6 @@ def _load(file: GGUFFile, device: mx.Device, progress: Progress | None) -> Netwo
         if isinstance(error, LocalspecError):
             raise
         raise UnsupportedModel(
-            f"MLX cannot build {file.path.name} by its header ({type(error).__name__}: {error}); use --backend llama-cpp"
+            f"MLX cannot build {file.path.name} by its header ({type(error).__name__}: {error}); "
+            "use --backend llama-cpp"
         ) from error
