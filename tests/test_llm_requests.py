@@ -479,6 +479,23 @@ def test_token_ids_are_a_prompt(llm: LLM) -> None:
         llm.generate([10**9, 1], GREEDY)
 
 
+@pytest.mark.parametrize(
+    "prompt",
+    [None, 5, 1.5, b"bytes", {}, {0: 1}, {"role": "user"}, [1, "x"], [1, None], [-1], [2**70], [[1]], object()],
+    ids=repr,
+)
+def test_what_is_no_prompt_is_refused_in_one_line(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(UsageError) as caught:
+        llm.generate(prompt, GREEDY)
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("deadline", ["soon", 1j, [], b"1", object, 0, float("nan")], ids=repr)
+def test_what_is_no_deadline_is_refused_in_one_line(llm: LLM, deadline: Any) -> None:
+    with pytest.raises(UsageError, match="deadline"):
+        llm.generate("the", GREEDY, deadline=deadline)
+
+
 def test_close_can_cancel(tiny: TinyFiles) -> None:
     llm = LLM(tiny.quick.target, draft=None, backend="reference", n_ctx=2048)
     running = llm.rounds("endless", SamplingParams(max_tokens=2000, ignore_eos=True))

@@ -51,15 +51,15 @@ def fuzz(target: Target, seconds: float, folder: Path, first_seed: int) -> tuple
                 print_blob=False,
             )
             @given(target.cases)
-            def run(case: Any, failing: list[Any] = failing) -> None:
+            def run(case: Any) -> None:
                 nonlocal n_cases
-                if time.monotonic() > end and not failing:
+                if time.monotonic() > end and not failing:  # noqa: B023
                     raise TimeUp
                 n_cases += 1
                 try:
                     check(case)
                 except Exception:
-                    failing[:] = [case]
+                    failing[:] = [case]  # noqa: B023 - run ends before the next batch begins
                     raise
 
             batch += 1
