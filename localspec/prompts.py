@@ -80,9 +80,9 @@ class PromptEncoder:
 
     def _checked_ids(self, tokens: Sequence[int]) -> list[int]:
         end = self._model.n_vocab
-        wrong = next((token for token in tokens if not isinstance(token, Integral) or not 0 <= token < end), None)
-        if wrong is not None:
-            raise UsageError(f"token ids must lie in 0..{end - 1}, not {wrong!r:.40}")
+        for token in tokens:
+            if not isinstance(token, Integral) or not 0 <= token < end:
+                raise UsageError(f"token ids must lie in 0..{end - 1}, not {token!r:.40}")
         return [int(token) for token in tokens]
 
     def token_text(self, token: int) -> str:

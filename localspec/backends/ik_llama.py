@@ -147,6 +147,8 @@ class IkLlamaBinding(Binding):
         kind = tensor.ggml_type
         if kind >= _N_TYPES or kind in _INTERLEAVED_IN_FILES:
             return False
+        if len(tensor.shape) == 1 and kind and tensor.name.endswith(("norm.weight", ".bias")):
+            return False  # asserted to be F32
         block = max(self.lib.ggml_blck_size(kind), _ROWS_OF.get(kind, 0))
         return bool(block > 0 and tensor.shape[0] % block == 0)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 
 from localspec.errors import ModelFileError, UnsupportedModel
 from localspec.gguf_file import GGUFFile, TensorInfo
@@ -50,8 +51,6 @@ def check_sound(gguf: GGUFFile, vocab: Vocab, computes: Callable[[TensorInfo], b
             )
         if len(tensor.shape) > 1 and tensor.ggml_type in _NO_MATRIX and tensor.name.endswith(".weight"):
             raise UnsupportedModel(f"{name} has weights of the type {tensor.type_name} ({tensor.name})")
-        if len(tensor.shape) <= 1 and tensor.ggml_type and tensor.name.endswith(("norm.weight", ".bias")):
-            raise UnsupportedModel(f"{name}: {tensor.name} is {tensor.type_name} and not F32")
     _check_vocab(gguf, vocab, damaged)
 
 
@@ -65,9 +64,10 @@ def _check_experts(gguf: GGUFFile, damaged: Callable[[str], ModelFileError]) -> 
 
 def _check_vocab(gguf: GGUFFile, vocab: Vocab, damaged: Callable[[str], ModelFileError]) -> None:
     tokens = gguf.metadata["tokenizer.ggml.tokens"]
-    texts = [text for text in tokens if text]
+    raw, offsets = bytes(tokens.raw), tokens.offsets.tolist()
+    texts = [text for start, end in pairwise(offsets) if (text := raw[start + 8 : end])]
     if len(set(texts)) < len(texts):
-        twice = Counter(texts).most_common(1)[0][0]
+        twice = Counter(texts).most_common(1)[0][0].decode("utf-8", "replace")
         raise damaged(f"the token {twice[:40]!r} occurs twice in its vocabulary")
     if _MOST_SPECIAL.get(vocab.kind, 0) >= vocab.n_tokens:
         raise damaged(f"it has only {vocab.n_tokens} tokens")
