@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from localspec.answering import Request, answer, score
-from localspec.arguments import DraftLength, checked_bound, checked_bytes, checked_length, draft_specs
+from localspec.arguments import DraftLength, checked_bound, checked_bytes, checked_ids, checked_length, draft_specs
 from localspec.asking import AskingModel
 from localspec.catalog import Catalog
 from localspec.errors import Cancelled, UsageError
@@ -327,9 +327,8 @@ class LLM(AskingModel):
             length = checked_length(draft_length)
         params = replace(params) if params is not None else SamplingParams()
         n_logprobs = None if logprobs is None else checked_top(logprobs)
-        if isinstance(prediction, str):
-            prediction = self.tokenize(prediction)
-        request = Request(question, params, length, n_logprobs, self.model_name, drafters, prediction or ())
+        copied = self.tokenize(prediction) if isinstance(prediction, str) else checked_ids(prediction, "a prediction")
+        request = Request(question, params, length, n_logprobs, self.model_name, drafters, copied)
 
         def submit(deliver: Callable[[Any], Any]) -> Job:
             job = Job(

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from localspec import backends
-from localspec.arguments import DraftLength
+from localspec.arguments import DraftLength, checked_names
 from localspec.auto_controller import MAX_DRAFT, AutoController
 from localspec.backends.base import FEW_ROWS, Context, FloatArray, Model
 from localspec.backends.machine import cpu_name
@@ -266,6 +266,7 @@ class Pair:
         Raises:
             UsageError: no such drafter is loaded.
         """
+        names = checked_names(names)
         known = dict(zip(self.draft_names, self._drafters, strict=True))
         unknown = [name for name in names or () if name not in known]
         if unknown:

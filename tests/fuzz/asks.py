@@ -343,8 +343,8 @@ class Asker:
             reply = one_line(error)
         if isinstance(reply, Reply):
             self._compare(reply, prompt, params)
-            ids = self.llm.encode(prompt)
-            self._said = (ids + reply.token_ids)[:N_CTX]
+            if reply.token_ids:
+                self._said = (self.llm.encode(prompt) + reply.token_ids)[:N_CTX]
         elif reply is not None and case["end"] == ("read",) and not options:
             assert isinstance(self._answer(prompt, params), str), (
                 f"plain decoding has no objection, drafting says: {reply}"
