@@ -54,9 +54,7 @@ class Job:
         try:
             hash(conversation)
         except TypeError:
-            raise UsageError(
-                f"a conversation is named by what is hashable, not {type(conversation).__name__}"
-            ) from None
+            raise UsageError(f"a conversation must be hashable, not {type(conversation).__name__}") from None
         self.conversation: Hashable = self if conversation is None else conversation
         self.submitted = time.monotonic()
         self.ends_at = None if deadline is None else self.submitted + deadline
