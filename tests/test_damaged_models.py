@@ -32,6 +32,7 @@ CASES: dict[str, tuple[str, list[Any]]] = {
     "weights of F64": ("bpe", [("dims", FIRST_TENSOR, [64, 100]), ("type", FIRST_TENSOR, 28)]),
     "a norm that is F16": ("bpe", [("type", NORM, 1)]),
     "two equal tokens": ("bpe", [("item", "tokenizer.ggml.tokens", 0.0, 6)]),
+    "tokens that are equal up to a zero byte": ("bpe", [("text", "tokenizer.ggml.tokens", 0.5, b"!\0x")]),
     "token types that are a text": ("bpe", [("set", "tokenizer.ggml.token_type", (TEXT, struct.pack("<Q", 1) + b"k"))]),
     "five tokens": ("bpe", [("shorter", "tokenizer.ggml.tokens", 5)]),
     "more experts used than there are": ("bpe", [("set", "llama.expert_used_count", (U32, struct.pack("<I", 1)))]),
@@ -47,7 +48,13 @@ CASES: dict[str, tuple[str, list[Any]]] = {
 HARMLESS = {
     "llama-cpp": {"a norm that is F16", "no feed-forward channels"},
     "ik-llama": {"no feed-forward channels"},
-    "mlx": {"a norm that is F16", "two equal tokens", "five tokens", "a file type of 64 bits"},
+    "mlx": {
+        "a norm that is F16",
+        "two equal tokens",
+        "tokens that are equal up to a zero byte",
+        "five tokens",
+        "a file type of 64 bits",
+    },
 }
 """What an engine can do with all the same, or refuses for a reason of its own."""
 

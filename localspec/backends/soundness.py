@@ -65,7 +65,8 @@ def _check_experts(gguf: GGUFFile, damaged: Callable[[str], ModelFileError]) -> 
 def _check_vocab(gguf: GGUFFile, vocab: Vocab, damaged: Callable[[str], ModelFileError]) -> None:
     tokens = gguf.metadata["tokenizer.ggml.tokens"]
     raw, offsets = bytes(tokens.raw), tokens.offsets.tolist()
-    texts = [text for start, end in pairwise(offsets) if (text := raw[start + 8 : end])]
+    # They read a token as far as its first zero byte.
+    texts = [text for start, end in pairwise(offsets) if (text := raw[start + 8 : end].partition(b"\0")[0])]
     if len(set(texts)) < len(texts):
         twice = Counter(texts).most_common(1)[0][0].decode("utf-8", "replace")
         raise damaged(f"the token {twice[:40]!r} occurs twice in its vocabulary")
