@@ -33,6 +33,11 @@ CASES: dict[str, tuple[str, list[Any]]] = {
     "a norm that is F16": ("bpe", [("type", NORM, 1)]),
     "two equal tokens": ("bpe", [("item", "tokenizer.ggml.tokens", 0.0, 6)]),
     "tokens that are equal up to a zero byte": ("bpe", [("text", "tokenizer.ggml.tokens", 0.5, b"!\0x")]),
+    "a merge of nothing": ("bpe", [("text", "tokenizer.ggml.merges", 0.0, b"llama")]),
+    "tensors anywhere": (
+        "bpe",
+        [("set", "general.alignment", (U32, struct.pack("<I", 1))), ("rename", "general.name", b"n")],
+    ),
     "token types that are a text": ("bpe", [("set", "tokenizer.ggml.token_type", (TEXT, struct.pack("<Q", 1) + b"k"))]),
     "five tokens": ("bpe", [("shorter", "tokenizer.ggml.tokens", 5)]),
     "more experts used than there are": ("bpe", [("set", "llama.expert_used_count", (U32, struct.pack("<I", 1)))]),
@@ -46,10 +51,12 @@ CASES: dict[str, tuple[str, list[Any]]] = {
 }
 
 HARMLESS = {
-    "llama-cpp": {"a norm that is F16", "no feed-forward channels"},
-    "ik-llama": {"no feed-forward channels"},
+    "llama-cpp": {"a norm that is F16", "no feed-forward channels", "a merge of nothing"},
+    "ik-llama": {"no feed-forward channels", "a merge of nothing", "tensors anywhere"},
     "mlx": {
         "a norm that is F16",
+        "a merge of nothing",
+        "tensors anywhere",
         "two equal tokens",
         "tokens that are equal up to a zero byte",
         "five tokens",

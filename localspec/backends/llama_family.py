@@ -40,6 +40,8 @@ class Binding(ABC):
     """The module or library that has the llama_* functions both engines share under one name."""
     state_flags: tuple[int, ...] = ()
     """Last arguments of the functions that save a sequence, for an engine that takes flags there."""
+    alignment = 1
+    """What tensors in the file must be aligned to [bytes]; more for an engine that computes from the mapped file."""
     keeps_rows = False
     """See ``Capabilities``."""
 
@@ -116,7 +118,7 @@ class LlamaModel(Model):
         self.engine = f"{binding.name} {binding.version}"
         self.path = path
         self.vocab = Vocab.from_gguf(gguf)
-        check_sound(gguf, self.vocab, binding.computes)
+        check_sound(gguf, self.vocab, binding.computes, binding.alignment)
         template = gguf.metadata.get("tokenizer.chat_template")
         self.chat_template = str(template) if template is not None else None
         self.n_ctx_train = gguf.n_ctx_train

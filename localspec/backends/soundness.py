@@ -22,13 +22,14 @@ _MOST_SPECIAL = {"gpt2": 11, "llama": 2, "t5": 1}
 """The largest id that an engine takes for a special token where the file declares none."""
 
 
-def check_sound(gguf: GGUFFile, vocab: Vocab, computes: Callable[[TensorInfo], bool]) -> None:
+def check_sound(gguf: GGUFFile, vocab: Vocab, computes: Callable[[TensorInfo], bool], alignment: int = 1) -> None:
     """Refuse a file that would end the process.
 
     Args:
         gguf: the open file.
         vocab: its vocabulary.
         computes: whether the engine can work with a tensor of that type and size.
+        alignment: what the places of tensors in the file must be multiples of [bytes].
 
     Raises:
         ModelFileError: it is damaged.
@@ -44,6 +45,11 @@ def check_sound(gguf: GGUFFile, vocab: Vocab, computes: Callable[[TensorInfo], b
             raise damaged(f"{key} is no 32-bit number")
     _check_experts(gguf, damaged)
     for tensor in gguf.tensors.values():
+        if tensor.offset % alignment:
+            raise UnsupportedModel(
+                f"{name}: {tensor.name} does not begin at a multiple of {alignment} bytes, as this engine needs it; "
+                "try another --backend"
+            )
         if not computes(tensor):
             raise UnsupportedModel(
                 f"{name}: this engine does not compute {tensor.name}, which is {tensor.type_name} in rows of "

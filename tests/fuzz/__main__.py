@@ -36,7 +36,7 @@ class TimeUp(BaseException):
 def fuzz(target: Target, seconds: float, folder: Path, first_seed: int) -> tuple[int, list[str]]:
     """Try cases for a while; returns how many, and the files of those that failed."""
     end = time.monotonic() + seconds
-    n_cases, failures, batch = 0, [], 0
+    n_cases, failures, batch = 0, dict[str, str](), 0
     with tempfile.TemporaryDirectory() as scratch, target.opened(Path(scratch)) as check:
         while time.monotonic() < end and len(failures) < 10:
             failing: list[Any] = []
@@ -47,7 +47,7 @@ def fuzz(target: Target, seconds: float, folder: Path, first_seed: int) -> tuple
                 deadline=None,
                 database=DirectoryBasedExampleDatabase(folder / "examples"),
                 suppress_health_check=list(HealthCheck),
-                phases=[Phase.reuse, Phase.generate, Phase.shrink],
+                phases=[*([] if batch else [Phase.reuse]), Phase.generate, Phase.shrink],
                 print_blob=False,
             )
             @given(target.cases)
@@ -68,8 +68,10 @@ def fuzz(target: Target, seconds: float, folder: Path, first_seed: int) -> tuple
             except TimeUp:
                 break
             except Exception as error:
-                failures.append(_save(folder, target, failing, error, first_seed + batch - 1))
-    return n_cases, failures
+                what = f"{type(error).__name__}: {error}"[:120]
+                if what not in failures:  # the same defect may be met again by every batch
+                    failures[what] = _save(folder, target, failing, error, first_seed + batch - 1)
+    return n_cases, list(failures.values())
 
 
 def _save(folder: Path, target: Target, failing: list[Any], error: Exception, used: int) -> str:

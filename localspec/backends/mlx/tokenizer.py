@@ -85,7 +85,7 @@ class ByteLevel:
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
         splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in word_split(pre, file_name)]
-        pairs = dict.fromkeys(_pair(merge) for merge in merges)
+        pairs = dict.fromkeys(_pair(merge) for merge in merges if " " in merge[1:])
         # The package wants a token for every byte and every merge. llama.cpp does without: what a merge without a token
         # leaves is looked up letter by letter, and what has no token is dropped.
         vocab, self._n_tokens = dict(ids), len(ids)
