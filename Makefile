@@ -3,16 +3,18 @@ VENV ?= .venv
 VENV_TEST ?= .venv-test
 ARGS ?=
 NATIVE ?=
+MINUTES ?= 10
 REAL_MODELS = smollm2-135m qwen2.5-coder-0.5b qwen2.5-coder-1.5b gemma3-270m
 
 export PYTHON NATIVE
 
-.PHONY: help chat test test-real lint format types clean
+.PHONY: help chat test test-real fuzz lint format types clean
 
 help:
 	@echo 'make chat       talk to a model and watch the guesses (ARGS="--temperature 0.7" passes options)'
 	@echo 'make test       the test suite, with every extra installed (ARGS="-k ngram" passes options)'
 	@echo 'make test-real  the tests on real models; fetches them first (2 GB)'
+	@echo 'make fuzz       random cases for every surface (MINUTES=10; ARGS="--only requests" passes options)'
 	@echo 'make lint       ruff: rules and formatting'
 	@echo 'make format     let ruff rewrite what it can'
 	@echo 'make types      mypy --strict'
@@ -33,6 +35,10 @@ test-real:
 	@LOCALSPEC_TEST_MODELS="$$($(VENV_TEST)/bin/python -c 'from localspec.home import models_dir; print(models_dir())')" \
 		$(VENV_TEST)/bin/python -m pytest -m real $(ARGS)
 
+fuzz:
+	@scripts/venv $(VENV_TEST) dev all
+	@$(VENV_TEST)/bin/python -m tests.fuzz --minutes $(MINUTES) $(ARGS)
+
 lint:
 	@scripts/venv $(VENV_TEST) dev all
 	@$(VENV_TEST)/bin/ruff check
@@ -48,5 +54,5 @@ types:
 	@$(VENV_TEST)/bin/mypy
 
 clean:
-	rm -rf $(VENV) $(VENV_TEST) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_TEST) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .fuzz
 	find localspec tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -70,9 +70,7 @@ def show(load: str, samples: list[Sample]) -> None:
     under = sum(ratio < 0.97 for ratio, _, _ in long)
     by_category = "  ".join(f"{name} {statistics.median(r for r, _, _ in group):.2f}" for name, group in ratios.items())
     print(f"{load:>6}  plain {speeds[0]:5.1f} tok/s  all {statistics.median(r for r, _, _ in rows):.2f}  {by_category}")
-    print(
-        f"        {len(rows)} answers; {under} of {len(long)} under 0.97; slowest {slow}"
-    )
+    print(f"        {len(rows)} answers; {under} of {len(long)} under 0.97; slowest {slow}")
 
 
 def main() -> None:

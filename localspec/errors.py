@@ -28,7 +28,17 @@ from __future__ import annotations
 
 
 class LocalspecError(Exception):
-    """Base class: ``str(error)`` is one line that says what is wrong and what to do."""
+    """Base class: ``str(error)`` is one line that says what is wrong and what to do.
+
+    It may quote what files and clients say, so line breaks and control characters in it are made harmless.
+    """
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if text.isprintable():
+            return text
+        text = " ".join(text.split())
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class UsageError(LocalspecError, ValueError):

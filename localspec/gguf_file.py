@@ -107,6 +107,7 @@ class GGUFFile:
         version: GGUF version.
         metadata: key -> value. Arrays of numbers are NumPy views, arrays of strings ``StringArray``; both are read
             from the map only when used.
+        kinds: key -> number of its value's type, as the format counts them.
         tensors: name -> ``TensorInfo``; every one lies inside its file.
         alignment: of the tensor data [bytes].
         header_end: offset of the end of the tensor list [bytes].
@@ -176,17 +177,19 @@ class GGUFFile:
         at = 24
         self.metadata: dict[str, Any] = {}
         self.kv_ranges: dict[str, tuple[int, int]] = {}
+        self.kinds: dict[str, int] = {}
         for _ in range(n_keys):
             start = at
             key, at = self._string(at)
             if key in self.metadata:
                 raise ValueError(f"the key {key[:60]!r} occurs twice")
             (kind,) = struct.unpack_from("<I", self.buffer, at)
-            if key == "general.alignment" and kind != _UINT32:  # engines abort the process on that
-                raise ValueError("its alignment is no 32-bit number")
+            self.kinds[key] = kind
             self.metadata[key], at = self._value(at + 4, kind)
             self.kv_ranges[key] = (start, at)
         self.alignment = int(self.metadata.get("general.alignment", 32))
+        if self.kinds.get("general.alignment", _UINT32) != _UINT32:  # engines abort the process on that
+            raise ValueError("its alignment is no 32-bit number")
         if not 0 < self.alignment <= 1 << 20:
             raise ValueError(f"its alignment is {self.alignment}")
         self.tensors: dict[str, TensorInfo] = {}
@@ -200,12 +203,12 @@ class GGUFFile:
         (n_dims,) = struct.unpack_from("<I", self.buffer, at)
         if n_dims > _MAX_DIMS or name in self.tensors:
             raise ValueError(f"tensor {name[:60]!r} has {n_dims} dimensions, or occurs twice")
-        shape = struct.unpack_from(f"<{n_dims}Q", self.buffer, at + 4)
+        shape = struct.unpack_from(f"<{n_dims}Q", self.buffer, at + 4) or (1,)  # a single number, as ggml sees it
+        if not 0 < math.prod(shape) < 1 << 62:  # engines abort the process on empty ones too
+            raise ValueError(f"tensor {name[:60]!r} has the sizes {list(shape)}")
         at += 4 + 8 * n_dims
         kind, offset = struct.unpack_from("<IQ", self.buffer, at)
         _, block, n_bytes = TENSOR_TYPES.get(kind, ("", 1, 0))
-        if 0 in shape:  # engines abort the process on that too
-            raise ValueError(f"tensor {name[:60]!r} is empty")
         if shape and shape[0] % block:
             raise ValueError(f"tensor {name[:60]!r} has rows of {shape[0]}, not whole blocks of {block}")
         self.tensors[name] = TensorInfo(name, shape, kind, offset, math.prod(shape) // block * n_bytes)
@@ -354,6 +357,8 @@ class GGUFFile:
             raise UnsupportedModel(f"{name} does not name its architecture, so no engine can load it")
         if "tokenizer.ggml.tokens" not in self.metadata or "token_embd.weight" not in self.tensors:
             raise UnsupportedModel(f"{name} ({architecture}) has no vocabulary, so it cannot generate text")
+        if self.field("block_count") == 0:
+            raise UnsupportedModel(f"{name} has no layers, so it cannot generate text")
         pooling = self.field("pooling_type", 0)
         if (isinstance(pooling, int) and pooling not in (0, -1, 0xFFFFFFFF)) or self.field("attention.causal") is False:
             raise UnsupportedModel(f"{name} is an embedding model ({architecture}), which cannot generate text")

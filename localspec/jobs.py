@@ -36,7 +36,7 @@ class Job:
         deadline: seconds from now in which it has to be done, waiting included; None is for ever.
 
     Raises:
-        UsageError: the deadline is not a positive number.
+        UsageError: the deadline is not a positive number, or the conversation not hashable.
     """
 
     def __init__(
@@ -50,6 +50,10 @@ class Job:
     ) -> None:
         if deadline is not None and not (_is_number(deadline) and math.isfinite(deadline) and deadline > 0):
             raise UsageError(f"the deadline must be a number of seconds over 0, not {deadline!r}")
+        try:
+            hash(conversation)
+        except TypeError:
+            raise UsageError(f"a conversation must be hashable, not {type(conversation).__name__}") from None
         self.conversation: Hashable = self if conversation is None else conversation
         self.submitted = time.monotonic()
         self.ends_at = None if deadline is None else self.submitted + deadline

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 import threading
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -200,7 +201,9 @@ def _compile(source: str) -> jinja2.Template:
     if len(source) > MAX_SOURCE:
         raise TemplateError(f"the model's chat template has {len(source)} characters; at most {MAX_SOURCE} are read")
     try:
-        return MeteredEnvironment().from_string(source)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python's own about odd expressions, meant for who wrote the template
+            return MeteredEnvironment().from_string(source)
     except (Exception, LimitReached) as error:
         raise _failure("cannot be read", error) from None
 

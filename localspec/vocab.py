@@ -92,11 +92,10 @@ class Vocab:
             raise UnsupportedModel(f"{gguf.path.name} has no vocabulary, so it cannot generate text")
         if kind not in _DEFAULT_IDS:
             raise UnsupportedModel(f"{gguf.path.name} has a tokenizer of the kind {kind!r}, which is not supported")
+        _check_lists(gguf, len(tokens))
         types = np.ones(len(tokens), dtype=np.int32)
         stored = get("tokenizer.ggml.token_type")
-        if isinstance(stored, np.ndarray):
-            if len(stored) < len(tokens):
-                raise UnsupportedModel(f"{gguf.path.name} has {len(tokens)} tokens but {len(stored)} token types")
+        if stored is not None:
             types = np.array(stored[: len(tokens)], dtype=np.int32)
         vocab = cls(tokens.copy(), types, kind, str(get("tokenizer.ggml.pre", "")))
         special: dict[str, int | None] = {}
@@ -294,6 +293,21 @@ class Vocab:
         if token is None:
             return "none"
         return f"{token} {self._tokens[token]!r}" if token < self.n_tokens else str(token)
+
+
+def _check_lists(gguf: GGUFFile, n_tokens: int) -> None:
+    """Refuse what stands beside the tokens and does not fit them: engines read it without looking."""
+    for name, what, kinds in (("token_type", "token types", "iu"), ("scores", "scores", "f")):
+        stored = gguf.metadata.get(f"tokenizer.ggml.{name}")
+        if stored is None:
+            continue
+        if not isinstance(stored, np.ndarray) or stored.dtype.kind not in kinds or stored.dtype.itemsize != 4:
+            raise UnsupportedModel(f"{gguf.path.name} is damaged: its {what} are no list of 32-bit numbers")
+        if len(stored) < n_tokens:
+            raise UnsupportedModel(f"{gguf.path.name} has {n_tokens} tokens but {len(stored)} {what}")
+    merges = gguf.metadata.get("tokenizer.ggml.merges")
+    if merges is not None and not isinstance(merges, StringArray):
+        raise UnsupportedModel(f"{gguf.path.name} is damaged: its merges are no list of texts")
 
 
 @cache

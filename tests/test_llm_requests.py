@@ -571,6 +571,52 @@ def test_token_ids_are_a_prompt(llm: LLM) -> None:
         llm.generate([10**9, 1], GREEDY)
 
 
+@pytest.mark.parametrize(
+    "prompt",
+    [None, 5, 1.5, b"bytes", {}, {0: 1}, {"role": "user"}, [1, "x"], [1, None], [-1], [2**70], [[1]], object()],
+    ids=repr,
+)
+def test_what_is_no_prompt_is_refused_in_one_line(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(UsageError) as caught:
+        llm.generate(prompt, GREEDY)
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("deadline", ["soon", 1j, [], b"1", object, 0, float("nan")], ids=repr)
+def test_what_is_no_deadline_is_refused_in_one_line(llm: LLM, deadline: Any) -> None:
+    with pytest.raises(UsageError, match="deadline"):
+        llm.generate("the", GREEDY, deadline=deadline)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prediction": True},
+        {"prediction": 5},
+        {"prediction": [1, "x"]},
+        {"prediction": b"text"},
+        {"drafters": True},
+        {"drafters": [None]},
+        {"drafters": {"ngram": 1}},
+        {"drafters": "nobody"},
+        {"conversation": []},
+        {"draft_length": []},
+        {"draft_length": float("inf")},
+        {"draft_length": np.array([1, 2])},
+        {"logprobs": "all"},
+    ],
+    ids=repr,
+)
+def test_options_of_a_wrong_type_are_refused_in_one_line(llm: LLM, options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError) as caught:
+        llm.generate("the", GREEDY, **options)
+    assert str(caught.value).isprintable()
+    assert (
+        llm.generate("the", GREEDY, drafters="ngram", prediction=None).token_ids
+        == llm.generate("the", GREEDY).token_ids
+    )
+
+
 def test_close_can_cancel(tiny: TinyFiles) -> None:
     llm = LLM(tiny.quick.target, draft=None, backend="reference", n_ctx=2048)
     with Brake(llm) as brake:

@@ -218,6 +218,12 @@ class TestSandbox:
         assert name != "sum of lists" or "lists" in message
         assert name not in ("doubling", "adding", "join method") or "work or memory" in message
 
+    @pytest.mark.parametrize("source", ["{{ 1.5[1:2] }}", "{{ 7[::2] }}"])
+    def test_odd_expressions_warn_nobody(self, source: str, recwarn: pytest.WarningsRecorder) -> None:
+        with pytest.raises(TemplateError, match="failed"):
+            ChatTemplate(source + "{{ raise_exception('end') }}").render(CHAT)
+        assert not recwarn.list
+
     @pytest.mark.parametrize("source", OUTSIDE)
     def test_no_way_out(self, source: str) -> None:
         with pytest.raises(TemplateError):

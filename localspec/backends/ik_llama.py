@@ -19,7 +19,7 @@ from localspec.backends.llama_family import N_BATCH, N_UBATCH, Binding, LlamaMod
 from localspec.backends.machine import cpu_features, default_threads, missing_cpu_features, prepare_threads
 from localspec.backends.noise import engine_log
 from localspec.errors import EngineUnavailable, UnsupportedModel, UsageError
-from localspec.gguf_file import GGUFFile
+from localspec.gguf_file import GGUFFile, TensorInfo
 
 NAME = "ik-llama"
 VERSION = "0.1.5"
@@ -36,6 +36,15 @@ _FAMILIAR_TYPES = {
     "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
     "IQ4_XS",
 }  # fmt: skip
+
+_N_TYPES = 400
+"""Size of its table of tensor types; beyond it, functions return whatever lies there."""
+
+_INTERLEAVED_IN_FILES = (31, 32, 33)
+"""Q4_0 with its rows interleaved for some CPUs: llama.cpp dropped them from its files, and ik_llama.cpp crashes."""
+
+_ROWS_OF = {36: 128, 134: 512, 219: 256, 229: 256}
+"""Rows must be multiples of this in kernels of I2_S, IQ1_BN, IQ1_S_R4 and IQ1_M_R4, which have smaller blocks."""
 
 _LOG_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
 
@@ -85,6 +94,7 @@ class IkLlamaBinding(Binding):
             ("llama_synchronize", [pointer], None),
             ("llama_get_logits", [pointer], pointer),
             ("llama_n_vocab", [pointer], i32),
+            ("ggml_blck_size", [ctypes.c_int], ctypes.c_int64),
             ("llama_log_set", [_LOG_CALLBACK, pointer], None),
             ("llama_model_has_recurrent", [pointer], ctypes.c_bool),
             ("llama_state_seq_get_size", [pointer, i32, u32], size_t),
@@ -155,6 +165,17 @@ class IkLlamaBinding(Binding):
 
     def n_vocab(self, model: int) -> int:
         return int(self.lib.llama_n_vocab(model))
+
+    def computes(self, tensor: TensorInfo) -> bool:
+        # It asserts that a type is in its table, divides by the block size of types that have none, and asserts in its
+        # kernels that rows are whole blocks.
+        kind = tensor.ggml_type
+        if kind >= _N_TYPES or kind in _INTERLEAVED_IN_FILES:
+            return False
+        if len(tensor.shape) == 1 and kind and tensor.name.endswith(("norm.weight", ".bias")):
+            return False  # asserted to be F32
+        block = max(self.lib.ggml_blck_size(kind), _ROWS_OF.get(kind, 0))
+        return bool(block > 0 and tensor.shape[0] % block == 0)
 
     def device(self, n_gpu_layers: int) -> str:
         return "cpu"

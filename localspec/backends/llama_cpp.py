@@ -22,6 +22,7 @@ class LlamaCppBinding(Binding):
     """llama-cpp-python's own ctypes table; its ``Llama`` class is not used."""
 
     name = NAME
+    alignment = 32  # of its CPU buffers; it asserts that a mapped file has it
 
     def __init__(self) -> None:
         prepare_threads()

@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.backends.base import Capabilities, Context, ContextState, FloatArray, Forward, Model, Progress
+from localspec.backends.soundness import check_sound
 from localspec.errors import Closed, EngineError, UsageError
-from localspec.gguf_file import GGUFFile
+from localspec.gguf_file import GGUFFile, TensorInfo
 from localspec.vocab import Vocab
 
 Bytes = npt.NDArray[np.uint8]
@@ -41,6 +42,8 @@ class Binding(ABC):
     """The module or library that has the llama_* functions both engines share under one name."""
     state_flags: tuple[int, ...] = ()
     """Last arguments of the functions that save a sequence, for an engine that takes flags there."""
+    alignment = 1
+    """What tensors in the file must be aligned to [bytes]; more for an engine that computes from the mapped file."""
     keeps_rows = False
     """See ``Capabilities``."""
 
@@ -82,6 +85,10 @@ class Binding(ABC):
 
     @abstractmethod
     def n_vocab(self, model: int) -> int: ...
+
+    def computes(self, tensor: TensorInfo) -> bool:
+        """Whether the engine survives a tensor of this type and size; one that refuses the others itself says yes."""
+        return True
 
     @abstractmethod
     def device(self, n_gpu_layers: int) -> str: ...
@@ -137,6 +144,7 @@ class LlamaModel(Model):
         self.engine = f"{binding.name} {binding.version}"
         self.path = path
         self.vocab = Vocab.from_gguf(gguf)
+        check_sound(gguf, self.vocab, binding.computes, binding.alignment)
         template = gguf.metadata.get("tokenizer.chat_template")
         self.chat_template = str(template) if template is not None else None
         self.n_ctx_train = gguf.n_ctx_train

@@ -34,6 +34,8 @@ NAME = "reference"
 
 Array = npt.NDArray[np.float64]
 
+_HEAD_COUNTS = ("head_count", "head_count_kv")
+
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
@@ -53,8 +55,7 @@ class Hyperparameters:
         """Read them.
 
         Raises:
-            UnsupportedModel: the file uses a variant that this backend does not compute, or its sizes contradict
-                each other.
+            UnsupportedModel: the file uses a variant that this backend does not compute.
         """
 
         def get(key: str, default: Any = None) -> Any:
@@ -63,42 +64,51 @@ class Hyperparameters:
                 raise UnsupportedModel(f"the file does not say llama.{key}")
             return value
 
-        def positive(key: str, default: Any = None, *, real: bool = False) -> Any:
+        def number(key: str, default: float | None = None) -> float:
             value = get(key, default)
-            number = isinstance(value, int) or (real and isinstance(value, float))
-            if not number or isinstance(value, bool) or not 0 < value < math.inf:
-                raise UnsupportedModel(f"the file says that llama.{key} is {value!r}, which cannot be")
+            if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+                raise UnsupportedModel(f"the file says llama.{key} = {_short(value)}, which is no size")
             return value
 
-        n_head, n_head_kv = get("attention.head_count"), get("attention.head_count_kv", get("attention.head_count"))
-        if isinstance(n_head, np.ndarray) or isinstance(n_head_kv, np.ndarray):
-            raise UnsupportedModel(
-                "the reference backend does not compute layers of different widths; use another --backend"
-            )
-        n_embd, n_head = positive("embedding_length"), positive("attention.head_count")
-        n_head_kv = positive("attention.head_count_kv", n_head)
+        def size(key: str, default: int | None = None) -> int:
+            value = number(key, default)
+            if value != int(value):
+                raise UnsupportedModel(f"the file says llama.{key} = {value}, which is no size")
+            return int(value)
+
         scaling = get("rope.scaling.type", "none")
-        d_head = positive("attention.key_length", n_embd // n_head)
-        if n_head % n_head_kv or d_head % 2:
-            raise UnsupportedModel(
-                f"the file has {n_head} heads, {n_head_kv} of them for keys, each {d_head} wide, which cannot be"
-            )
         for what, unsupported in (
-            ("a mixture of experts", get("expert_count", 0)),
-            ("a rotation of some channels only", get("rope.dimension_count", d_head) != d_head),
-            (f"rope scaling {scaling!r}", scaling not in ("none", "linear")),
+            ("a mixture of experts", number("expert_count", 0)),
+            ("layers of different widths", any(isinstance(get(f"attention.{k}", 0), np.ndarray) for k in _HEAD_COUNTS)),
+            (f"rope scaling {_short(scaling)}", not isinstance(scaling, str) or scaling not in ("none", "linear")),
         ):
             if unsupported:
                 raise UnsupportedModel(f"the reference backend does not compute {what}; use another --backend")
+        n_embd, n_head = size("embedding_length"), size("attention.head_count")
+        n_head_kv = size("attention.head_count_kv", n_head)
+        if not n_embd or not n_head or not n_head_kv or n_head % n_head_kv:
+            raise UnsupportedModel(
+                f"the file says {n_embd} channels, {n_head} heads, {n_head_kv} of keys: that is no model"
+            )
+        d_head = size("attention.key_length", n_embd // n_head)
+        if size("rope.dimension_count", d_head) != d_head:
+            raise UnsupportedModel(
+                "the reference backend does not compute a rotation of some channels only; use another --backend"
+            )
+        if not d_head or d_head % 2:
+            raise UnsupportedModel(f"the file says heads of {d_head} channels, which cannot be rotated in pairs")
+        base, factor = number("rope.freq_base", 10000.0), number("rope.scaling.factor", 1.0)
+        if not base or not factor:
+            raise UnsupportedModel(f"the file says a rotation of base {base} and factor {factor}")
         return cls(
-            n_layer=positive("block_count"),
+            n_layer=size("block_count"),
             n_embd=n_embd,
             n_head=n_head,
             n_head_kv=n_head_kv,
             d_head=d_head,
-            rope_base=float(positive("rope.freq_base", 10000.0, real=True)),
-            rope_scale=float(positive("rope.scaling.factor", 1.0, real=True)) if scaling == "linear" else 1.0,
-            norm_eps=float(positive("attention.layer_norm_rms_epsilon", real=True)),
+            rope_base=base,
+            rope_scale=factor if scaling == "linear" else 1.0,
+            norm_eps=number("attention.layer_norm_rms_epsilon"),
         )
 
 
@@ -134,7 +144,7 @@ class ReferenceModel(Model):
             template = file.metadata.get("tokenizer.chat_template")
             self.chat_template = str(template) if template is not None else None
             self.n_ctx_train = file.n_ctx_train
-            self.size_bytes = file.n_bytes
+            self.size_bytes = path.stat().st_size
             self.capabilities = Capabilities(batch_invariant=True, saves_state=True)
             self.n_threads = 1
             self.hparams = Hyperparameters.from_metadata(file.metadata)
@@ -143,41 +153,40 @@ class ReferenceModel(Model):
         self._closed = False
 
     def _load(self, file: GGUFFile, progress: Progress | None) -> None:
-        n_read, h = 0, self.hparams
+        n_read = 0
 
-        def read(name: str, *shape: int) -> Array:
+        def read(name: str, *shape: int | None) -> Array:
             nonlocal n_read
             n_read += 1
             if progress is not None and not progress(min(1.0, n_read / len(file.tensors))):
                 raise EngineError(f"loading {file.path.name} was cancelled")
             return _read_tensor(file, name, shape)
 
-        def rows(name: str) -> int:
-            tensor = file.tensors.get(name)
-            return tensor.shape[1] if tensor is not None and len(tensor.shape) == 2 else 0
-
-        n, n_q, n_kv = h.n_embd, h.n_head * h.d_head, h.n_head_kv * h.d_head
+        h = self.hparams
+        n_q, n_kv = h.n_head * h.d_head, h.n_head_kv * h.d_head
         self._layers = []
         for i in range(h.n_layer):
-            n_ff = rows(f"blk.{i}.ffn_gate.weight")
-            attn_norm, ffn_norm = read(f"blk.{i}.attn_norm.weight", n), read(f"blk.{i}.ffn_norm.weight", n)
-            qkv = [read(f"blk.{i}.attn_{part}.weight", n_q if part == "q" else n_kv, n) for part in "qkv"]
-            gate_up = [read(f"blk.{i}.ffn_{part}.weight", n_ff, n) for part in ("gate", "up")]
+            attn_norm = read(f"blk.{i}.attn_norm.weight", h.n_embd)
+            ffn_norm = read(f"blk.{i}.ffn_norm.weight", h.n_embd)
+            qkv = [
+                read(f"blk.{i}.attn_{part}.weight", n, h.n_embd)
+                for part, n in zip("qkv", (n_q, n_kv, n_kv), strict=True)
+            ]
+            gate = read(f"blk.{i}.ffn_gate.weight", None, h.n_embd)
             self._layers.append(
                 Layer(
                     qkv=np.concatenate(qkv) * attn_norm,
-                    attn_output=read(f"blk.{i}.attn_output.weight", n, n_q),
-                    gate_up=np.concatenate(gate_up) * ffn_norm,
-                    down=read(f"blk.{i}.ffn_down.weight", n, n_ff),
+                    attn_output=read(f"blk.{i}.attn_output.weight", h.n_embd, n_q),
+                    gate_up=np.concatenate([gate, read(f"blk.{i}.ffn_up.weight", len(gate), h.n_embd)]) * ffn_norm,
+                    down=read(f"blk.{i}.ffn_down.weight", h.n_embd, len(gate)),
                 )
             )
-        # Padding may follow the tokens that have names.
-        self.n_vocab = max(rows("token_embd.weight"), self.vocab.n_tokens)
-        self._embedding = read("token_embd.weight", self.n_vocab, n)
-        output = read("output.weight", self.n_vocab, n) if "output.weight" in file.tensors else self._embedding
-        self._output = output * read("output_norm.weight", n)
-        has_factors = "rope_freqs.weight" in file.tensors
-        self._rope_factors = read("rope_freqs.weight", h.d_head // 2) if has_factors else None
+        self._embedding = read("token_embd.weight", None, h.n_embd)
+        n_rows = len(self._embedding)
+        output = read("output.weight", n_rows, h.n_embd) if "output.weight" in file.tensors else self._embedding
+        self._output = output * read("output_norm.weight", h.n_embd)
+        self._rope_factors = read("rope_freqs.weight", h.d_head // 2) if "rope_freqs.weight" in file.tensors else None
+        self.n_vocab = len(self._output)
         if progress is not None:
             progress(1.0)
 
@@ -209,22 +218,27 @@ class ReferenceModel(Model):
         self._closed = True
 
 
-def _read_tensor(file: GGUFFile, name: str, shape: tuple[int, ...]) -> Array:
-    """A tensor in float64, rows first, as [*shape]."""
+def _read_tensor(file: GGUFFile, name: str, shape: Sequence[int | None]) -> Array:
+    """A tensor in float64, rows first; its shape must be the one given, None being any size."""
     tensor = file.tensors.get(name)
     if tensor is None:
         raise UnsupportedModel(f"{file.path.name} lacks the tensor {name}")
-    if tensor.shape[::-1] != shape:
-        sizes, needed = (" x ".join(map(str, each)) for each in (tensor.shape[::-1], shape))
-        raise UnsupportedModel(f"{file.path.name}: {name} has {sizes} numbers where its other sizes need {needed}")
-    rows = file.tensor_bytes(name).reshape(*tensor.shape[:0:-1], -1)
+    found = tensor.shape[::-1]
+    if len(found) != len(shape) or any(want not in (None, have) for want, have in zip(shape, found, strict=True)):
+        expected = ", ".join("any" if want is None else str(want) for want in shape)
+        raise UnsupportedModel(f"{file.path.name}: {name} is {list(found)} where the header says [{expected}]")
     try:
+        rows = file.tensor_bytes(name).reshape(*tensor.shape[:0:-1], -1)
         values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(tensor.ggml_type))
     except (NotImplementedError, ValueError):
         raise UnsupportedModel(
             f"{file.path.name}: the gguf package cannot unpack {tensor.type_name} ({name}); use another --backend"
         ) from None
     return np.asarray(values, dtype=np.float64)
+
+
+def _short(value: Any) -> str:
+    return " ".join(repr(value).split())[:60]
 
 
 class ReferenceContext(Context):

@@ -47,7 +47,7 @@ class Tokenizer:
         self.eos = vocab.eos if metadata.get(key + "add_eos_token") else None
         self.add_space_prefix = not self.is_bpe and bool(metadata.get(key + "add_space_prefix", True))
         scores = [float(score) for score in metadata.get(key + "scores", np.zeros(len(tokens)))]
-        self._sentencepiece = SentencePiece(self.ids, scores)
+        self._sentencepiece = SentencePiece(self.ids, scores, vocab.unk)
         self._special = SpecialTokens(vocab, self.ids, metadata)
         self.ranks = {tuple(merge.split(" ", 1)): rank for rank, merge in enumerate(metadata.get(key + "merges", ()))}
         if self.is_bpe:

@@ -25,11 +25,13 @@ class SentencePiece:
     Args:
         ids: token text -> id.
         scores: of each id.
+        unknown: stands for a character that a vocabulary without byte tokens cannot spell; None leaves it out.
     """
 
-    def __init__(self, ids: Mapping[str, int], scores: Sequence[float]) -> None:
+    def __init__(self, ids: Mapping[str, int], scores: Sequence[float], unknown: int | None = None) -> None:
         self._ids = ids
         self._scores = scores
+        self._unknown = unknown
         # Where no token has a space behind another character, no merge crosses the beginning of a word, so words can
         # be looked at one by one and remembered.
         self._by_word = _CROSSES.search("\0".join(ids)) is None
@@ -76,5 +78,8 @@ class SentencePiece:
         if token is not None:
             yield token
             return
-        for byte in piece.encode():
-            yield self._ids[f"<0x{byte:02X}>"]
+        as_bytes = [self._ids.get(f"<0x{byte:02X}>") for byte in piece.encode()]
+        if None not in as_bytes:
+            yield from (byte for byte in as_bytes if byte is not None)
+        elif self._unknown is not None:
+            yield self._unknown

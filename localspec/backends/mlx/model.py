@@ -13,7 +13,7 @@ from localspec.backends.mlx.memory import check_kv_type
 from localspec.backends.mlx.network import Network, load_network
 from localspec.backends.mlx.owner import owner
 from localspec.backends.mlx.tokenizer import Tokenizer
-from localspec.errors import Closed, EngineUnavailable, UsageError
+from localspec.errors import Closed, EngineUnavailable, LocalspecError, UnsupportedModel, UsageError
 from localspec.gguf_file import GGUFFile
 from localspec.vocab import Vocab
 
@@ -116,4 +116,13 @@ def _load(file: GGUFFile, device: mx.Device, progress: Progress | None) -> Netwo
     if device == mx.Device(mx.gpu):
         # Weights that macOS may page out are read from the disk again; as mlx-lm does.
         mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
-    return load_network(file, progress=progress)
+    try:
+        return load_network(file, progress=progress)
+    except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
+        # mlx-lm's classes are built from the header's numbers, and look at few of them.
+        if isinstance(error, LocalspecError):
+            raise
+        raise UnsupportedModel(
+            f"MLX cannot build {file.path.name} by its header ({type(error).__name__}: {error}); "
+            "use --backend llama-cpp"
+        ) from error

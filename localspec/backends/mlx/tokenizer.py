@@ -47,7 +47,7 @@ class Tokenizer:
         else:
             self._add_space_prefix = bool(metadata.get(key + "add_space_prefix", True))
             scores = np.asarray(metadata.get(key + "scores", np.zeros(len(ids))), dtype=np.float32)
-            self._words = SentencePiece(ids, scores.tolist())
+            self._words = SentencePiece(ids, scores.tolist(), vocab.unk)
 
     def encode(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
         """Token ids of a text; see ``backends.base.Model.tokenize``.
@@ -85,7 +85,7 @@ class ByteLevel:
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
         splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in word_split(pre, file_name)]
-        pairs = dict.fromkeys(_pair(merge) for merge in merges)
+        pairs = dict.fromkeys(_pair(merge) for merge in merges if " " in merge[1:])
         # The package wants a token for every byte and every merge. llama.cpp does without: what a merge without a token
         # leaves is looked up letter by letter, and what has no token is dropped.
         vocab, self._n_tokens = dict(ids), len(ids)

@@ -1,0 +1,364 @@
+"""What a client sends: JSON with anything anywhere, bodies that are none, oddities of HTTP.
+
+Refused is refused in OpenAI's form, with a 4xx status; what is answered is well-formed. Afterwards a good request is
+answered as before.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+from localspec import LLM
+from tests import ggufs
+from tests.fuzz.target import Check, Target, Timed, words
+from tests.serving import Server, serve
+
+PATHS = ["/v1/chat/completions", "/v1/completions"]
+OTHERS = [
+    "/v1/models",
+    "/v1/models/x",
+    "/v1/models/%00%ff",
+    "/v1/localspec/stats",
+    "/metrics",
+    "/health",
+    "/",
+    "/page/../x",
+    "/v1",
+]
+
+GOOD_CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "seed": 7}
+GOOD_TEXT = {"prompt": "the cat", "max_tokens": 4, "seed": 7}
+
+FIELDS = words(
+    """
+    messages prompt model temperature top_p n stop stream stream_options logit_bias logprobs top_logprobs seed
+    max_tokens max_completion_tokens tools tool_choice parallel_tool_calls response_format grammar prediction
+    localspec modalities best_of echo presence_penalty frequency_penalty repeat_penalty repetition_penalty
+    repeat_last_n top_k min_p suffix functions user ignore_eos metadata store reasoning_effort
+    """
+)
+WORDS = words(
+    """
+    role content type text function name arguments parameters description tool_calls tool_call_id schema
+    json_schema strict include_usage localspec_rounds draft draft_length off user system assistant tool 0 1 7
+    299 300 properties enum items
+    """
+)
+TEXTS = st.one_of(
+    st.sampled_from(
+        ["", "x", "auto", "none", "ngram", "required", "function", "text", "json_object", "json_schema", "the", " "]
+    ),
+    st.sampled_from(
+        ["\x00", "é", "😀", "<|im_end|>", "<tool_call>", 'root ::= "a" | "b"', "root ::= root", "a" * 3000, "\x1b[2J"]
+    ),
+    st.sampled_from(WORDS),
+    st.text(max_size=6),
+)
+NUMBERS = st.one_of(
+    st.sampled_from(
+        [
+            0,
+            1,
+            2,
+            3,
+            5,
+            16,
+            17,
+            0.5,
+            1.0,
+            -1,
+            -0.0,
+            1e308,
+            -1e308,
+            5e-324,
+            2**31,
+            2**53,
+            2**63,
+            2**64,
+            10**400,
+            -(10**30),
+        ]
+    ),
+    st.integers(-3, 40),
+    st.floats(allow_nan=False, allow_infinity=False),
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | NUMBERS | TEXTS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=4),
+    max_leaves=8,
+)
+
+# Nearly right values for the fields that have a form of their own: what is refused at once tries little.
+PARTS = st.lists(
+    st.fixed_dictionaries({}, optional={"type": st.sampled_from(["text", "image_url"]), "text": VALUES}), max_size=3
+)
+CALLS = st.lists(
+    st.fixed_dictionaries(
+        {"function": st.fixed_dictionaries({"name": TEXTS, "arguments": TEXTS | VALUES})},
+        optional={"id": VALUES, "type": VALUES},
+    ),
+    max_size=2,
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {
+            "role": st.sampled_from(["user", "system", "assistant", "tool", "developer"]),
+            "content": TEXTS | PARTS | VALUES,
+        },
+        optional={"tool_calls": CALLS | VALUES, "name": VALUES, "tool_call_id": VALUES, "x": VALUES},
+    ),
+    max_size=4,
+)
+SCHEMAS = st.one_of(
+    VALUES,
+    st.sampled_from(
+        [
+            {"type": "object"},
+            {"type": "string", "pattern": "(a+)+$"},
+            {"enum": [1, "a"]},
+            {"$ref": "#"},
+            {"allOf": [{"$ref": "#/x"}]},
+            True,
+        ]
+    ),
+    st.fixed_dictionaries({"type": TEXTS, "properties": st.dictionaries(TEXTS, VALUES, max_size=2)}),
+)
+TOOLS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "type": st.just("function"),
+            "function": st.fixed_dictionaries({"name": st.sampled_from(["f", "g"])}, optional={"parameters": SCHEMAS}),
+        }
+    ),
+    max_size=2,
+)
+SHAPED: dict[str, st.SearchStrategy[Any]] = {
+    "messages": MESSAGES,
+    "prompt": TEXTS | st.lists(TEXTS, max_size=3) | st.lists(st.integers(-1, 301), max_size=5),
+    "stop": TEXTS | st.lists(TEXTS, max_size=3),
+    "stream": st.booleans(),
+    "stream_options": st.fixed_dictionaries(
+        {}, optional={"include_usage": st.booleans(), "localspec_rounds": st.booleans()}
+    ),
+    "response_format": st.fixed_dictionaries(
+        {"type": st.sampled_from(["text", "json_object", "json_schema"])},
+        optional={"json_schema": st.fixed_dictionaries({"schema": SCHEMAS})},
+    ),
+    "grammar": st.sampled_from(
+        ['root ::= "a" | "b"', "root ::= [a-z]+", 'root ::= ""', "root ::= x", "root ::= root", "x ::= 1", "("]
+    ),
+    "tools": TOOLS,
+    "tool_choice": st.sampled_from(["auto", "none", "required"])
+    | st.just({"type": "function", "function": {"name": "f"}}),
+    "logit_bias": st.dictionaries(st.integers(-1, 301).map(str) | TEXTS, NUMBERS, max_size=3),
+    "localspec": st.fixed_dictionaries(
+        {}, optional={"draft": TEXTS, "draft_length": NUMBERS | TEXTS, "off": st.booleans()}
+    ),
+    "prediction": st.fixed_dictionaries({"type": st.just("content"), "content": TEXTS | PARTS}),
+    "logprobs": st.booleans() | st.integers(0, 20),
+    "n": st.integers(1, 3),
+    "model": TEXTS,
+}
+
+
+@st.composite
+def objects(draw: Any) -> dict[str, Any]:
+    """A request with a few fields that are nearly right or quite wrong."""
+    names = draw(st.lists(st.sampled_from(FIELDS), max_size=5, unique=True))
+    body = {name: draw(SHAPED[name] if name in SHAPED and draw(st.integers(0, 3)) else VALUES) for name in names}
+    if draw(st.integers(0, 9)):
+        body = {"messages": GOOD_CHAT["messages"], "prompt": "the"} | body
+    if not isinstance(body.get("max_tokens"), float):
+        body.setdefault("max_tokens", draw(st.integers(1, 12)))
+    return body
+
+
+BYTES = st.one_of(
+    st.binary(max_size=40),
+    st.sampled_from(
+        [
+            b"",
+            b"null",
+            b"[]",
+            b"7",
+            b'"x"',
+            b"{",
+            b"{}",
+            b"\xff\xfe{}",
+            b"\xef\xbb\xbf{}",
+            b"{}{}",
+            b'{"prompt":"a","prompt":"b"}',
+        ]
+    ),
+    st.sampled_from(
+        [b"[" * 100_000, b'{"a":' * 50_000, b'{"messages":' + b"[" * 5000 + b"]" * 5000 + b"}", b"[" * 900 + b"]" * 900]
+    ),
+    st.sampled_from(
+        [
+            b'{"prompt":"\\ud800"}',
+            b'{"prompt":NaN}',
+            b'{"prompt":"\xed\xa0\x80"}',
+            b'{"temperature":1e999,"prompt":"a"}',
+        ]
+    ),
+    st.sampled_from(
+        [b'{"seed":' + b"9" * 5000 + b',"prompt":"a"}', b'{"prompt":"' + b"a" * 200_000 + b'"}', b'{"\\u0000":1}']
+    ),
+)
+
+HEADS = st.sampled_from(
+    [
+        ["Content-Length: {n}"],
+        ["Content-Length: {n}", "Content-Length: {n}"],
+        ["Content-Length: -1"],
+        ["Content-Length: 99999999999999999999"],
+        ["Content-Length: +{n}"],
+        ["Content-Length: {n}", "Content-Encoding: gzip"],
+        ["Content-Length: {n}", "Content-Type: text/plain"],
+        ["Content-Length: {n}", "Content-Type: application/json; charset=utf-16"],
+        ["Content-Length: {n}", "Expect: 100-continue"],
+        ["Content-Length: {n}", "X: \xff\x01"],
+        ["Transfer-Encoding: chunked"],
+        ["Transfer-Encoding: chunked", "Content-Length: {n}"],
+        ["Transfer-Encoding: gzip, chunked"],
+        ["Transfer-Encoding: identity"],
+        [],
+    ]
+)
+FRAMINGS = st.sampled_from(
+    ["plain", "chunks", "bytes", "bad size", "huge size", "negative size", "unfinished", "extension", "trailer"]
+)
+
+CASES = st.one_of(
+    st.tuples(st.just("json"), st.sampled_from(PATHS), objects()),
+    st.tuples(st.just("json"), st.sampled_from(PATHS), objects()),
+    st.tuples(st.just("json"), st.sampled_from(PATHS), objects()),
+    st.tuples(st.just("bytes"), st.sampled_from(PATHS), BYTES),
+    st.tuples(
+        st.just("raw"),
+        st.sampled_from(PATHS),
+        st.tuples(HEADS, FRAMINGS, BYTES | st.just(json.dumps(GOOD_TEXT).encode())),
+    ),
+    st.tuples(
+        st.just("other"),
+        st.sampled_from(PATHS + OTHERS),
+        st.tuples(
+            st.sampled_from(["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE", "BREW"]), BYTES
+        ),
+    ),
+)
+
+
+def check_answer(status: int, headers: dict[str, str], body: bytes, *, method: str = "POST") -> None:
+    """Either a well-formed answer or a refusal in OpenAI's form."""
+    assert status < 500, f"{status}: {body[:300]!r}"
+    if method == "HEAD":
+        return
+    kind = headers.get("content-type", "")
+    if status >= 400:
+        if kind.startswith("application/json"):
+            error = json.loads(body)["error"]
+            assert set(error) == {"message", "type", "param", "code"}, error
+            assert error["message"].strip(), error
+            assert error["message"].isprintable(), error
+        return
+    if kind.startswith("application/json"):
+        json.loads(body, parse_constant=_no_constant)
+    elif kind.startswith("text/event-stream"):
+        lines = [line for line in body.decode().split("\n") if line.startswith("data: ")]
+        assert lines[-1] == "data: [DONE]", lines[-1:]
+        for line in lines[:-1]:
+            event = json.loads(line.removeprefix("data: "), parse_constant=_no_constant)
+            if "error" in event:
+                assert event["error"]["type"] != "server_error", event
+
+
+def _no_constant(name: str) -> Any:
+    raise AssertionError(f"{name} is not JSON")
+
+
+def framed(framing: str, body: bytes) -> bytes:
+    """A body as chunks, rightly or wrongly."""
+    if framing == "plain":
+        return body
+    size = 1 if framing == "bytes" else 7
+    chunks = [body[i : i + size] for i in range(0, min(len(body), 2000), size)]
+    out = b"".join(b"%x%s\r\n%s\r\n" % (len(c), b";a=b" if framing == "extension" else b"", c) for c in chunks)
+    ends = {
+        "bad size": b"xyz\r\n",
+        "huge size": b"fffffffffffffffff\r\n",
+        "negative size": b"-5\r\n",
+        "unfinished": b"5\r\nab",
+    }
+    return out + ends.get(framing, b"0\r\nX: y\r\n\r\n" if framing == "trailer" else b"0\r\n\r\n")
+
+
+def send_raw(server: Server, path: str, heads: list[str], payload: bytes) -> tuple[int, bytes] | None:
+    """Send bytes as they are, close the sending side, and read what comes; None if nothing that is HTTP does."""
+    lines = [
+        f"POST {path} HTTP/1.1",
+        f"Host: 127.0.0.1:{server.port}",
+        "Content-Type: application/json",
+        "Connection: close",
+    ]
+    data = "\r\n".join([*lines, *heads, "", ""]).encode("latin-1") + payload
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
+        try:
+            sock.sendall(data)
+            sock.shutdown(socket.SHUT_WR)
+            response = http.client.HTTPResponse(sock, method="POST")
+            response.begin()
+            return response.status, response.read()
+        except (http.client.HTTPException, ConnectionError):
+            return None
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[Check]:
+    shape = ggufs.Shape(n_layer=1, n_embd=32, n_head=2, n_head_kv=1, n_ff=32, residual=0.4)
+    pair = ggufs.correlated_pair(folder, ggufs.bpe_vocab(300), shape=shape, name="served")
+    with (
+        LLM(pair.target, draft=["ngram", str(pair.draft)], backend="reference", n_ctx=256) as llm,
+        serve(llm, body_seconds=5.0) as server,
+    ):
+
+        def good() -> list[Any]:
+            texts = []
+            for path, body in zip(PATHS, (GOOD_CHAT, GOOD_TEXT), strict=True):
+                status, _, answer = server.ask("POST", path, body)
+                assert status == 200, answer
+                choice = json.loads(answer)["choices"][0]
+                texts.append(choice.get("message", choice.get("text")))
+            return texts
+
+        expected = good()
+
+        def check(case: tuple[str, str, Any]) -> None:
+            kind, path, what = case
+            with Timed("the request", 60.0):
+                if kind == "json":
+                    check_answer(*server.ask("POST", path, json.dumps(what).encode("utf-8", "surrogatepass")))
+                elif kind == "bytes":
+                    check_answer(*server.ask("POST", path, what))
+                elif kind == "other":
+                    check_answer(*server.ask(what[0], path, what[1]), method=what[0])
+                else:
+                    heads, framing, body = what
+                    payload = framed(framing, body)
+                    answered = send_raw(server, path, [head.format(n=len(payload)) for head in heads], payload)
+                    assert answered is None or answered[0] < 500, answered
+                server.wait_idle()
+                assert good() == expected, "a good request is answered otherwise than before"
+
+        yield check
+
+
+TARGET = Target("server bodies", CASES, _opened, in_suite=120)

@@ -1,0 +1,52 @@
+"""A process that loads model files with one engine, so that an abort is its own: a path in, a verdict out.
+
+Every path is answered ``{"went": "well"}`` or with the error's class and text; no answer means that the process died.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+TEXT = "hello 😀 <|im_end|>\n  the of"
+MAX_ADDRESSES = 24 << 30
+
+
+def load_and_decode(backend: str, path: Path) -> None:
+    """What the first request would do with the file."""
+    from localspec.backends import BACKENDS
+
+    with import_module(BACKENDS[backend]).load(path, n_threads=1) as model:
+        tokens = model.tokenize(TEXT, add_special=True, parse_special=True)
+        tokens = [token for token in tokens if 0 <= token < model.n_vocab]
+        with model.new_context(64) as context:
+            context.decode([0, model.n_vocab - 1, *tokens][:24])
+            context.truncate(1)
+            context.decode([model.n_vocab // 2])
+
+
+def main() -> None:
+    """Answer paths until there are none."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what engines print is no answer
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_ADDRESSES, MAX_ADDRESSES))
+    backend = sys.argv[1]
+    for line in sys.stdin:
+        answer: dict[str, Any] = {"went": "well"}
+        try:
+            load_and_decode(backend, Path(json.loads(line)))
+        except Exception as error:
+            kinds = [kind.__name__ for kind in type(error).__mro__]
+            answer = {"error": str(error), "kinds": kinds}
+        answer["peak_kb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

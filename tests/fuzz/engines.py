@@ -1,0 +1,119 @@
+"""Damaged model files before the engines, each in a process of its own: never an abort, a hang, or much memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from localspec.backends import unavailable_reason
+from tests.fuzz.gguf_cases import CASES, Builder
+from tests.fuzz.target import Check, Target
+
+SILENCE_S = 120.0
+"""Without an answer for so long, the engine hangs: a load of these files takes milliseconds."""
+
+MAX_PEAK_KB = 2 << 20
+
+_TELLING = re.compile(r"ASSERT|what\(\)|terminate|abort|rror:")
+
+ROOT = Path(__file__).parents[2]
+
+
+class Engine:
+    """A child that loads files, started again when it died."""
+
+    def __init__(self, backend: str, log: Path) -> None:
+        self.backend = backend
+        self._log = log
+        self._child: subprocess.Popen[str] | None = None
+
+    def _start(self) -> subprocess.Popen[str]:
+        with self._log.open("wb") as log:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "tests.fuzz.engine_child", self.backend],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            )
+        return child
+
+    def ask(self, path: Path) -> dict[str, Any]:
+        """The child's verdict on a file.
+
+        Raises:
+            AssertionError: it died, or says nothing.
+        """
+        child = self._child = self._child or self._start()
+        assert child.stdin is not None
+        assert child.stdout is not None
+        answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+        reader = threading.Thread(target=lambda: answers.put(child.stdout.readline()), daemon=True)  # type: ignore[union-attr]
+        child.stdin.write(json.dumps(str(path)) + "\n")
+        child.stdin.flush()
+        reader.start()
+        try:
+            line = answers.get(timeout=SILENCE_S)
+        except queue.Empty:
+            self.close()
+            raise AssertionError(f"{self.backend} hangs") from None
+        if not line:
+            status = child.wait()
+            self._child = None
+            raise AssertionError(f"{self.backend} ended its process ({status}): {self._last_words()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _last_words(self) -> str:
+        """Why it aborted, of what it printed; a debugger's stack may follow."""
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        telling = [line for line in lines if _TELLING.search(line) and not line.startswith("#")]
+        return " / ".join(telling[-2:] or lines[-3:])[-300:]
+
+    def close(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.communicate()
+
+
+@contextmanager
+def _opened(backend: str, folder: Path) -> Iterator[Check]:
+    build, engine = Builder(folder), Engine(backend, folder / "engine.log")
+
+    def check(case: Any) -> None:
+        answer = engine.ask(build(case))
+        if "error" in answer:
+            # What an engine refuses beyond what we see ourselves is its failure, told in one line.
+            known = {"ModelFileError", "EngineError"} & set(answer["kinds"])
+            assert known, f"{answer['kinds'][0]}: {answer['error']}"
+            assert len(answer["error"].splitlines()) == 1, answer["error"]
+        peak = answer["peak_kb"]
+        if peak >= MAX_PEAK_KB:
+            engine.close()  # the peak of a process never goes down
+        assert peak < MAX_PEAK_KB, f"{backend} took {peak >> 10} MB"
+
+    try:
+        check(("bpe", []))
+        yield check
+    finally:
+        engine.close()
+
+
+TARGETS = [
+    Target(f"gguf in {name}", CASES, partial(_opened, name), in_suite=40, missing=partial(unavailable_reason, name))
+    for name in ("ik-llama", "llama-cpp", "mlx")
+]
+IK, LLAMA, MLX = TARGETS

@@ -1,0 +1,358 @@
+"""Damaged GGUF files: valid tiny ones, changed in their structure or in their bytes."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tests import ggufs
+from tests.fuzz.target import words
+from tests.gguf_vocabs import bpe_vocab, spm_vocab
+
+_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_FORMATS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+
+SMALL = ggufs.Shape(n_layer=1, n_embd=64, n_head=2, n_head_kv=1, n_ff=64, n_ctx=256)
+
+BASES: dict[str, Callable[[Path], Path]] = {
+    "bpe": lambda path: ggufs.write_llama(path, SMALL, bpe_vocab(300)),
+    "spm": lambda path: ggufs.write_llama(path, SMALL, spm_vocab(300)),
+    "q8_0": lambda path: ggufs.write_llama(path, SMALL, bpe_vocab(300), tensor_type="Q8_0"),
+}
+"""Valid files of the architecture that every engine reads."""
+
+
+@dataclass
+class Tensor:
+    name: bytes
+    dims: list[int]
+    kind: int
+    offset: int
+
+
+@dataclass
+class Header:
+    """A GGUF taken apart; ``encode`` puts it together again, as wrong as it has become."""
+
+    version: int
+    keys: list[tuple[bytes, int, bytes]]
+    tensors: list[Tensor]
+    data: bytes
+    n_keys: int | None = None
+    n_tensors: int | None = None
+    patches: list[tuple[float, bytes]] = field(default_factory=list)
+    cut: float | None = None
+    tail: bytes = b""
+
+    def encode(self) -> bytes:
+        n_tensors = len(self.tensors) if self.n_tensors is None else self.n_tensors
+        n_keys = len(self.keys) if self.n_keys is None else self.n_keys
+        out = bytearray(b"GGUF" + struct.pack("<IQQ", self.version, n_tensors, n_keys))
+        for key, kind, value in self.keys:
+            out += _text(key) + struct.pack("<I", kind) + value
+        for tensor in self.tensors:
+            out += _text(tensor.name) + struct.pack("<I", len(tensor.dims))
+            out += b"".join(struct.pack("<Q", dim % (1 << 64)) for dim in tensor.dims)
+            out += struct.pack("<IQ", tensor.kind, tensor.offset % (1 << 64))
+        header = len(out)
+        out += bytes(-len(out) % 32) + self.data
+        for share, patch in self.patches:
+            at = 4 + int(share * max(0, header - 4 - len(patch)))
+            out[at : at + len(patch)] = patch
+        if self.cut is not None:
+            del out[int(self.cut * len(out)) :]
+        return bytes(out + self.tail)
+
+
+def _text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+def take_apart(raw: bytes) -> Header:
+    """The parts of a valid file."""
+    version, n_tensors, n_keys = struct.unpack_from("<IQQ", raw, 4)
+    at = 24
+
+    def text() -> bytes:
+        nonlocal at
+        (n,) = struct.unpack_from("<Q", raw, at)
+        at += 8 + n
+        return raw[at - n : at]
+
+    def value(kind: int) -> None:
+        nonlocal at
+        if kind == 8:
+            text()
+        elif kind == 9:
+            item, n = struct.unpack_from("<IQ", raw, at)
+            at += 12
+            for _ in range(n):
+                value(item)
+        else:
+            at += _SIZES[kind]
+
+    keys, tensors = [], []
+    for _ in range(n_keys):
+        key = text()
+        (kind,) = struct.unpack_from("<I", raw, at)
+        at += 4
+        start = at
+        value(kind)
+        keys.append((key, kind, raw[start:at]))
+    for _ in range(n_tensors):
+        name = text()
+        (n_dims,) = struct.unpack_from("<I", raw, at)
+        dims = list(struct.unpack_from(f"<{n_dims}Q", raw, at + 4))
+        at += 4 + 8 * n_dims
+        kind, offset = struct.unpack_from("<IQ", raw, at)
+        at += 12
+        tensors.append(Tensor(name, dims, kind, offset))
+    return Header(version, keys, tensors, raw[-(-at // 32) * 32 :])
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+NUMBERS = [
+    0,
+    1,
+    2,
+    3,
+    7,
+    31,
+    32,
+    33,
+    63,
+    64,
+    65,
+    128,
+    255,
+    256,
+    299,
+    300,
+    301,
+    1 << 16,
+    1 << 20,
+    1 << 31,
+    (1 << 32) - 1,
+]
+NUMBERS += [1 << 32, 1 << 40, 1 << 60, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
+
+
+def number(kind: int, value: float) -> bytes:
+    """A number as the file stores it in a type that may be too small for it."""
+    if kind in (6, 12):
+        return struct.pack(_FORMATS[kind], value)
+    return (int(value) % (1 << 64)).to_bytes(8, "little")[: _SIZES[kind]]
+
+
+FLOATS = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-30, 1e30, float("nan"), float("inf"), float("-inf"), 1e-5, 0.5])
+TEXTS = st.one_of(
+    st.sampled_from([b"", b"llama", b"gpt2", b"qwen2", b"bert", b"mamba", b"\xff\xfe", b"\x00", b"a" * 70, b"none"]),
+    st.sampled_from(
+        [b"linear", b"yarn", b"longrope", b"default", b"gpt-2", b"qwen2", b"<|im_end|>", b"<s>", b"\n\x1b[31m"]
+    ),
+    st.binary(max_size=12),
+)
+
+
+@st.composite
+def values(draw: Any) -> tuple[int, bytes]:
+    """A type and a value of it: a number, a text, or an array (nested ones too)."""
+    kind = draw(st.sampled_from([4, 4, 4, 5, 10, 11, 6, 12, 7, 0, 8, 8, 9, 9, 9, 1, 2, 3]))
+    if kind == 8:
+        return kind, _text(draw(TEXTS))
+    if kind != 9:
+        value = draw(FLOATS) if kind in (6, 12) else draw(st.sampled_from(NUMBERS))
+        return kind, number(kind, value)
+    item = draw(st.sampled_from([4, 5, 6, 7, 8, 9, 12, 0, 10]))
+    n = draw(st.sampled_from([0, 1, 2, 5, 300]))
+    if item == 8:
+        body = b"".join(_text(text) for text in draw(st.lists(TEXTS, min_size=1, max_size=4)))
+        texts = draw(st.lists(TEXTS, min_size=1, max_size=4))
+        body = b"".join(_text(texts[i % len(texts)]) for i in range(n))
+    elif item == 9:
+        body = (struct.pack("<IQ", 4, 1) + bytes(4)) * n
+    else:
+        item_value = draw(FLOATS) if item in (6, 12) else draw(st.sampled_from(NUMBERS))
+        body = number(item, item_value) * n
+    claimed = draw(st.sampled_from([n, n, n, n, n + 1, 1 << 40, (1 << 64) - 1]))
+    return kind, struct.pack("<IQ", item, claimed) + body
+
+
+KEYS = words(
+    """
+    general.architecture general.alignment general.type general.file_type general.name split.count split.no
+    llama.block_count llama.context_length llama.embedding_length llama.feed_forward_length llama.vocab_size
+    llama.attention.head_count llama.attention.head_count_kv llama.attention.layer_norm_rms_epsilon
+    llama.attention.key_length llama.attention.value_length llama.attention.sliding_window llama.expert_count
+    llama.attention.sliding_window_pattern llama.rope.dimension_count llama.rope.freq_base
+    llama.rope.scaling.type llama.rope.scaling.factor llama.expert_used_count llama.pooling_type
+    llama.attention.causal llama.nextn_predict_layers llama.full_attention_interval tokenizer.ggml.model
+    tokenizer.ggml.pre tokenizer.ggml.tokens tokenizer.ggml.token_type tokenizer.ggml.scores
+    tokenizer.ggml.merges tokenizer.ggml.bos_token_id tokenizer.ggml.eos_token_id
+    tokenizer.ggml.unknown_token_id tokenizer.ggml.eot_token_id tokenizer.ggml.padding_token_id
+    tokenizer.ggml.add_bos_token tokenizer.ggml.add_eos_token tokenizer.ggml.add_space_prefix
+    tokenizer.chat_template
+    """
+)
+
+NAN, INFINITY = b"\x00\x00\xc0\x7f", b"\x00\x00\x80\x7f"
+
+ARRAYS = ["tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.scores", "tokenizer.ggml.merges"]
+
+TYPES = st.one_of(
+    st.integers(0, 45), st.integers(97, 99), st.integers(133, 158), st.integers(202, 233), st.integers(335, 402),
+    st.sampled_from([1 << 31, (1 << 32) - 1]),
+)  # fmt: skip
+"""Types of ggml, of ik_llama.cpp, and of nobody."""
+
+SHARES = st.floats(0, 1, exclude_max=True)
+
+CHANGES = st.one_of(
+    st.tuples(st.just("set"), st.sampled_from(KEYS), values()),
+    st.tuples(st.just("number"), st.sampled_from(KEYS), st.sampled_from(NUMBERS)),
+    st.tuples(st.just("drop"), st.sampled_from(KEYS)),
+    st.tuples(st.just("twice"), st.sampled_from(KEYS)),
+    st.tuples(st.just("rename"), st.sampled_from(KEYS), TEXTS),
+    st.tuples(st.just("text"), st.sampled_from(ARRAYS), SHARES, TEXTS),
+    st.tuples(st.just("item"), st.sampled_from(ARRAYS), SHARES, st.sampled_from([0, 1, 2, 3, 4, 5, 6, 7, -1, 1 << 31])),
+    st.tuples(st.just("shorter"), st.sampled_from(ARRAYS), st.sampled_from([0, 1, 5, 260, 299])),
+    st.tuples(st.just("dims"), SHARES, st.lists(st.sampled_from(NUMBERS), max_size=5)),
+    st.tuples(st.just("dim"), SHARES, st.integers(0, 3), st.sampled_from(NUMBERS)),
+    st.tuples(st.just("type"), SHARES, TYPES),
+    st.tuples(st.just("offset"), SHARES, st.one_of(st.sampled_from(NUMBERS), SHARES)),
+    st.tuples(st.just("same offset"), SHARES, SHARES),
+    st.tuples(st.just("tensor name"), SHARES, st.one_of(TEXTS, st.just(b"token_embd.weight"))),
+    st.tuples(st.just("tensor twice"), SHARES),
+    st.tuples(st.just("tensor gone"), SHARES),
+    st.tuples(st.just("swap"), SHARES, SHARES),
+    st.tuples(st.just("n_keys"), st.sampled_from(NUMBERS)),
+    st.tuples(st.just("n_tensors"), st.sampled_from(NUMBERS)),
+    st.tuples(st.just("version"), st.sampled_from([0, 1, 2, 3, 4, 1 << 24, (1 << 32) - 1])),
+    st.tuples(st.just("cut"), SHARES),
+    st.tuples(st.just("tail"), st.binary(max_size=40)),
+    st.tuples(st.just("patch"), SHARES, st.binary(min_size=1, max_size=8)),
+    st.tuples(st.just("patch"), SHARES, st.sampled_from([n.to_bytes(8, "little") for n in NUMBERS])),
+    st.tuples(st.just("data"), SHARES, st.sampled_from([NAN * 8, INFINITY * 8, b"\xff" * 64])),
+)  # fmt: skip
+
+
+def apply(header: Header, change: tuple[Any, ...]) -> None:
+    """Change a header as a case says."""
+    kind, *rest = change
+    if kind in ("set", "number", "drop", "twice", "rename"):
+        _change_key(header, kind, rest)
+    elif kind in ("text", "item", "shorter"):
+        _change_array(header, kind, rest)
+    elif kind in ("dims", "dim", "type", "offset", "same offset", "tensor name", "tensor twice", "tensor gone", "swap"):
+        _change_tensor(header, kind, rest)
+    elif kind in ("n_keys", "n_tensors", "version"):
+        setattr(header, kind, rest[0])
+    elif kind == "cut":
+        header.cut = rest[0]
+    elif kind == "tail":
+        header.tail = rest[0]
+    elif kind == "patch":
+        header.patches.append((rest[0], rest[1]))
+    elif kind == "data":
+        at = int(rest[0] * len(header.data)) // 4 * 4
+        header.data = header.data[:at] + rest[1] + header.data[at + len(rest[1]) :]
+
+
+def _change_key(header: Header, kind: str, rest: list[Any]) -> None:
+    name = rest[0].encode()
+    here = [i for i, key in enumerate(header.keys) if key[0] == name]
+    if kind == "set":
+        header.keys[slice(here[0], here[0] + 1) if here else slice(len(header.keys), None)] = [(name, *rest[1])]
+    elif kind == "number" and (not here or header.keys[here[0]][1] in _SIZES):
+        kept = header.keys[here[0]][1] if here else 4
+        value = number(kept, float(rest[1]) if kept in (6, 12) else rest[1])
+        header.keys[slice(here[0], here[0] + 1) if here else slice(len(header.keys), None)] = [(name, kept, value)]
+    elif kind == "drop" and here:
+        del header.keys[here[0]]
+    elif kind == "twice" and here:
+        header.keys.append(header.keys[here[0]])
+    elif kind == "rename" and here:
+        header.keys[here[0]] = (rest[1], *header.keys[here[0]][1:])
+
+
+def _change_array(header: Header, kind: str, rest: list[Any]) -> None:
+    here = [i for i, key in enumerate(header.keys) if key[0] == rest[0].encode() and key[1] == 9]
+    if not here:
+        return
+    name, _, raw = header.keys[here[0]]
+    item, n = struct.unpack_from("<IQ", raw)
+    items = _items(raw, item, n)
+    if kind == "shorter":
+        items = items[: rest[1]]
+    elif items:
+        at = int(rest[1] * len(items))
+        if kind == "text" and item == 8:
+            items[at] = _text(rest[2])
+        elif kind == "item" and item in _SIZES:
+            items[at] = number(item, float(rest[2]) if item in (6, 12) else rest[2])
+        elif kind == "item":
+            items[at] = items[rest[2] % len(items)]
+    header.keys[here[0]] = (name, 9, struct.pack("<IQ", item, len(items)) + b"".join(items))
+
+
+def _items(raw: bytes, item: int, n: int) -> list[bytes]:
+    at, found = 12, []
+    for _ in range(n):
+        size = 8 + struct.unpack_from("<Q", raw, at)[0] if item == 8 else _SIZES.get(item, 16)
+        found.append(raw[at : at + size])
+        at += size
+    return found
+
+
+def _change_tensor(header: Header, kind: str, rest: list[Any]) -> None:
+    if not header.tensors:
+        return
+    index = int(rest[0] * len(header.tensors))
+    tensor = header.tensors[index]
+    if kind == "dims":
+        tensor.dims = list(rest[1])
+    elif kind == "dim" and tensor.dims:
+        tensor.dims[rest[1] % len(tensor.dims)] = rest[2]
+    elif kind == "type":
+        tensor.kind = rest[1]
+    elif kind == "offset":
+        tensor.offset = int(rest[1] * len(header.data)) if isinstance(rest[1], float) else rest[1]
+    elif kind == "tensor name":
+        tensor.name = rest[1]
+    elif kind == "tensor twice":
+        header.tensors.append(tensor)
+    elif kind == "tensor gone":
+        del header.tensors[index]
+    elif kind == "same offset":
+        tensor.offset = header.tensors[int(rest[1] * len(header.tensors))].offset
+    elif kind == "swap":
+        other = header.tensors[int(rest[1] * len(header.tensors))]
+        tensor.dims, other.dims = other.dims, tensor.dims
+
+
+CASES = st.tuples(st.sampled_from(sorted(BASES)), st.lists(CHANGES, min_size=1, max_size=3))
+"""(name of the base, changes)"""
+
+
+class Builder:
+    """Writes the file of a case."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "case.gguf"
+        self._raw = {}
+        for name, write in BASES.items():
+            self._raw[name] = write(folder / f"base-{name}.gguf").read_bytes()
+
+    def __call__(self, case: tuple[str, list[tuple[Any, ...]]]) -> Path:
+        name, changes = case
+        header = take_apart(self._raw[name])
+        for change in changes:
+            apply(header, change)
+        self.path.write_bytes(header.encode())
+        return self.path

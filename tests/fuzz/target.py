@@ -1,0 +1,78 @@
+"""What is fuzzed: a strategy for cases, and the check that each of them has to pass."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+from localspec.errors import LocalspecError
+
+MAX_CPU_S = 20.0
+"""CPU time that one case may take: hundreds of times what any honest one needs, on any machine."""
+
+Check = Callable[[Any], None]
+
+
+@dataclass(frozen=True)
+class Target:
+    """One surface.
+
+    Attributes:
+        name: for the report.
+        cases: a strategy; the repr of a case must say all that is needed to build it again.
+        opened: makes the check, given a folder for files; closed when the run is over.
+        in_suite: how many cases ``make test`` tries.
+        missing: why the target cannot be run here, or None.
+    """
+
+    name: str
+    cases: st.SearchStrategy[Any]
+    opened: Callable[[Path], AbstractContextManager[Check]]
+    in_suite: int
+    missing: Callable[[], str | None] = lambda: None
+
+
+def one_line(error: BaseException, kind: type[BaseException] = LocalspecError) -> str:
+    """The error's line; fails if it is of another kind, or not one readable line."""
+    if not isinstance(error, kind):
+        raise AssertionError(f"{type(error).__name__} where {kind.__name__} was due: {error}") from error
+    line = str(error)
+    assert line.strip(), f"{type(error).__name__} says nothing"
+    assert len(line.splitlines()) == 1, f"not one line: {line!r}"
+    assert len(line) < 2000, f"too long a line: {line[:200]!r}…"
+    return line
+
+
+class Timed:
+    """Fails if its block takes an unreasonable CPU time."""
+
+    def __init__(self, what: str, seconds: float = MAX_CPU_S) -> None:
+        self._what, self._seconds = what, seconds
+
+    def __enter__(self) -> None:
+        self._started = time.process_time()
+
+    def __exit__(self, *exc: object) -> None:
+        took = time.process_time() - self._started
+        assert took < self._seconds, f"{self._what} took {took:.1f} s of CPU time"
+
+
+def peak_bytes() -> int:
+    """The most memory that this process ever held, so that a case can be seen to raise it; 0 where nobody knows."""
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def words(text: str) -> list[str]:
+    """The words of a text, for long lists of names."""
+    return text.split()

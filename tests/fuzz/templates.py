@@ -1,0 +1,253 @@
+"""Chat templates that nobody vouches for: a text, or a TemplateError of one line, in bounded time and memory."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from hypothesis import strategies as st
+
+from localspec.errors import LocalspecError, TemplateError
+from localspec.templates import CHATML, ChatTemplate
+from tests.fuzz.target import Check, Target, Timed, one_line, peak_bytes, words
+
+MAX_BYTES = 512 << 20
+CANARY = "canary-5d1f"
+"""Stands in the environment of the process, where no template may read it."""
+
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief.\n", "name": "x"},
+    {"role": "user", "content": "One & two? <|im_end|> ünï😀", "extra": {"a": [1, 2.5, None, True], "b": "c"}},
+    {"role": "assistant", "content": "Three.", "tool_calls": [{"function": {"name": "f", "arguments": {"x": [1]}}}]},
+]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"x": ["ä", 1, None, True]}}}]
+
+FILTERS = words(
+    """
+    abs attr batch capitalize center count d default dictsort e escape filesizeformat first float forceescape
+    format groupby indent int items join last length list lower map max min pprint random reject rejectattr
+    replace reverse round safe select selectattr slice sort string striptags sum title tojson trim truncate
+    unique upper urlencode urlize wordcount wordwrap xmlattr
+    """
+)
+TESTS = words(
+    """
+    boolean callable defined divisibleby eq equalto escaped even false filter float ge gt in integer iterable le
+    lower lt mapping ne none number odd sameas sequence string test true undefined upper
+    """
+)
+METHODS = words(
+    """
+    capitalize casefold center count encode endswith expandtabs find format format_map index isalnum isascii
+    join ljust lower lstrip maketrans partition removeprefix replace rfind rindex rjust rpartition rsplit split
+    splitlines startswith strip swapcase title translate upper zfill append extend insert pop remove sort
+    reverse copy clear update setdefault get items keys values popitem fromkeys add discard union bit_length
+    to_bytes from_bytes hex as_integer_ratio conjugate cycle changed depth index0 previtem nextitem next reset
+    current
+    """
+)
+HIDDEN = words(
+    """
+    __class__ __mro__ __subclasses__ __globals__ __init__ __dict__ __self__ __func__ __code__ __builtins__
+    __getattribute__ __reduce_ex__ __import__ mro gi_frame f_globals f_back cr_frame ag_frame tb_frame
+    func_globals im_func _Namespace__attrs environment meter left deadline _get_default_module __call__ __iter__
+    __next__ __getitem__ __mul__ __add__ __format__
+    """
+)
+NAMES = words(
+    """
+    messages tools bos_token eos_token add_generation_prompt m x y ns loop self caller varargs kwargs true false
+    none namespace dict range cycler joiner lipsum raise_exception strftime_now f context environment missing
+    """
+)
+TEXTS = [
+    "",
+    "a",
+    "%s",
+    "%10d",
+    "%999999d",
+    "{}",
+    "{0.__class__}",
+    "{:99999}",
+    "{0[0]}",
+    "\\n",
+    "ü",
+    "😀",
+    "\\x00",
+    "<|im_end|>",
+]
+TEXTS += ["content", "role", "ab", "%Y", "%(a)s", "{a!r:>{b}}", "\\ud800"]
+NUMBERS = [
+    "0",
+    "1",
+    "2",
+    "-1",
+    "7",
+    "1.5",
+    "1e308",
+    "0.0",
+    "99",
+    "5000",
+    "10**6",
+    "10**10",
+    "-10**9",
+    "2**4000",
+    "1e400",
+]
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "\\'") + "'"
+
+
+ATOMS = st.one_of(
+    st.sampled_from(NAMES),
+    st.sampled_from(NAMES),
+    st.sampled_from(TEXTS).map(_quoted),
+    st.sampled_from(NUMBERS),
+    st.sampled_from(
+        ["[]", "{}", "()", "[1, 2, 3]", "messages[1].content", "messages[0]", "range(10**6)", "('a' * 10**6)"]
+    ),
+)
+
+
+def _larger(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    arguments = st.lists(inner, max_size=3).map(", ".join)
+    name = st.one_of(st.sampled_from(METHODS), st.sampled_from(HIDDEN), st.sampled_from(["role", "content", "x"]))
+    operator = st.sampled_from(
+        ["+", "-", "*", "/", "//", "%", "**", "~", "==", "!=", "<", ">", "<=", ">=", "and", "or", "in"]
+    )
+    return st.one_of(
+        st.tuples(inner, operator, inner).map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
+        st.tuples(inner, st.sampled_from(FILTERS)).map(lambda t: f"({t[0]}|{t[1]})"),
+        st.tuples(inner, st.sampled_from(FILTERS), arguments).map(lambda t: f"({t[0]}|{t[1]}({t[2]}))"),
+        st.tuples(inner, st.sampled_from(TESTS)).map(lambda t: f"({t[0]} is {t[1]})"),
+        st.tuples(inner, st.sampled_from(TESTS), inner).map(lambda t: f"({t[0]} is {t[1]}({t[2]}))"),
+        st.tuples(inner, name).map(lambda t: f"{t[0]}.{t[1]}"),
+        st.tuples(inner, name, arguments).map(lambda t: f"{t[0]}.{t[1]}({t[2]})"),
+        st.tuples(inner, name).map(lambda t: f"{t[0]}['{t[1]}']"),
+        st.tuples(inner, name).map(lambda t: f"({t[0]}|attr('{t[1]}'))"),
+        st.tuples(inner, inner).map(lambda t: f"{t[0]}[{t[1]}]"),
+        st.tuples(inner, inner, inner).map(lambda t: f"{t[0]}[{t[1]}:{t[2]}]"),
+        st.tuples(inner, arguments).map(lambda t: f"{t[0]}({t[1]})"),
+        st.lists(inner, max_size=3).map(lambda items: "[" + ", ".join(items) + "]"),
+        st.lists(inner, max_size=3).map(lambda items: "(" + ", ".join([*items, ""]) + ")"),
+        st.lists(st.tuples(inner, inner), max_size=2).map(lambda d: "{" + ", ".join(f"{k}: {v}" for k, v in d) + "}"),
+        st.tuples(inner, inner, inner).map(lambda t: f"({t[0]} if {t[1]} else {t[2]})"),
+        inner.map(lambda e: f"(not {e})"),
+        inner.map(lambda e: f"(-{e})"),
+        inner.map(lambda e: f"dict(a={e})"),
+        inner.map(lambda e: f"({e}|tojson(indent=2))"),
+        inner.map(lambda e: f"({e}|map('upper')|list)"),
+    )
+
+
+EXPRESSIONS = st.recursive(ATOMS, _larger, max_leaves=6)
+
+
+def _wrapped(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    loop = st.tuples(
+        st.sampled_from(["m", "x", "k, v"]), EXPRESSIONS, st.sampled_from(["", " recursive", " if m"]), inner
+    )
+    return st.one_of(
+        st.tuples(inner, inner).map("".join),
+        loop.map(lambda t: "{% for " + t[0] + " in " + t[1] + t[2] + " %}" + t[3] + "{% endfor %}"),
+        st.tuples(EXPRESSIONS, inner, inner).map(
+            lambda t: "{% if " + t[0] + " %}" + t[1] + "{% else %}" + t[2] + "{% endif %}"
+        ),
+        inner.map(lambda s: "{% macro f(x, y=1) %}" + s + "{% endmacro %}{{ f(messages) }}"),
+        inner.map(lambda s: "{% macro f(x) %}" + s + "{{ f(x) }}{% endmacro %}{{ f(1) }}"),
+        inner.map(lambda s: "{% set x %}" + s + "{% endset %}"),
+        st.tuples(inner, inner).map(
+            lambda t: "{% macro f(x) %}{{ caller() }}" + t[0] + "{% endmacro %}{% call f(1) %}" + t[1] + "{% endcall %}"
+        ),
+        st.tuples(st.sampled_from(FILTERS), inner).map(
+            lambda t: "{% filter " + t[0] + " %}" + t[1] + "{% endfilter %}"
+        ),
+        inner.map(lambda s: "{% block a %}" + s + "{{ self.a() }}{% endblock %}"),
+        inner.map(lambda s: "{% generation %}" + s + "{% endgeneration %}"),
+        inner.map(lambda s: "{% set ns = namespace(x='ab', y=[]) %}{% for m in range(200) %}" + s + "{% endfor %}"),
+        st.tuples(EXPRESSIONS, inner).map(lambda t: "{% with x = " + t[0] + " %}" + t[1] + "{% endwith %}"),
+    )
+
+
+STATEMENTS = st.one_of(
+    EXPRESSIONS.map(lambda e: "{{ " + e + " }}"),
+    EXPRESSIONS.map(lambda e: "{% set x = " + e + " %}"),
+    EXPRESSIONS.map(lambda e: "{% set ns.x = " + e + " %}"),
+    st.sampled_from(
+        [
+            CHATML,
+            "text",
+            "{% set ns.x = ns.x ~ ns.x %}",
+            "{% set ns.y = [ns.y, ns.y] %}",
+            "{% break %}",
+            "{% continue %}",
+        ]
+    ),
+    st.sampled_from(
+        ["{% include x %}", "{% import 'os' as os %}", "{% extends x %}", "{{", "{% for %}", "{#", "{% raw %}"]
+    ),
+    st.text(max_size=8),
+)
+
+SOURCES = st.recursive(STATEMENTS, _wrapped, max_leaves=4)
+
+REPEATED = st.tuples(
+    st.sampled_from(
+        [
+            "(",
+            "[",
+            "{",
+            "not ",
+            "-",
+            "{% if 1 %}",
+            "{% for x in [1] %}",
+            "a.",
+            "a|e|",
+            "1+",
+            "[1]*",
+            "{{a}}",
+            "a(",
+            "~'a'",
+        ]
+    ),
+    st.sampled_from([10, 100, 400, 1000, 5000, 20000]),
+).map(lambda t: "{{ " + t[0] * t[1] + "1" if not t[0].startswith("{") else (t[0] * t[1])[:79_000])
+"""Sources that are deep or long rather than clever."""
+
+CASES = st.one_of(SOURCES, SOURCES, SOURCES, SOURCES, REPEATED)
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[Check]:
+    messages, tools = copy.deepcopy(MESSAGES), copy.deepcopy(TOOLS)
+
+    def check(source: str) -> None:
+        template = ChatTemplate(source, "<s>", "</s>", ["<|im_end|>", "<s>"])
+        for render in (template.render, template.render_segments):
+            before = peak_bytes()
+            try:
+                with Timed("rendering"):
+                    rendered = render(messages, tools=tools)
+                assert CANARY not in str(rendered)
+            except LocalspecError as error:
+                line = one_line(error, TemplateError)
+                assert "too much memory" not in line, "the system's limit came before ours"
+                assert CANARY not in line
+            finally:
+                peak = peak_bytes() - before
+            assert peak < MAX_BYTES, f"it took {peak / 1e6:.0f} MB"
+            assert (messages, tools) == (MESSAGES, TOOLS), "the template changed what it was given"
+
+    with mock.patch.dict(os.environ, {"LOCALSPEC_FUZZ": CANARY}):
+        check(CHATML)
+        yield check
+
+
+TARGET = Target("chat templates", CASES, _opened, in_suite=100)
