@@ -100,6 +100,9 @@ class Hyperparameters:
         base, factor = number("rope.freq_base", 10000.0), number("rope.scaling.factor", 1.0)
         if not base or not factor:
             raise UnsupportedModel(f"the file says a rotation of base {base} and factor {factor}")
+        norm_eps = number("attention.layer_norm_rms_epsilon")
+        if not norm_eps:
+            raise UnsupportedModel("the file says llama.attention.layer_norm_rms_epsilon = 0, which divides by nothing")
         return cls(
             n_layer=size("block_count"),
             n_embd=n_embd,
@@ -108,7 +111,7 @@ class Hyperparameters:
             d_head=d_head,
             rope_base=base,
             rope_scale=factor if scaling == "linear" else 1.0,
-            norm_eps=number("attention.layer_norm_rms_epsilon"),
+            norm_eps=norm_eps,
         )
 
 
@@ -181,8 +184,9 @@ class ReferenceModel(Model):
                     down=read(f"blk.{i}.ffn_down.weight", h.n_embd, len(gate)),
                 )
             )
-        self._embedding = read("token_embd.weight", None, h.n_embd)
-        n_rows = len(self._embedding)
+        embedding = file.tensors.get("token_embd.weight")
+        n_rows = max(self.vocab.n_tokens, embedding.shape[-1] if embedding is not None else 0)  # padding may follow
+        self._embedding = read("token_embd.weight", n_rows, h.n_embd)
         output = read("output.weight", n_rows, h.n_embd) if "output.weight" in file.tensors else self._embedding
         self._output = output * read("output_norm.weight", h.n_embd)
         self._rope_factors = read("rope_freqs.weight", h.d_head // 2) if "rope_freqs.weight" in file.tensors else None
