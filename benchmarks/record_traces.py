@@ -1,7 +1,7 @@
 """Record what a policy needs to know about texts: what each drafter would have guessed, and was it right.
 
     python benchmarks/record_traces.py OUT.json [MODEL] [--draft NAME] [--backend NAME] [--set tuning] [--tokens N]
-        [--temperature T] [--category NAME ...]
+        [--temperature T] [--category NAME ...] [--prompts FILE]
 
 The target answers every prompt plainly. Then the draft model reads the answers (one pass each, so this is quick), and
 the n-gram drafter follows them token by token. ``tests/simulator.py`` replays policies on such traces in milliseconds,
@@ -23,7 +23,7 @@ import numpy as np
 
 from localspec import LLM, SamplingParams
 from localspec.backends.base import FloatArray
-from localspec.bench.questions import of_categories, own_questions
+from localspec.bench.questions import of_categories, own_questions, read_questions
 from localspec.drafters.draft_model import N_HEAD, N_TAIL
 from localspec.drafters.ngram import NgramDrafter
 from localspec.proposer import SamplingProposer
@@ -135,8 +135,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--category", nargs="+", help="only these")
+    parser.add_argument("--prompts", type=Path, help="questions to add, such as short_questions.jsonl")
     args = parser.parse_args()
     questions = of_categories(own_questions(args.set), args.category or ())
+    questions += read_questions(args.prompts) if args.prompts else []
     with LLM(args.model, args.draft, backend=args.backend, remember=False) as llm:
         pair = llm._pair
         traces = []

@@ -2,11 +2,12 @@
 
     python benchmarks/replay_traces.py TRACES.json ... [--curve NAME ...] [--lengths 48 64 96 128 256] [--busy]
 
-TRACES come from ``record_traces.py``: real texts, what each drafter would have guessed, and what became of it. Only the
-clock is simulated. An answer may end anywhere, so each is cut at several lengths, and the ratio of its time to that of
-plain decoding is taken at each. ``--busy``: the machine is slower than calibrated, the target 2.2 times, a draft model
-3.1 times, as measured beside a program that takes 40 % of the CPUs. ``--learning`` keeps what was learned and saved
-from one answer to the next, in a fixed random order; otherwise nothing is known before any answer.
+TRACES come from ``record_traces.py`` (with ``--prompts benchmarks/short_questions.jsonl``: 30 to 256 tokens each):
+real texts, what each drafter would have guessed, and what became of it. Only the clock is simulated. An answer may end
+anywhere, so each is cut at several lengths, and the ratio of its time to that of plain decoding is taken at each.
+``--busy``: the machine is slower than calibrated, the target 2.2 times, a draft model 3.1 times, as measured beside a
+program that takes 40 % of the CPUs. ``--learning`` keeps what was learned and saved from one answer to the next, in a
+fixed random order; otherwise nothing is known before any answer.
 """
 
 from __future__ import annotations

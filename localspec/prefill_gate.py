@@ -3,7 +3,7 @@
 Reading a prompt of 50 tokens takes a draft model as long as the target takes for 3 to 5 tokens, and it is lost if the
 answer ends soon after or turns out hard to draft for. How long an answer will be nobody knows; what is known is how far
 it has come. It is taken to go on for twice as long again, so an early reading has to pay soon, and a later one may take
-its time. The constants were chosen on recorded answers to the tuning prompts and to 26 shorter questions, with the
+its time. The constants were chosen on recorded answers to the tuning prompts and to 27 short questions, with the
 costs of two machines (``benchmarks/replay_traces.py``): no whole answer fell below 0.97 of plain there.
 """
 

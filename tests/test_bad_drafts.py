@@ -17,10 +17,11 @@ from localspec.backends.base import Forward
 from localspec.backends.trust import CHECK_TEXT
 from localspec.controller import FixedController
 from localspec.cost_model import PassTimes
-from localspec.draft_choice import candidate, top_tokens
+from localspec.draft_choice import Candidate, measuring, top_tokens
 from localspec.drafters.base import DrafterFailed
 from localspec.proposer import SamplingProposer
 from localspec.sampling import Noise
+from localspec.steps import exhaust
 from tests import ggufs
 from tests.conftest import open_backend
 from tests.gguf_vocabs import UNUSED, bpe_vocab
@@ -121,8 +122,11 @@ def test_padding_does_not_count_against_a_copy(wide: ggufs.Pair) -> None:
     with reference.load(wide.target) as target, reference.load(wide.draft) as draft:
         tokens = target.tokenize(CHECK_TEXT)[:64]
         tops = top_tokens(target, tokens)
-        cut = candidate(draft, tokens, tops, times, target.n_vocab)
-        assert cut.agreement > candidate(draft, tokens, tops, times, draft.n_vocab).agreement + 0.02
+
+        def over(n_vocab: int) -> Candidate:
+            return exhaust(measuring(draft, tokens, tops, times, n_vocab))
+
+        assert over(target.n_vocab).agreement > over(draft.n_vocab).agreement + 0.02
 
 
 def test_a_prediction_is_made_of_the_targets_tokens(wide: ggufs.Pair) -> None:

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from collections.abc import Iterator
@@ -18,11 +19,10 @@ import pytest
 from packaging.requirements import Requirement
 
 import localspec
-from localspec.backends import builds
+from localspec.backends import builds, native_build
 
 ROOT = Path(__file__).parent.parent
 
-NATIVE_ARGUMENTS = builds.NATIVE_COMMAND.removeprefix("pip install ")
 
 PUBLIC = {
     "LLM",
@@ -175,7 +175,6 @@ def test_the_pinned_engine_is_the_one_the_binding_is_written_for() -> None:
     from localspec.backends import ik_llama
 
     assert any(line.startswith(f"ik-llama-cpp-python=={ik_llama.VERSION};") for line in project()["dependencies"])
-    assert builds.NATIVE_COMMAND.endswith(f" ik-llama-cpp-python=={ik_llama.VERSION}")
     assert f"`{builds.NATIVE_COMMAND}`" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -184,7 +183,8 @@ def test_the_pinned_engine_is_the_one_the_binding_is_written_for() -> None:
 STUB = """#!/bin/sh
 # Stands for the interpreter of a virtual environment that is up to date: pip takes note, all else is answered.
 case "$*" in
-    *pip*) echo "$* CMAKE_ARGS=$CMAKE_ARGS" >>"$NOTES"; exit "${PIP_STATUS:-0}" ;;
+    *native_build*) echo "$*" >>"$NOTES"; exit "${BUILD_STATUS:-0}" ;;
+    *pip*) echo "$*" >>"$NOTES"; exit 0 ;;
     -) cat >/dev/null; echo "$ANSWER" ;;
     *binding*) exit "${BINDING_STATUS:-0}" ;;
 esac
@@ -205,7 +205,7 @@ class Checkout:
         stub.chmod(0o755)
         stub.with_name("localspec").symlink_to(shutil.which("true") or "true")
         (folder / ".venv/.installed").write_text(f"{folder} [] []\n")
-        self.environment = os.environ | {"NOTES": str(self.notes), "ANSWER": f"AVX512-VNNI {NATIVE_ARGUMENTS}"}
+        self.environment = os.environ | {"NOTES": str(self.notes), "ANSWER": f"AVX512-VNNI {native_build.PACKAGE}"}
         for name in ("NATIVE", "CMAKE_ARGS", "CXX", "MAKEFLAGS", "MAKELEVEL"):
             self.environment.pop(name, None)
 
@@ -243,9 +243,7 @@ def test_make_chat_native_compiles_the_engine_once(checkout: Checkout) -> None:
     assert said == (
         "localspec: compiling ik-llama-cpp-python for this CPU (AVX512-VNNI): about 8 minutes on 2 cores, once\n"
     )
-    (line,) = asked
-    assert "--no-binary ik-llama-cpp-python --no-cache-dir --force-reinstall --no-deps" in line
-    assert "-DGGML_NATIVE=ON" in line
+    assert asked == ["-m localspec.backends.native_build"]
     assert checkout.make("NATIVE=1") == ("", asked)
     assert checkout.make() == ("", asked)
 
@@ -262,7 +260,7 @@ def test_make_chat_native_asks_again_after_a_new_installation(checkout: Checkout
 
 def test_make_chat_native_goes_on_where_compiling_fails(checkout: Checkout) -> None:
     for _ in range(2):
-        said, _ = checkout.make("NATIVE=1", PIP_STATUS="1")
+        said, _ = checkout.make("NATIVE=1", BUILD_STATUS="1")
         assert said.splitlines()[1:] == [
             "localspec: going on with the engine's wheel, as it could not be compiled here; all of pip's output is in "
             ".venv/install.log"
@@ -273,8 +271,25 @@ def test_make_chat_native_puts_the_wheel_back_where_the_build_does_not_run(check
     said, asked = checkout.make("NATIVE=1", BINDING_STATUS="1")
     assert "its wheel is put back" in said
     assert len(asked) == 2
-    assert "--no-binary" not in asked[1]
     assert "--force-reinstall --no-deps ik-llama-cpp-python==" in asked[1]
+
+
+def test_what_the_source_distribution_lacks_is_written(tmp_path: Path) -> None:
+    """Its build runs a script that is not in it; what is in it stays as it is."""
+    for name, is_there in (("without", False), ("with", True)):
+        source = tmp_path / name / "ik_llama_cpp_python-0.1.5"
+        script = source / "vendor/ik_llama.cpp/common/cmake/build-info-gen-cpp.cmake"
+        script.parent.mkdir(parents=True)
+        (source / "PKG-INFO").write_text("Name: x")
+        if is_there:
+            script.write_text("its own")
+        archive = tmp_path / f"{name}.tar.gz"
+        with tarfile.open(archive, "w:gz") as packed:
+            packed.add(source, source.name)
+        found = native_build.unpack(archive, tmp_path / f"{name}-unpacked")
+        text = (found / script.relative_to(source)).read_text()
+        assert text == "its own" if is_there else "configure_file" in text
+        assert (found / "PKG-INFO").read_text() == "Name: x"
 
 
 def test_make_chat_native_without_a_compiler(checkout: Checkout, tmp_path: Path) -> None:

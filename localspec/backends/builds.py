@@ -31,11 +31,8 @@ _GAINS = {
 quantised weights remain those for AVX2, and on ARM they use dot products and half floats, which its wheels are compiled
 for, and neither I8MM nor SVE."""
 
-NATIVE_COMMAND = (
-    "pip install --no-binary ik-llama-cpp-python --no-cache-dir --force-reinstall --no-deps ik-llama-cpp-python==0.1.5"
-)
-"""Compiles ik-llama for this CPU, as its CMake does unless it is told otherwise. Without ``--no-cache-dir``, pip might
-take what it once compiled on another."""
+NATIVE_COMMAND = "python -m localspec.backends.native_build"
+"""Compiles ik-llama for this CPU, with the Python that runs localspec."""
 
 
 def system_info(library: Any) -> str:
