@@ -26,8 +26,12 @@ from localspec.time_budget import TimeBudget
 MAX_DRAFT = 16
 """Longest draft that ``auto`` considers."""
 
+READING = 0.5
+"""What a draft model has missed is more than a step if reading it takes this many plain tokens: an investment, which is
+not counted as a draft's cost. A step after a draft of one's own takes two or three tokens, 0.1 to 0.3."""
+
 LONG_READING = 2.0
-"""What a draft model has missed is long, and weighed as an investment, if reading it takes this many plain tokens."""
+"""It is a long one, for which a draft model has to wait and to show more gain, from this many plain tokens on."""
 
 BUSY_SCALE = 1.25
 """Where the target's passes take this many times what was calibrated, another program has the CPU."""
@@ -206,21 +210,20 @@ class AutoController(Controller):
             return False
         times = self.draft_times[source]
         catch_up = times(pending) - times(1)
-        long = self.is_long(source, pending)
-        if catch_up > 0 and not self._worth_reading(catch_up, long=long):
+        if catch_up > 0 and not self._worth_reading(catch_up):
             self._set_behind(source, True)
             return False
-        if not self._affords(plan, times(1 if long else pending), 1.0):
+        if not self._affords(plan, times(1 if self.is_reading(source, pending) else pending), 1.0):
             return False
         if self.prospect.step(plan.n, plan.reach, plan.after, self._models.index(source)) <= 0:
             return False
         self._set_behind(source, False)
         return True
 
-    def is_long(self, source: str, n_tokens: int) -> bool:
-        """Whether reading so many tokens with a draft model is an investment: a prompt, or a long plain stretch."""
+    def is_reading(self, source: str, n_tokens: int) -> bool:
+        """Whether a pass over so many tokens is more than a step: a prompt, or a stretch that was decoded plainly."""
         times = self.draft_times[source]
-        return times(n_tokens) - times(1) > LONG_READING * self.times(1)
+        return times(n_tokens) - times(1) > READING * self.times(1)
 
     def _affords(self, plan: AutoPlan, step_ms: float, share: float) -> bool:
         """Whether one more guess, were the draft in vain, costs no more than this share of what drafts may cost.
@@ -235,15 +238,18 @@ class AutoController(Controller):
             self._behind ^= {source}
             self._at_hand = None
 
-    def _worth_reading(self, catch_up: float, *, long: bool) -> bool:
+    def _worth_reading(self, catch_up: float) -> bool:
         """Whether a draft model should read what it has missed [ms], given what it is expected to save afterwards.
 
         What is read now need not be read again, so the cost is not this round's alone.
         """
-        if long and (self._emitted < PATIENCE_TOKENS or catch_up > self.time_budget.for_reading * self.ms_plain):
+        plain = self.times(1)
+        if catch_up > READING * plain and catch_up > self.time_budget.for_reading * self.ms_plain:
+            return False
+        if catch_up > LONG_READING * plain and self._emitted < PATIENCE_TOKENS:
             return False
         gain = self.ms_plain / self._gain_without_reading() - 1.0 / self.prospect.rate
-        if not long:
+        if catch_up <= LONG_READING * plain:
             return stretch_pays(catch_up, gain, self._room)
         return prompt_pays(catch_up, gain, self.ms_plain, self._emitted, self._room)
 

@@ -23,8 +23,8 @@ class AutoPlan:
         room: guesses that may still be made.
         n: guesses made.
         reach: probability that all of them are right.
-        ms_spent: time that draft models took for them, long readings left out.
-        invests: whether the next pass of a draft model is a long reading, or a piece of one.
+        ms_spent: time that draft models took for them, readings left out.
+        invests: whether the next pass of a draft model is a reading, or a piece of one.
     """
 
     controller: AutoController
@@ -40,7 +40,7 @@ class AutoPlan:
     def more(self, source: str, pending: int = 0) -> bool:
         if self.room <= 0 or pending == 0:  # where looking costs nothing, keep() decides with the confidence known
             return self.room > 0
-        self.invests = self.controller.is_long(source, pending)
+        self.invests = self.controller.is_reading(source, pending)
         return self.controller.step_pays(self, source, pending)
 
     def piece(self, source: str, pending: int) -> int:

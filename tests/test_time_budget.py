@@ -1,4 +1,4 @@
-"""What drafting may lose: in a process what was saved, a grant and 1 %; in an answer under a token and 1.5 %."""
+"""What drafting may lose: in a process what was saved, a grant and 1 %; in an answer under a token and 1 %."""
 
 from __future__ import annotations
 
