@@ -18,7 +18,7 @@ import pytest
 
 from localspec import LLM, SamplingParams
 from localspec.backends import reference
-from localspec.errors import EngineError, EngineUnavailable, UsageError
+from localspec.errors import EngineUnavailable, UsageError
 from localspec.options import RunOptions, answer_form
 from localspec.rounds import Round
 from localspec.structured import compiler, vocabulary
@@ -171,7 +171,7 @@ def test_the_end_is_where_the_grammar_has_it(llm: LLM, vocab: Vocab) -> None:
 
 def test_a_bias_against_everything_allowed_is_an_error(llm: LLM, vocab: Vocab) -> None:
     banned = {token: -float("inf") for token in range(vocab.n_tokens) if vocab.token_bytes(token).startswith(b"q")}
-    with pytest.raises(EngineError, match="bans every token"):
+    with pytest.raises(UsageError, match="bans every token"):
         answer(llm, SamplingParams(grammar='root ::= "q"', logit_bias=banned))
     assert answer(llm, SamplingParams(grammar='root ::= "q"'))[0] == "q"
 

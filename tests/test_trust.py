@@ -20,6 +20,7 @@ from localspec.backends import builds, ik_llama, llama_cpp, repack, trial, trust
 from localspec.backends.base import Forward
 from localspec.errors import Cancelled, EngineError, LocalspecError, UnsupportedModel, UsageError
 from localspec.gguf_file import GGUFFile
+from localspec.steps import exhaust
 from tests import ggufs
 from tests.conftest import TinyFiles, open_backend
 from tests.gguf_vocabs import vocab_metadata
@@ -265,9 +266,9 @@ def test_copies_of_a_model_in_parts_are_one_file_each(tmp_path: Path) -> None:
 def test_a_copy_of_a_copy_can_be_opened(tmp_path: Path) -> None:
     path = ggufs.write_llama(tmp_path / "tiny.gguf", tensor_type="Q8_0")
     with GGUFFile(path) as file:
-        repack.write_copy(file, tmp_path / "once.gguf", {}, {repack.MARK: "first"})
+        exhaust(repack.writing_copy(file, tmp_path / "once.gguf", {}, {repack.MARK: "first"}))
     with GGUFFile(tmp_path / "once.gguf") as file:
-        repack.write_copy(file, tmp_path / "twice.gguf", {}, {repack.MARK: "second"})
+        exhaust(repack.writing_copy(file, tmp_path / "twice.gguf", {}, {repack.MARK: "second"}))
     with GGUFFile(tmp_path / "twice.gguf") as file:
         assert file.metadata[repack.MARK] == "second"
 

@@ -147,7 +147,7 @@ class ReferenceModel(Model):
             template = file.metadata.get("tokenizer.chat_template")
             self.chat_template = str(template) if template is not None else None
             self.n_ctx_train = file.n_ctx_train
-            self.size_bytes = path.stat().st_size
+            self.size_bytes = file.n_bytes
             self.capabilities = Capabilities(batch_invariant=True, saves_state=True)
             self.n_threads = 1
             self.hparams = Hyperparameters.from_metadata(file.metadata)
