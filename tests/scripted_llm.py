@@ -127,6 +127,9 @@ class ScriptedLLM:
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         return ScriptedStream(answer, self.pace, self.gate)
 
+    def read_ahead(self, messages: Any) -> None:
+        """Nothing reads here."""
+
     def explain(self) -> str:
         return "because the script says so"
 
