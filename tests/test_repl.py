@@ -98,7 +98,7 @@ def test_the_second_turn_decodes_only_what_is_new(open_chat: Open, tmp_path: Pat
     terminal.type(f"/save {tmp_path / 'chat.json'}")
     terminal.wait("saved to")
     first, second = (turn["stats"] for turn in json.loads((tmp_path / "chat.json").read_text())["turns"])
-    assert first["cached_tokens"] == 0
+    assert first["cached_tokens"] < first["prompt_tokens"] - 3  # the beginning was read while nobody typed
     # The text of the first answer may be cut into other tokens than it was made of, so its last ones can differ.
     assert second["cached_tokens"] >= first["prompt_tokens"] - 1
 

@@ -11,6 +11,7 @@ import os
 import sys
 from functools import cache
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from localspec.backends.base import Progress
@@ -46,6 +47,16 @@ _INTERLEAVED_IN_FILES = (31, 32, 33)
 _ROWS_OF = {36: 128, 134: 512, 219: 256, 229: 256}
 """Rows must be multiples of this in kernels of I2_S, IQ1_BN, IQ1_S_R4 and IQ1_M_R4, which have smaller blocks."""
 
+
+def _base_library() -> ctypes.CDLL | None:
+    """libggml, loaded ahead: a library compiled here, unlike the wheels', does not know where to look for it."""
+    spec = find_spec("ik_llama_cpp")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for path in Path(folder, "lib").glob("libggml.*"):
+            return ctypes.CDLL(str(path))
+    return None
+
+
 _LOG_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
 
 
@@ -75,6 +86,7 @@ class IkLlamaBinding(Binding):
             )
         prepare_threads()
         try:
+            self._base = _base_library()
             import ik_llama_cpp._ctypes_api as api
         except (OSError, ImportError, AttributeError) as error:
             raise EngineUnavailable(f"ik-llama-cpp-python cannot load its library: {error}") from None
