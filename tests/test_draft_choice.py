@@ -125,4 +125,4 @@ def test_cancelling_while_a_copy_is_made_or_compared_cancels_the_load(tiny: Tiny
             raise Cancelled("enough")
 
     with pytest.raises(Cancelled, match="enough"):
-        LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256, progress=progress)
+        LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256, progress=progress, idle=False)
