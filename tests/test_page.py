@@ -461,7 +461,8 @@ def test_the_race_is_one_after_the_other_and_ends_with_a_verdict(
     # The ratio is that of the clocks, which are the server's.
     clocks = [float(lanes[name].locator(".clock").text_content().split()[0]) for name in ("plain", "speculative")]
     ratio = float(verdict.split("×")[1].split()[0])
-    assert ratio == pytest.approx(clocks[0] / clocks[1], rel=0.01 / min(clocks) + 0.01)
+    if min(clocks):  # they show hundredths, and a tiny model may be done in less
+        assert ratio == pytest.approx(clocks[0] / clocks[1], rel=0.01 / min(clocks) + 0.01)
     # Watching again asks for nothing, and ends as it ended.
     it.page.get_by_role("button", name="Watch again").click()
     it.page.wait_for_selector("#start:enabled")
