@@ -57,6 +57,7 @@ class AutoController(Controller):
         sampled: the same for guesses that a draft model samples; ``sources`` is for its most probable tokens.
         max_draft: longest draft to consider.
         budget: what may be lost; kept by the caller too.
+        predicted: whether the answer is likely to repeat a text that came with the request.
     """
 
     COPY_STAKE = 0.5
@@ -80,6 +81,8 @@ class AutoController(Controller):
         sampled: Mapping[str, SourceAcceptance] | None = None,
         max_draft: int = MAX_DRAFT,
         budget: TimeBudget | None = None,
+        *,
+        predicted: bool = False,
     ) -> None:
         self.times = times
         self.max_draft = max_draft
@@ -92,6 +95,7 @@ class AutoController(Controller):
         self.ms_other = 0.3
         self.stale = True
         self.time_budget = budget or TimeBudget()
+        self.predicted = predicted
         self._at_work: set[str] = set()
         self._emitted = 0
         self._behind: set[str] = set(draft_times)
@@ -112,7 +116,7 @@ class AutoController(Controller):
     def begin(self, params: SamplingParams, n_prompt: int) -> None:
         self._temperature = params.temperature or 1.0
         self._has_fresh_noise = not params.greedy and params.seed is None
-        self.time_budget.begin()
+        self.time_budget.begin(predicted=self.predicted)
         self.times.begin()
         for times in self.draft_times.values():
             times.begin()

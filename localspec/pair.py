@@ -224,6 +224,8 @@ class Pair:
         draft_length: DraftLength,
         params: SamplingParams | None = None,
         drafters: Sequence[Drafter] | None = None,
+        *,
+        predicted: bool = False,
     ) -> Controller:
         """A controller for one request: ``auto``, or a fixed number of tokens (0: plain).
 
@@ -231,6 +233,7 @@ class Pair:
             draft_length: ``auto`` or a number.
             params: the request's.
             drafters: those that take part; None is all.
+            predicted: whether the answer is likely to repeat a text that came with the request.
         """
         drafters = [each for each in self._drafters if not each.failed] if drafters is None else drafters
         if draft_length != "auto":
@@ -248,7 +251,9 @@ class Pair:
         draft_times = {source: times for source, times in self._draft_times.items() if source in sources}
         # What longer copies gain where text repeats itself is less than they would cost all text after it.
         longest = FEW_ROWS - 1 if self.target.capabilities.keeps_rows else MAX_DRAFT
-        return AutoController(self.times, draft_times, sources, sampled, longest, self._experience.budget)
+        return AutoController(
+            self.times, draft_times, sources, sampled, longest, self._experience.budget, predicted=predicted
+        )
 
     def explain(self, draft_length: DraftLength) -> str:
         """Why the last answer was, or the next one will be, drafted as it is: one sentence."""
@@ -277,7 +282,7 @@ class Pair:
         chosen = self.drafters_for(drafters, prediction)
         constraint = constraint_for(params, self.target.vocab)
         forced = [GrammarDrafter(constraint, self.target.tokenize)] if constraint is not None and chosen else []
-        controller = self._last = self.controller(draft_length, params, [*chosen, *forced])
+        controller = self._last = self.controller(draft_length, params, [*chosen, *forced], predicted=bool(prediction))
         plain = isinstance(controller, FixedController) and controller.length == 0
         decoder = SpeculativeDecoder(self.context, [] if plain else [*forced, *chosen], controller, self._lost)
         reading = [] if plain else [each.context for each in chosen if isinstance(each, DraftModelDrafter)]

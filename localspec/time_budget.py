@@ -29,6 +29,10 @@ ANSWER_GRANT = 0.9
 ANSWER_SHARE = 0.01
 """What drafts may cost an answer: at 48 tokens 1.4 of them, 2.9 %; at 100 1.9 %."""
 
+PREDICTED_GRANT = 3.0
+"""In place of ``ANSWER_GRANT`` where the caller gave a text that the answer is likely to repeat: in a short answer wide
+copies have to be tried at once to be worth it."""
+
 READING_GRANT = 5.0
 READING_SHARE = 0.05
 """What a draft model's reading may cost an answer, beside what this answer has saved: enough for the last 50 tokens of
@@ -45,15 +49,18 @@ class TimeBudget:
         in_answer: saved so far in this answer, investments left out [plain tokens].
         n_tokens: tokens of this answer so far.
         invested: what reading has cost this answer [plain tokens].
+        answer_grant: what drafts may cost this answer before it has said anything [plain tokens].
     """
 
     balance: float = GRANT
     in_answer: float = 0.0
     n_tokens: int = 0
     invested: float = 0.0
+    answer_grant: float = ANSWER_GRANT
 
-    def begin(self) -> None:
-        """A new answer."""
+    def begin(self, *, predicted: bool = False) -> None:
+        """A new answer; ``predicted`` if the caller gave a text that it is likely to repeat."""
+        self.answer_grant = PREDICTED_GRANT if predicted else ANSWER_GRANT
         self.in_answer, self.n_tokens, self.invested = 0.0, 0, 0.0
 
     def book(self, n_tokens: int, saved: float, invested: float = 0.0) -> None:
@@ -72,7 +79,7 @@ class TimeBudget:
     @property
     def for_drafts(self) -> float:
         """What a draft may cost, were all of it rejected [plain tokens]."""
-        return min(self.balance, ANSWER_GRANT + ANSWER_SHARE * self.n_tokens + self.in_answer)
+        return min(self.balance, self.answer_grant + ANSWER_SHARE * self.n_tokens + self.in_answer)
 
     @property
     def for_reading(self) -> float:
