@@ -23,7 +23,7 @@ def resident():  # [MB]
 leak, backend, cycles, n_ctx, target, *draft = sys.argv[1:]
 leaked = []
 for i in range(int(cycles) + 1):
-    with LLM(target, draft=["ngram", *draft], backend=backend, n_ctx=int(n_ctx)) as llm:
+    with LLM(target, draft=["ngram", *draft], backend=backend, n_ctx=int(n_ctx), idle=False) as llm:
         for j in range(2):
             session = llm.session(f"number {j} of cycle {i}. " * 10)
             session.chat("Count to ten.", SamplingParams(max_tokens=12), draft_length=3)
@@ -31,7 +31,7 @@ for i in range(int(cycles) + 1):
         inside = resident()
     del llm, session
     if leak == "leak":
-        leaked.append(LLM(target, draft=None, backend=backend, n_ctx=int(n_ctx)))
+        leaked.append(LLM(target, draft=None, backend=backend, n_ctx=int(n_ctx), idle=False))
         leaked[-1].generate("x", SamplingParams(max_tokens=1))
     gc.collect()
     print(round(resident(), 1), round(inside, 1), flush=True)

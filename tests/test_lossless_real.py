@@ -37,7 +37,8 @@ PROMPTS = [
 def llm(request: pytest.FixtureRequest, real_model: Callable[[str], Path]) -> Iterator[LLM]:
     open_backend(request.param)
     target, draft = real_model("qwen2.5-coder-1.5b"), real_model("qwen2.5-coder-0.5b")
-    with LLM(target, draft=["ngram", draft], backend=request.param, n_ctx=1024) as loaded:
+    # Tests take contexts of the models that are loaded; in idle time a draft may be replaced by its lighter copy.
+    with LLM(target, draft=["ngram", draft], backend=request.param, n_ctx=1024, idle=False) as loaded:
         yield loaded
 
 

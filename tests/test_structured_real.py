@@ -83,7 +83,7 @@ def llm(request: pytest.FixtureRequest, real_model: Callable[[str], Path]) -> It
     if request.param.startswith("qwen"):
         draft.append(str(real_model("qwen2.5-coder-0.5b")))
     open_backend("ik-llama")
-    with LLM(real_model(request.param), draft=draft, n_ctx=1024) as loaded:
+    with LLM(real_model(request.param), draft=draft, n_ctx=1024, idle=False) as loaded:
         yield loaded
 
 
