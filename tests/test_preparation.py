@@ -13,7 +13,7 @@ from localspec import LLM, EngineMismatch, SamplingParams, backends, engine_choi
 from localspec.backends import trust
 from localspec.backends.base import Forward
 from localspec.cost_model import CalibrationCache, PassTimes
-from localspec.errors import Cancelled, EngineError
+from localspec.errors import Cancelled, EngineError, LocalspecError
 from localspec.preparation import Preparation
 from localspec.steps import Steps, exhaust
 from tests.conftest import TinyFiles, open_backend
@@ -329,3 +329,18 @@ def test_steps_are_exhausted_or_ended_by_what_a_tick_raises() -> None:
     with pytest.raises(KeyError):
         exhaust(work(), lambda: {}["x"])
     assert log == ["ended", "ended"]
+
+
+def test_a_load_that_gives_way_blames_no_engine_and_tries_no_other(tiny: TinyFiles) -> None:
+    """As when a question comes while the chat's draft model is being loaded."""
+    seen: list[str] = []
+
+    def stop(fraction: float) -> bool:
+        seen.append("asked")
+        return False
+
+    warnings: list[str] = []
+    with pytest.raises(LocalspecError):
+        backends.load(tiny.pair.draft, "auto", progress=stop, warn=warnings.append, check=False)
+    assert seen
+    assert warnings == []

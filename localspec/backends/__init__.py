@@ -133,8 +133,15 @@ def load(
                 names, path, n_threads=n_threads, kv_type=kv_type, on_gpu=_any_on_gpu(names, n_gpu_layers), warn=warn
             )
     failures: list[LocalspecError] = []
+    cancelled = False
+
+    def watched(fraction: float) -> bool:
+        nonlocal cancelled
+        cancelled = cancelled or (progress is not None and not progress(fraction))
+        return not cancelled
+
     for name in names:
-        options: dict[str, Any] = {"n_threads": n_threads, "n_gpu_layers": n_gpu_layers, "progress": progress}
+        options: dict[str, Any] = {"n_threads": n_threads, "n_gpu_layers": n_gpu_layers, "progress": watched}
         if name != "reference":
             options["kv_type"] = kv_type
         try:
@@ -143,6 +150,8 @@ def load(
                 return model
             return trust.load_checked(name, path, options, say, warn, put_off=put_off)
         except (EngineError, UnsupportedModel) as error:
+            if cancelled:  # no engine's fault, and no reason to try another
+                raise
             failures.append(error)
             if name != names[-1]:
                 warn(f"{error}; trying {names[names.index(name) + 1]}")
