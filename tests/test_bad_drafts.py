@@ -228,7 +228,7 @@ def test_a_draft_that_fails_while_it_catches_up_is_dropped(wide: ggufs.Pair, tur
                 seen.append(source)
                 super().lose(source)
 
-        llm._pair.controller = lambda *args: Watching(2)  # type: ignore[assignment,method-assign]
+        llm._pair.controller = lambda *args, **options: Watching(2)  # type: ignore[assignment,method-assign]
         llm.generate(PROMPT, replace(GREEDY, max_tokens=8))
         text = [*PROMPT, 90, 91, 92, bad, 93]
         plain = llm.generate(text, GREEDY, draft_length=0, drafters=[]).token_ids
