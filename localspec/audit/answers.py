@@ -24,7 +24,7 @@ from localspec.backends.base import FloatArray
 from localspec.controller import Controller
 from localspec.decoder import SpeculativeDecoder
 from localspec.drafters.base import Drafter
-from localspec.failures import line_of
+from localspec.errors import line_of
 from localspec.pair import Pair
 from localspec.rounds import Round
 from localspec.sampling import Distribution, Noise, SamplingParams, distribution, edit_logits

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from localspec.errors import LocalspecError
-from localspec.failures import line_of
+from localspec.errors import LocalspecError, line_of
 from localspec.interrupts import on_interrupt
 from localspec.repl.conversation import Conversation, Turn
 from localspec.repl.ink import Ink

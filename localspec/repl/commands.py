@@ -9,8 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localspec.errors import UsageError
-from localspec.failures import line_of
+from localspec.errors import UsageError, line_of
 from localspec.options import draft_length, draft_spec
 from localspec.repl.conversation import SETTINGS, SavedChat, load, save, set_parameter
 from localspec.repl.ink import Ink
