@@ -80,10 +80,9 @@ class RunOptions:
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Sampling parameters: what was asked for, over the model's own defaults, over greedy."""
-        from localspec.repl.conversation import SETTINGS
-        from localspec.sampling import SamplingParams
+        from localspec.sampling import CHAT_SETTINGS, SamplingParams
 
-        known = {name: value for name, value in defaults.items() if name in SETTINGS}
+        known = {name: value for name, value in defaults.items() if name in CHAT_SETTINGS}
         return SamplingParams(**(known | dict(self.sampling)))
 
     def open(self, report: Report) -> LLM:
