@@ -33,6 +33,14 @@ def unavailable_reason(backend: str) -> str | None:
     return None
 
 
+def _loader_of(backend: str) -> Callable[..., Model] | None:
+    """How an engine loads a file; None where it cannot be used here."""
+    if unavailable_reason(backend) is not None:
+        return None
+    load_with: Callable[..., Model] = import_module(BACKENDS[backend]).load
+    return load_with
+
+
 def check_name(backend: str) -> None:
     """Refuse a backend that does not exist.
 
@@ -125,7 +133,7 @@ def load(
             if not check:
                 model: Model = import_module(BACKENDS[name]).load(path, **options)
                 return model
-            return trust.load_checked(name, path, options, say, warn)
+            return trust.load_checked(name, path, options, say, warn, _loader_of)
         except (EngineError, UnsupportedModel) as error:
             failures.append(error)
             if name != names[-1]:

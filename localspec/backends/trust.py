@@ -36,6 +36,8 @@ CHECK_TEXT = (
 
 _FORMAT = 2
 
+LoaderOf = Callable[[str], "Callable[..., Model] | None"]
+
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
@@ -129,6 +131,7 @@ def load_checked(
     options: dict[str, Any],
     say: Callable[[str], None],
     warn: Callable[[str], None],
+    loader_of: LoaderOf,
 ) -> Model:
     """Load a file, or a repacked copy of it that the engine computes rightly; see the module's docstring.
 
@@ -138,6 +141,7 @@ def load_checked(
         options: arguments of the engine's ``load``.
         say: takes what is being done, in a line.
         warn: takes remarks that a user should keep.
+        loader_of: how another engine loads a file; None where it cannot be used here.
 
     Raises:
         EngineMismatch: the engine is wrong about the file and no repacked copy helps.
@@ -158,7 +162,7 @@ def load_checked(
             return model
     if model is not None and verdict is None:
         say(f"checking that {model.engine} computes {path.name} rightly (once per file)")
-        verdict = _examine(model, path, options)
+        verdict = _examine(model, path, options, loader_of)
         ledger.put(key(source), verdict)
     assert verdict is not None
     if verdict["holds"] and model is not None:
@@ -170,7 +174,7 @@ def load_checked(
         digest = fingerprint(repacked)
         found = ledger.get(key(digest))
         if found is None:
-            found = _examine(copy, path, options)
+            found = _examine(copy, path, options, loader_of)
             ledger.put(key(digest), found)
         if found["holds"]:
             warn(f"{copy.engine} computes {path.name} wrongly in batches ({verdict['why']}): using {repacked.name}")
@@ -183,11 +187,11 @@ def load_checked(
     )
 
 
-def _examine(model: Model, path: Path, options: dict[str, Any]) -> dict[str, Any]:
+def _examine(model: Model, path: Path, options: dict[str, Any], loader_of: LoaderOf) -> dict[str, Any]:
     own = check_model(model)
     if not own.holds:
         return {"holds": False, "why": f"its batches differ from its single tokens, KL {own.mean_kl:.2g} nats"}
-    other = _another_engine(model, path, options)
+    other = _another_engine(model, path, options, loader_of)
     if other is not None:
         try:
             across = compare_models(model, other)
@@ -201,14 +205,11 @@ def _examine(model: Model, path: Path, options: dict[str, Any]) -> dict[str, Any
     return {"holds": True, "why": f"KL {own.mean_kl:.2g} nats"}
 
 
-def _another_engine(model: Model, path: Path, options: dict[str, Any]) -> Model | None:
-    from localspec import backends
-
+def _another_engine(model: Model, path: Path, options: dict[str, Any], loader_of: LoaderOf) -> Model | None:
     for name in ("llama-cpp", "ik-llama"):
-        if name != model.backend and backends.unavailable_reason(name) is None:
-            loader = import_module(backends.BACKENDS[name]).load
+        if name != model.backend and (loader := loader_of(name)) is not None:
             try:
-                loaded: Model = loader(path, **{**options, "n_gpu_layers": 0, "progress": None})
+                loaded = loader(path, **{**options, "n_gpu_layers": 0, "progress": None})
             except LocalspecError:
                 continue
             if loaded.n_vocab == model.n_vocab:
