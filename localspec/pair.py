@@ -14,7 +14,8 @@ from localspec.backends.base import FEW_ROWS, Context, FloatArray, Model
 from localspec.backends.machine import cpu_name
 from localspec.backends.trust import fingerprint
 from localspec.catalog import Catalog
-from localspec.controller import Controller, FixedController
+from localspec.controller import FixedController
+from localspec.controller_base import Controller
 from localspec.cost_model import CalibrationCache, PassTimes, calibrate_model
 from localspec.decoder import SpeculativeDecoder
 from localspec.drafters.base import Drafter

@@ -21,7 +21,7 @@ from localspec.audit.findings import Defect, Found, Observation, Path, Run, Stop
 from localspec.audit.paths import Check
 from localspec.audit.verification_law import Window, law_of
 from localspec.backends.base import FloatArray
-from localspec.controller import Controller
+from localspec.controller_base import Controller
 from localspec.decoder import SpeculativeDecoder
 from localspec.drafters.base import Drafter
 from localspec.errors import line_of
