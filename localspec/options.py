@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localspec.errors import UsageError
+from localspec.values import KV_CACHE_TYPES, MAX_COUNT, MAX_THREADS
 
 if TYPE_CHECKING:
     from localspec.catalog import Entry
@@ -18,10 +19,6 @@ if TYPE_CHECKING:
     from localspec.sampling import SamplingParams
 
 Report = Callable[[str, "float | None"], None]
-
-MAX_COUNT = 1 << 31
-MAX_THREADS = 4096
-KV_CACHE_TYPES = ("f16", "f32", "q8_0", "q4_0")
 
 
 @dataclass(frozen=True, slots=True)
