@@ -55,7 +55,7 @@ from localspec.backends.machine import cpu_name, default_threads, prepare_thread
 from localspec.catalog import Catalog
 from localspec.gguf_file import GGUFFile
 from localspec.home import home
-from localspec.text import ChatTemplate
+from localspec.templates import ChatTemplate
 from localspec.vocab import Vocab
 
 SOURCE = "llama-cpp-python==0.3.36"

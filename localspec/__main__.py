@@ -59,7 +59,7 @@ def run(argv: Sequence[str]) -> int:
     except Exception as error:
         if os.environ.get("LOCALSPEC_DEBUG"):
             raise
-        from localspec.failures import line_of, status_of
+        from localspec.errors import line_of, status_of
 
         return _fail(line_of(error), status_of(error))
 

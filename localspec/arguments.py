@@ -13,9 +13,18 @@ from localspec.backends import check_name
 from localspec.controller import FixedController
 from localspec.errors import UsageError
 from localspec.model_loading import PairOptions
-from localspec.options import KV_CACHE_TYPES, MAX_COUNT, MAX_THREADS
 from localspec.sampling import SamplingParams
-from localspec.values import as_float, checked_whole, is_number, is_whole, listed, shown
+from localspec.values import (
+    KV_CACHE_TYPES,
+    MAX_COUNT,
+    MAX_THREADS,
+    as_float,
+    checked_whole,
+    is_number,
+    is_whole,
+    listed,
+    shown,
+)
 
 DraftLength = int | str
 """``auto``, or a number of tokens."""

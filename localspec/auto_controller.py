@@ -14,7 +14,7 @@ import numpy as np
 from localspec.acceptance import EDGES, SourceAcceptance, leads_to
 from localspec.auto_plan import AutoPlan
 from localspec.break_even import NEVER, break_even, reason
-from localspec.controller import Controller
+from localspec.controller_base import Controller
 from localspec.cost_model import PassTimes
 from localspec.drafters.base import Plan
 from localspec.prefill_gate import PATIENCE_TOKENS, prompt_pays, stretch_pays

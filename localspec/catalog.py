@@ -19,6 +19,7 @@ from localspec.gguf_parts import part_names
 from localspec.home import models_dir
 
 _HUB_SPEC = re.compile(r"hf:([\w.-]+)/([\w.-]+)/((?:[\w.-]+/)*[\w.-]+\.gguf)")
+_SUFFIX = re.compile(r"[-._](instruct|it|chat|i?q\d\w*|b?f16|f32)(?=[-._]|$).*", re.IGNORECASE)
 
 _GIB = 1 << 30
 MEMORY_FOR_DEFAULT = 3 * _GIB
@@ -197,6 +198,11 @@ def memory_bytes() -> int:
         except (OSError, ValueError):
             continue
     return total
+
+
+def short_name(model: str) -> str:
+    """A model's name without what says how it was tuned and quantised, where there is little room."""
+    return _SUFFIX.sub("", model) or model
 
 
 def shown(text: str) -> str:

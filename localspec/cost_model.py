@@ -10,7 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from localspec.backends.base import FEW_ROWS, Context, Model
-from localspec.backends.trust import CHECK_TEXT
+from localspec.backends.machine import cpu_name
+from localspec.backends.trust import CHECK_TEXT, fingerprint
+from localspec.errors import ModelFileError
+from localspec.gguf_file import GGUFFile
+from localspec.home import home
+from localspec.kv_memory import kv_shape
 from localspec.ledger import Key, Ledger
 from localspec.steps import Steps, exhaust
 
@@ -321,3 +326,30 @@ class CalibrationCache:
     def drop(self, key: Key) -> None:
         """Forget a curve, so that it is measured again at the next load."""
         self._ledger.put(key, {})
+
+
+def growth(model: Model, kv_type: str) -> float:
+    """By what share a pass grows with every token in the memory: keys and values read, over weights read."""
+    try:
+        with GGUFFile(model.path) as gguf:
+            per_token = kv_shape(gguf).bytes(1, {"f32": 4.0, "q8_0": 34 / 32, "q4_0": 18 / 32}.get(kv_type, 2.0))
+    except ModelFileError:  # a model that is no file, as the reference backend's can be
+        return 0.0
+    return per_token / model.size_bytes if model.size_bytes else 0.0
+
+
+def curve_key(model: Model, kv_type: str) -> dict[str, str]:
+    """What the times of a model's passes depend on."""
+    return {
+        "machine": cpu_name(),
+        "engine": model.engine,
+        "device": model.capabilities.device,
+        "file": fingerprint(model.path),
+        "threads": str(model.n_threads),
+        "kv": kv_type,
+    }
+
+
+def curves() -> CalibrationCache:
+    """The curves on disk."""
+    return CalibrationCache(home() / "calibration")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from localspec.backends.base import Context
-from localspec.controller import Controller
+from localspec.controller_base import Controller
 from localspec.drafters.base import Drafter
 from localspec.drafters.group import DrafterGroup
 from localspec.errors import EngineError, PromptTooLong, UsageError

@@ -13,12 +13,12 @@ from typing import Any
 
 from localspec.backends.base import Model
 from localspec.backends.machine import cpu_name, default_threads
+from localspec.backends.registry import engine_module, unavailable_reason
 from localspec.backends.trust import fingerprint
-from localspec.cost_model import WIDE, PassTimes, calibrating_model
+from localspec.cost_model import WIDE, PassTimes, calibrating_model, curve_key, curves
 from localspec.draft_choice import best_rate
 from localspec.home import home
 from localspec.ledger import Ledger
-from localspec.preparation import curve_key, curves
 from localspec.steps import Steps
 
 ENGINES = ("ik-llama", "llama-cpp")
@@ -122,9 +122,5 @@ def _key(digest: str, n_threads: int, kv_type: str) -> dict[str, str]:
 
 
 def _versions() -> list[str]:
-    from importlib import import_module
-
-    from localspec.backends import BACKENDS, unavailable_reason
-
     usable = [name for name in ENGINES if unavailable_reason(name) is None]
-    return [f"{name} {import_module(BACKENDS[name]).binding().version}" for name in usable]
+    return [f"{name} {engine_module(name).binding().version}" for name in usable]

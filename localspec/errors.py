@@ -1,4 +1,4 @@
-"""Every error that localspec raises on purpose.
+"""Every error that localspec raises on purpose, and any exception as one readable line and an exit status.
 
 ::
 
@@ -115,3 +115,21 @@ class SessionFileError(LocalspecError):
 
 class Closed(LocalspecError):
     """The object was used after it was closed."""
+
+
+def status_of(error: Exception) -> int:
+    """The exit status that goes with an error."""
+    return 2 if isinstance(error, UsageError) else 1
+
+
+def line_of(error: Exception) -> str:
+    """What went wrong and, where we know, what to do."""
+    if isinstance(error, LocalspecError):
+        return str(error)
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror or error}"
+    if isinstance(error, MemoryError):
+        return "out of memory: take a smaller model or a smaller --ctx"
+    kind = type(error).__name__
+    return f"internal error, please report it: {kind}: {error} (LOCALSPEC_DEBUG=1 shows where)"

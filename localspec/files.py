@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localspec.catalog import Catalog, Entry
-from localspec.errors import ModelFileError, UnknownModel
-from localspec.home import home, models_dir
+from localspec.errors import ModelFileError
+from localspec.home import models_dir
+from localspec.local_files import known_entries, remove
 from localspec.sources.base import size_text
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def rm_command(names: Sequence[str]) -> int:
     catalog = Catalog.load()
     entries = [catalog.entry(name) for name in names]
     for entry in entries:
-        freed = _remove(entry)
+        freed = remove(entry)
         if not freed:
             raise ModelFileError(f"{entry.name} is not on this disk, so there is nothing to remove")
         print(f"removed {entry.name} ({size_text(freed)})")
@@ -119,55 +120,6 @@ def _described(entry: Entry) -> dict[str, Any]:
         "sources": [place["kind"] for place in entry.sources],
         "note": entry.note,
     }
-
-
-def known_entries() -> list[Entry]:
-    """The catalogue, and what was pulled from the hub besides."""
-    return [*Catalog.load().values(), *_pulled_by_address()]
-
-
-def _pulled_by_address() -> list[Entry]:
-    """Models that were pulled as ``hf:OWNER/REPO/FILE.gguf``; of those in parts, the first part."""
-    folder = models_dir() / "hf"
-    found: list[Entry] = []
-    for path in sorted(folder.glob("*/*/**/*.gguf")):
-        try:
-            entry = Catalog.load().entry(f"hf:{path.relative_to(folder).as_posix()}")
-        except UnknownModel:
-            continue  # a name that no hub file has: put there by hand
-        if not any(path.name in other.files[1:] or entry.file in other.files for other in found):
-            found.append(entry)
-    return found
-
-
-def _remove(entry: Entry) -> int:
-    """Remove an entry's files. Returns the bytes that became free."""
-    from filelock import FileLock, Timeout
-
-    from localspec.sources import parts_folder
-
-    parts = parts_folder(entry)
-    freed = 0
-    if parts.parent.exists():
-        try:
-            with FileLock(parts.with_name(parts.name + ".lock"), timeout=0):
-                freed += _size(parts)
-                shutil.rmtree(parts, ignore_errors=True)
-        except Timeout:
-            raise ModelFileError(f"{entry.name} is being fetched by another process; stop that first") from None
-    repacked = list((home() / "repacked").glob(f"{entry.path.stem}.*.gguf"))
-    try:
-        for path in [*(models_dir() / file for file in entry.files), *repacked]:
-            if path.is_file():
-                freed += path.stat().st_size
-                path.unlink()
-    except OSError as error:
-        raise ModelFileError(f"cannot remove {error.filename}: {error.strerror}") from None
-    return freed
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 # -- showing ----------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from localspec.sampling import SamplingParams
 from localspec.session import Session
 from localspec.session import load as load_session
 from localspec.stream import Submit
-from localspec.text import ChatTemplate
+from localspec.templates import ChatTemplate
 from localspec.tokenizing import Tokenizing
 from localspec.vocab import Vocab
 from localspec.worker import Worker

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from localspec.backends.machine import cpu_name
 from localspec.backends.repack import lightening, lighter_copy
 from localspec.backends.trust import fingerprint, verdict_key, verdicts
 from localspec.cost_model import PassTimes
+from localspec.engine_choice import ordered
 from localspec.errors import Cancelled, LocalspecError, VocabularyMismatch
 from localspec.home import home
 from localspec.ledger import Ledger
@@ -89,11 +91,16 @@ class Loader:
                 warn=self.warnings.append,
                 check=check,
                 put_off=self.options.idle,
+                order=partial(self._in_order, path),
             )
         except LocalspecError:
             if cancel:
                 raise cancel[0] from None
             raise
+
+    def _in_order(self, path: Path, names: list[str], on_gpu: bool) -> list[str]:
+        threads, kv_type = self.options.n_threads, self.options.kv_type
+        return ordered(names, path, n_threads=threads, kv_type=kv_type, on_gpu=on_gpu, warn=self.warnings.append)
 
     def load_draft(self, path: Path, target: Target, report: Report) -> tuple[Model, Context]:
         """Load a draft model: the copy of it that drafts faster here; see ``draft_choice``.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localspec.errors import UsageError
+from localspec.values import KV_CACHE_TYPES, MAX_COUNT, MAX_THREADS
 
 if TYPE_CHECKING:
     from localspec.catalog import Entry
@@ -18,10 +19,6 @@ if TYPE_CHECKING:
     from localspec.sampling import SamplingParams
 
 Report = Callable[[str, "float | None"], None]
-
-MAX_COUNT = 1 << 31
-MAX_THREADS = 4096
-KV_CACHE_TYPES = ("f16", "f32", "q8_0", "q4_0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +77,9 @@ class RunOptions:
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Sampling parameters: what was asked for, over the model's own defaults, over greedy."""
-        from localspec.repl.conversation import SETTINGS
-        from localspec.sampling import SamplingParams
+        from localspec.sampling import CHAT_SETTINGS, SamplingParams
 
-        known = {name: value for name, value in defaults.items() if name in SETTINGS}
+        known = {name: value for name, value in defaults.items() if name in CHAT_SETTINGS}
         return SamplingParams(**(known | dict(self.sampling)))
 
     @property

@@ -13,8 +13,9 @@ from localspec.auto_controller import MAX_DRAFT, AutoController
 from localspec.backends.base import FEW_ROWS, Context, FloatArray, Model
 from localspec.backends.trust import fingerprint
 from localspec.catalog import Catalog
-from localspec.controller import Controller, FixedController
-from localspec.cost_model import PassTimes, calibrate_model, calibrate_quickly
+from localspec.controller import FixedController
+from localspec.controller_base import Controller
+from localspec.cost_model import PassTimes, calibrate_model, calibrate_quickly, curve_key, curves, growth
 from localspec.decoder import SpeculativeDecoder
 from localspec.drafters.base import Drafter
 from localspec.drafters.draft_model import DraftModelDrafter
@@ -26,15 +27,7 @@ from localspec.heap import trim_heap
 from localspec.home import home
 from localspec.model_loading import Loader, PairOptions, Report, Target, close_both
 from localspec.prefix_cache import PrefixCache
-from localspec.preparation import (
-    Preparation,
-    ask_another_engine,
-    calibrating_into,
-    curve_key,
-    curves,
-    growth,
-    prepare_draft,
-)
+from localspec.preparation import Preparation, ask_another_engine, calibrating_into, prepare_draft
 from localspec.rounds import Round
 from localspec.sampling import SamplingParams
 from localspec.structured.constraint import constraint_for

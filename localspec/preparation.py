@@ -12,15 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localspec.backends.machine import cpu_name
 from localspec.backends.second_opinion import SecondOpinion
 from localspec.backends.trust import checking, fingerprint, verdict_key, verdicts
-from localspec.cost_model import CalibrationCache, PassTimes, calibrating_model
-from localspec.errors import Cancelled, LocalspecError, ModelFileError
-from localspec.gguf_file import GGUFFile
-from localspec.home import home
+from localspec.cost_model import PassTimes, calibrating_model, curves
+from localspec.engine_choice import ENGINES, engines_measuring, measured
+from localspec.errors import Cancelled, LocalspecError
 from localspec.idle import Stopped
-from localspec.kv_memory import kv_shape
 from localspec.model_loading import giving_way
 from localspec.steps import Steps
 
@@ -98,33 +95,6 @@ class Preparation:
             item.steps.close()  # within its own steps, as when a draft is replaced, it ends by itself
 
 
-def growth(model: Model, kv_type: str) -> float:
-    """By what share a pass grows with every token in the memory: keys and values read, over weights read."""
-    try:
-        with GGUFFile(model.path) as gguf:
-            per_token = kv_shape(gguf).bytes(1, {"f32": 4.0, "q8_0": 34 / 32, "q4_0": 18 / 32}.get(kv_type, 2.0))
-    except ModelFileError:  # a model that is no file, as the reference backend's can be
-        return 0.0
-    return per_token / model.size_bytes if model.size_bytes else 0.0
-
-
-def curve_key(model: Model, kv_type: str) -> dict[str, str]:
-    """What the times of a model's passes depend on."""
-    return {
-        "machine": cpu_name(),
-        "engine": model.engine,
-        "device": model.capabilities.device,
-        "file": fingerprint(model.path),
-        "threads": str(model.n_threads),
-        "kv": kv_type,
-    }
-
-
-def curves() -> CalibrationCache:
-    """The curves on disk."""
-    return CalibrationCache(home() / "calibration")
-
-
 def calibrating_into(times: PassTimes, model: Model, n_ctx: int, key: dict[str, str]) -> Steps[None]:
     """Measure a curve, keep it, and use it from now on."""
     measured = yield from calibrating_model(model, n_ctx)
@@ -172,8 +142,6 @@ def ask_another_engine(pair: Pair, path: Path) -> None:
 
 def second_opinion(pair: Pair, path: Path) -> SecondOpinion:
     """What another engine has to say of a pair's target, a file as the user named it."""
-    from localspec.engine_choice import ENGINES, engines_measuring, measured
-
     target, options = pair.target, pair.options
     known = measured(path, options.n_threads, options.kv_type)
     comparable = target.capabilities.device == "cpu" and options.backend == "auto"

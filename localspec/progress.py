@@ -8,8 +8,7 @@ import time
 from types import TracebackType
 from typing import TextIO
 
-from localspec.repl.text import clip, on_one_line
-from localspec.repl.typesetter import terminal_size
+from localspec.repl.text import clip, on_one_line, terminal_size
 
 INTERVAL = 0.1
 """Seconds between two updates of a line."""

@@ -14,7 +14,7 @@ import math
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -140,6 +140,11 @@ class SamplingParams:
             self.repeat_last_n > 0
             and (self.repeat_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0)
         )
+
+
+_NOT_OF_A_CHAT = ("logit_bias", "ignore_eos", "response_format", "grammar")
+CHAT_SETTINGS = tuple(each.name for each in fields(SamplingParams) if each.name not in _NOT_OF_A_CHAT)
+"""Parameters that the catalogue may set for a model, that ``/set`` changes and that a saved chat remembers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from localspec.rounds import Span, TokenKind
-from localspec.templates import ChatTemplate
-
-__all__ = ["ChatTemplate", "Detokenizer", "TextAssembler"]
 
 
 class TokenBytes(Protocol):

@@ -9,6 +9,10 @@ from typing import Any
 
 from localspec.errors import UsageError
 
+MAX_COUNT = 1 << 31
+MAX_THREADS = 4096
+KV_CACHE_TYPES = ("f16", "f32", "q8_0", "q4_0")
+
 
 def shown(value: object) -> str:
     """A value in an error message: one line, not long."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from localspec.controller import Controller
+from localspec.controller_base import Controller
 from localspec.cost_model import PassTimes
 from localspec.drafters.draft_model import MAX_WITNESS
 from localspec.rounds import Draft, DraftToken, EmittedToken, Round, Verdict

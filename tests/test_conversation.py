@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from localspec.catalog import short_name
 from localspec.errors import PromptTooLong, UsageError
 from localspec.repl import conversation
 from localspec.repl.chat import Chat
@@ -18,7 +19,7 @@ from localspec.repl.conversation import ChatFileError, Conversation, SavedChat, 
 from localspec.repl.figures import histogram, total
 from localspec.repl.lane import lane_line
 from localspec.repl.screen import Screen
-from localspec.repl.status import short_name, status_line
+from localspec.repl.status import status_line
 from localspec.repl.text import width
 from localspec.sampling import SamplingParams
 from tests.scripted_llm import ScriptedLLM, make_round, speak

@@ -19,7 +19,8 @@ import pytest
 import localspec.decoder
 from localspec.backends import reference
 from localspec.backends.base import Context
-from localspec.controller import Controller, FixedController, FixedPlan
+from localspec.controller import FixedController, FixedPlan
+from localspec.controller_base import Controller
 from localspec.decoder import SpeculativeDecoder
 from localspec.drafters.base import Drafter, Plan, Proposer
 from localspec.drafters.draft_model import DraftModelDrafter

@@ -22,7 +22,7 @@ from localspec import LLM, SamplingParams
 from localspec.__main__ import run
 from localspec.backends import mlx, reference
 from localspec.backends.base import FloatArray, Model
-from localspec.text import ChatTemplate
+from localspec.templates import ChatTemplate
 from tests.conftest import TinyFiles, open_backend
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]

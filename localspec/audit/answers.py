@@ -21,10 +21,10 @@ from localspec.audit.findings import Defect, Found, Observation, Path, Run, Stop
 from localspec.audit.paths import Check
 from localspec.audit.verification_law import Window, law_of
 from localspec.backends.base import FloatArray
-from localspec.controller import Controller
+from localspec.controller_base import Controller
 from localspec.decoder import SpeculativeDecoder
 from localspec.drafters.base import Drafter
-from localspec.failures import line_of
+from localspec.errors import line_of
 from localspec.pair import Pair
 from localspec.rounds import Round
 from localspec.sampling import Distribution, Noise, SamplingParams, distribution, edit_logits

@@ -27,7 +27,7 @@ from localspec.audit.findings import Defect, Observation, Path, Run, Stopped
 from localspec.audit.paths import SLACK, Check, feed
 from localspec.audit.rows import Deviation, digest_of
 from localspec.backends.base import Context, FloatArray, Model
-from localspec.failures import line_of
+from localspec.errors import line_of
 from localspec.sampling import SamplingParams, edit_logits
 
 ARM = "rollback"

@@ -4,44 +4,28 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from localspec.backends import trust
 from localspec.backends.base import Capabilities, Context, Forward, Model, Progress
-from localspec.errors import EngineError, EngineUnavailable, LocalspecError, UnsupportedModel, UsageError
-from localspec.values import shown
+from localspec.backends.registry import BACKENDS, check_name, engine_module, unavailable_reason
+from localspec.errors import EngineError, EngineUnavailable, LocalspecError, UnsupportedModel
 
-__all__ = ["BACKENDS", "Capabilities", "Context", "Forward", "Model", "candidates", "load", "unavailable_reason"]
+__all__ = [
+    "BACKENDS",
+    "Capabilities",
+    "Context",
+    "Forward",
+    "Model",
+    "candidates",
+    "check_name",
+    "load",
+    "unavailable_reason",
+]
 
-BACKENDS = {
-    "ik-llama": "localspec.backends.ik_llama",
-    "llama-cpp": "localspec.backends.llama_cpp",
-    "mlx": "localspec.backends.mlx",
-    "reference": "localspec.backends.reference",
-}
-"""Backend name -> module with ``load`` and, where the engine may be missing, ``binding``."""
-
-
-def unavailable_reason(backend: str) -> str | None:
-    """Why an engine cannot be used here, in one line; None when it can."""
-    try:
-        module = import_module(BACKENDS[backend])
-        if hasattr(module, "binding"):
-            module.binding()
-    except EngineUnavailable as error:
-        return str(error)
-    return None
-
-
-def check_name(backend: str) -> None:
-    """Refuse a backend that does not exist.
-
-    Raises:
-        UsageError: it does not.
-    """
-    if not isinstance(backend, str) or backend not in ("auto", *BACKENDS):
-        raise UsageError(f"unknown backend {shown(backend)}: use auto, {', '.join(BACKENDS)}")
+Order = Callable[[list[str], bool], list[str]]
+"""Takes usable engines in the usual order and whether one of them would use a GPU; returns them in the order to try."""
 
 
 def candidates(n_gpu_layers: int | None = None) -> list[str]:
@@ -61,13 +45,9 @@ def candidates(n_gpu_layers: int | None = None) -> list[str]:
     usable = [name for name, reason in reasons.items() if reason is None]
     on_gpu = []
     if n_gpu_layers != 0 and "llama-cpp" in usable:
-        from localspec.backends import llama_cpp
-
-        on_gpu += ["llama-cpp"] if llama_cpp.binding().gpu else []
+        on_gpu += ["llama-cpp"] if engine_module("llama-cpp").binding().gpu else []
     if n_gpu_layers != 0 and sys.platform == "darwin" and unavailable_reason("mlx") is None:
-        from localspec.backends import mlx
-
-        on_gpu += ["mlx"] if mlx.binding().gpu else []
+        on_gpu += ["mlx"] if engine_module("mlx").binding().gpu else []
     if not usable and not on_gpu:
         raise EngineUnavailable("no engine can be used here: " + "; ".join(str(reason) for reason in reasons.values()))
     if n_gpu_layers and not on_gpu:
@@ -82,7 +62,7 @@ def candidates(n_gpu_layers: int | None = None) -> list[str]:
 
 
 def _any_on_gpu(names: list[str], n_gpu_layers: int | None) -> bool:
-    return n_gpu_layers != 0 and any(getattr(import_module(BACKENDS[name]).binding(), "gpu", False) for name in names)
+    return n_gpu_layers != 0 and any(getattr(engine_module(name).binding(), "gpu", False) for name in names)
 
 
 def load(
@@ -97,13 +77,13 @@ def load(
     warn: Callable[[str], None] = lambda line: None,
     check: bool = True,
     put_off: bool = False,
+    order: Order | None = None,
 ) -> Model:
     """Load a file with an engine that computes it rightly.
 
     Args:
         path: a GGUF file.
-        backend: an engine's name, or ``auto``: the fastest usable one that passes the check in ``trust``, as measured
-            with this file here (see ``engine_choice``) or else as is usual.
+        backend: an engine's name, or ``auto``: the first usable one that passes the check in ``trust``.
         n_threads: CPU threads; None takes the physical cores.
         n_gpu_layers: see ``candidates``.
         kv_type: type of the KV cache.
@@ -112,6 +92,7 @@ def load(
         warn: takes remarks that a user should keep, such as why an engine was passed over.
         check: whether the engine has to be right about the file; only what merely guesses may do without.
         put_off: leave the comparison with another engine to idle time; see ``trust.load_checked``.
+        order: the order in which ``auto`` tries several engines; None is the usual one, see ``candidates``.
 
     Raises:
         UsageError: no such backend.
@@ -120,18 +101,12 @@ def load(
         UnsupportedModel: no usable engine computes this kind of model.
         EngineMismatch: every usable engine computes this file wrongly.
     """
-    from localspec.backends import trust
-
     check_name(backend)
     names = [backend]
     if backend == "auto":
         names = candidates(n_gpu_layers)
-        if len(names) > 1:
-            from localspec.engine_choice import ordered
-
-            names = ordered(
-                names, path, n_threads=n_threads, kv_type=kv_type, on_gpu=_any_on_gpu(names, n_gpu_layers), warn=warn
-            )
+        if order is not None and len(names) > 1:
+            names = order(names, _any_on_gpu(names, n_gpu_layers))
     failures: list[LocalspecError] = []
     cancelled = False
 
@@ -146,7 +121,7 @@ def load(
             options["kv_type"] = kv_type
         try:
             if not check:
-                model: Model = import_module(BACKENDS[name]).load(path, **options)
+                model: Model = engine_module(name).load(path, **options)
                 return model
             return trust.load_checked(name, path, options, say, warn, put_off=put_off)
         except (EngineError, UnsupportedModel) as error:

@@ -22,8 +22,6 @@ from localspec.ledger import Ledger
 
 _FORMAT = 1
 _POLL_S = 0.1
-N_TOKENS = 280
-"""More than the engine computes together, so that windows and masks are met by a second piece."""
 
 _KILLED_FROM_OUTSIDE = {-int(each) for each in (signal.SIGINT, signal.SIGTERM)} | {-9}
 """Says nothing about the file: somebody lost patience, or the machine its memory."""
@@ -58,7 +56,7 @@ def _run(path: Path, kv_type: str, n_threads: int, progress: Progress | None) ->
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     if sys.platform == "linux":
         environment["PATH"] = os.devnull  # an abort would call a debugger first, which takes seconds
-    command = [sys.executable, "-c", "from localspec.backends import trial; trial.main()"]
+    command = [sys.executable, "-c", "from localspec.backends import trial_child; trial_child.main()"]
     quiet = subprocess.DEVNULL
     with subprocess.Popen(
         [*command, str(path), kv_type, str(n_threads)], env=environment, stdin=quiet, stdout=quiet, stderr=quiet
@@ -72,22 +70,3 @@ def _run(path: Path, kv_type: str, n_threads: int, progress: Progress | None) ->
                         raise Cancelled(f"loading {path.name} was stopped") from None
         finally:
             child.kill()
-
-
-def main() -> None:
-    """What the child does: read, guess, reject, start over."""
-    from localspec.backends import ik_llama
-
-    path, kv_type, n_threads = sys.argv[1:]
-    ik_llama.binding().repacks = False
-    with (
-        ik_llama.open_untried(Path(path), n_threads=int(n_threads), kv_type=kv_type) as model,
-        model.new_context(N_TOKENS + 8) as context,
-    ):
-        tokens = [i % model.n_vocab for i in range(1, N_TOKENS + 1)]
-        context.decode(tokens, "last")
-        context.decode(tokens[:5])
-        context.truncate(N_TOKENS + 2)
-        context.decode(tokens[:1])
-        context.truncate(0)
-        context.decode(tokens[:3])

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import numpy as np
 
 from localspec.backends import repack
 from localspec.backends.base import FloatArray, Model
+from localspec.backends.registry import engine_module, unavailable_reason
 from localspec.errors import EngineError, EngineMismatch, LocalspecError
 from localspec.gguf_parts import model_files
 from localspec.home import home
@@ -200,7 +200,7 @@ def _fingerprint(path: Path) -> str:
 
 def verdict_key(backend: str, options: Mapping[str, Any], digest: str) -> dict[str, str]:
     """What a verdict depends on: the engine and its version, where the weights run, the file."""
-    module = import_module(f"localspec.backends.{backend.replace('-', '_')}")
+    module = engine_module(backend)
     engine = module.binding().version if hasattr(module, "binding") else ""
     return {"engine": f"{backend} {engine}", "gpu layers": str(options.get("n_gpu_layers")), "file": digest}
 
@@ -234,7 +234,7 @@ def load_checked(
     Raises:
         EngineMismatch: the engine is wrong about the file and no repacked copy helps.
     """
-    module = import_module(f"localspec.backends.{backend.replace('-', '_')}")
+    module = engine_module(backend)
     ledger, source = verdicts(), fingerprint(path)
     model: Model | None = None
 
@@ -316,17 +316,13 @@ def comparing_verdict(model: Model, other: Model, verdict: dict[str, Any]) -> St
 
 def other_engines(model: Model) -> list[str]:
     """Engines that a model could be compared on."""
-    from localspec import backends
-
     names = ("llama-cpp", "ik-llama")
-    return [name for name in names if name != model.backend and backends.unavailable_reason(name) is None]
+    return [name for name in names if name != model.backend and unavailable_reason(name) is None]
 
 
 def load_other(name: str, model: Model, path: Path, options: Mapping[str, Any], progress: Any = None) -> Model | None:
     """The same file on another engine; None where that cannot have it."""
-    from localspec import backends
-
-    loader = import_module(backends.BACKENDS[name]).load
+    loader = engine_module(name).load
     try:
         own = options if name != "reference" else {key: options[key] for key in options if key != "kv_type"}
         loaded: Model = loader(path, **{**own, "n_gpu_layers": 0, "progress": progress})

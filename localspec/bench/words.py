@@ -6,7 +6,7 @@ from localspec.bench.record import Record
 from localspec.bench.results import ALL, Results, Row
 from localspec.bench.schedule import time_text
 from localspec.bench.statistics import Estimate
-from localspec.repl.status import short_name
+from localspec.catalog import short_name
 from localspec.sources.base import size_text
 
 

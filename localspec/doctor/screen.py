@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from localspec.catalog import short_name
 from localspec.doctor.plot import bars
 from localspec.doctor.ranking import remarks
 from localspec.doctor.report import Check, CostFacts, PayoffFacts, RankFacts, Recommendation
-from localspec.repl.status import short_name
 from localspec.sheet import Sheet
 
 _LABEL = 11

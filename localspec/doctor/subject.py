@@ -11,9 +11,9 @@ from localspec.catalog import Catalog, Entry, free_bytes
 from localspec.doctor.header import Header, read_header
 from localspec.doctor.report import Check, ModelFacts
 from localspec.errors import ModelFileError
-from localspec.files import known_entries
 from localspec.gguf_parts import model_bytes
 from localspec.home import models_dir
+from localspec.local_files import known_entries
 from localspec.sources.base import size_text
 
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from localspec.errors import LocalspecError
-from localspec.failures import line_of
+from localspec.catalog import short_name
+from localspec.errors import LocalspecError, line_of
 from localspec.interrupts import on_interrupt
 from localspec.repl.conversation import Conversation, Turn
 from localspec.repl.ink import Ink
 from localspec.repl.screen import Screen, no_echo
-from localspec.repl.status import Status, short_name
+from localspec.repl.status import Status
 from localspec.sampling import SamplingParams
 
 if TYPE_CHECKING:

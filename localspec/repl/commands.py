@@ -9,13 +9,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localspec.errors import UsageError
-from localspec.failures import line_of
+from localspec.errors import UsageError, line_of
 from localspec.options import draft_length, draft_spec
-from localspec.repl.conversation import SETTINGS, SavedChat, load, save, set_parameter
+from localspec.repl.conversation import SavedChat, load, save, set_parameter
 from localspec.repl.ink import Ink
 from localspec.repl.text import clip, on_one_line
 from localspec.repl.views import VIEWS
+from localspec.sampling import CHAT_SETTINGS
 
 if TYPE_CHECKING:
     from localspec.repl.chat import Chat
@@ -141,14 +141,16 @@ def _length(chat: Chat, argument: str) -> None:
 
 def _set(chat: Chat, argument: str) -> None:
     name, _, value = argument.partition(" ")
-    if name and name not in SETTINGS:
-        close = get_close_matches(name, SETTINGS, n=1)
-        raise UsageError(f"no parameter {name!r}: " + (f"did you mean {close[0]}?" if close else ", ".join(SETTINGS)))
+    if name and name not in CHAT_SETTINGS:
+        close = get_close_matches(name, CHAT_SETTINGS, n=1)
+        raise UsageError(
+            f"no parameter {name!r}: " + (f"did you mean {close[0]}?" if close else ", ".join(CHAT_SETTINGS))
+        )
     if value:
         if name == "stop":
             value = value.strip("\"'").replace("\\n", "\n").replace("\\t", "\t")
         chat.params = set_parameter(chat.params, name, value.strip() if name != "stop" else value)
-    for each in [name] if name else SETTINGS:
+    for each in [name] if name else CHAT_SETTINGS:
         chat.screen.note(f"{each} {getattr(chat.params, each)!r}")
 
 
@@ -241,7 +243,7 @@ COMMANDS = {
     "view": Command("|".join(VIEWS), "how answers are shown", _view, lambda current: () if current else VIEWS),
     "draft": Command("auto|none|ngram|MODEL …", "who guesses", _draft, _models),
     "length": Command("auto|N", "how many tokens a draft has", _length, lambda current: () if current else ("auto",)),
-    "set": Command("[NAME [VALUE]]", "sampling parameters", _set, lambda current: () if current else SETTINGS),
+    "set": Command("[NAME [VALUE]]", "sampling parameters", _set, lambda current: () if current else CHAT_SETTINGS),
     "stats": Command("", "figures, and how far guesses reached", _stats),
     "why": Command("", "why it is, or is not, drafting", _why),
     "race": Command("", "the last question plain and speculative", _race),

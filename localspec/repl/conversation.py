@@ -7,20 +7,16 @@ import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from localspec.errors import LocalspecError, UsageError
-from localspec.sampling import SamplingParams
+from localspec.sampling import CHAT_SETTINGS, SamplingParams
 
 FORMAT = "localspec-chat"
 VERSION = 1
 MAX_BYTES = 1 << 28
-
-_NOT_OF_A_CHAT = ("logit_bias", "ignore_eos", "response_format", "grammar")
-SETTINGS = tuple(f.name for f in fields(SamplingParams) if f.name not in _NOT_OF_A_CHAT)
-"""Sampling parameters that ``/set`` changes and a saved chat remembers."""
 
 
 class ChatFileError(LocalspecError):
@@ -84,7 +80,7 @@ def save(path: Path, chat: SavedChat, *, draft: list[str], backend: str) -> None
             load(path)
         except ChatFileError:
             raise ChatFileError(f"{path} exists and is not a saved chat; choose another name") from None
-    params = {name: getattr(chat.params, name) for name in SETTINGS}
+    params = {name: getattr(chat.params, name) for name in CHAT_SETTINGS}
     document = {
         "format": FORMAT,
         "version": VERSION,
@@ -151,7 +147,7 @@ def _reason(error: Exception) -> str:
 def _parse(document: Mapping[str, Any]) -> SavedChat:
     settings = _expect(document["settings"], dict, "settings")
     sampling = _expect(settings["sampling"], dict, "sampling")
-    unknown = set(sampling) - set(SETTINGS)
+    unknown = set(sampling) - set(CHAT_SETTINGS)
     if unknown:
         raise ValueError(f"unknown setting {min(unknown)!r}")
     turns = []
@@ -202,8 +198,8 @@ def set_parameter(params: SamplingParams, name: str, value: Any) -> SamplingPara
     Raises:
         UsageError: no such parameter, or not a value for it.
     """
-    if name not in SETTINGS:
-        raise UsageError(f"no parameter {name!r}: there are {', '.join(SETTINGS)}")
+    if name not in CHAT_SETTINGS:
+        raise UsageError(f"no parameter {name!r}: there are {', '.join(CHAT_SETTINGS)}")
     default = getattr(SamplingParams(), name)
     empty = isinstance(value, str) and value.lower() in ("none", "off")
     try:

@@ -9,9 +9,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from localspec.errors import Cancelled, Closed, LocalspecError
-from localspec.failures import line_of
-from localspec.repl.status import short_name
+from localspec.catalog import short_name
+from localspec.errors import Cancelled, Closed, LocalspecError, line_of
 
 if TYPE_CHECKING:
     from localspec.catalog import Entry

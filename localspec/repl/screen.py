@@ -11,8 +11,7 @@ from typing import Any, TextIO
 
 from localspec.repl.ink import Ink
 from localspec.repl.status import Status
-from localspec.repl.text import visible
-from localspec.repl.typesetter import terminal_size
+from localspec.repl.text import terminal_size, visible
 from localspec.repl.views import LaneView, TextView, TokensView, View
 
 

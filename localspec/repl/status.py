@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from localspec.catalog import short_name
 from localspec.rounds import Round, SpecStats
-
-_SUFFIX = re.compile(r"[-._](instruct|it|chat|i?q\d\w*|b?f16|f32)(?=[-._]|$).*", re.IGNORECASE)
 
 RECENT = 16
 """Rounds over which the draft length is averaged."""
@@ -51,11 +49,6 @@ class Status:
             return f"{self.draft_length}"
         mean = sum(self._lengths) / len(self._lengths) if self._lengths else 0.0
         return f"~{mean:.1f}"
-
-
-def short_name(model: str) -> str:
-    """A model's name without what says how it was tuned and quantised, where there is little room."""
-    return _SUFFIX.sub("", model) or model
 
 
 def status_line(stats: Mapping[str, Any], drafters: str, draft_length: str) -> str:

@@ -1,7 +1,8 @@
-"""Text on its way to a terminal: nothing in it may act on the terminal, and its width in cells."""
+"""Text on its way to a terminal: nothing in it may act on the terminal, and its width in cells; the terminal's own."""
 
 from __future__ import annotations
 
+import shutil
 from functools import lru_cache
 
 # Control characters become their Unicode pictures, C1 controls (a lone 0x9b starts an escape sequence too) and the
@@ -12,6 +13,12 @@ _VISIBLE |= dict.fromkeys((*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x
 _VISIBLE |= dict.fromkeys(range(0xD800, 0xE000), "\ufffd")
 _VISIBLE |= {0x2028: "\n", 0x2029: "\n"}
 del _VISIBLE[ord("\n")], _VISIBLE[ord("\t")]
+
+
+def terminal_size() -> tuple[int, int]:
+    """Columns and lines."""
+    size = shutil.get_terminal_size((80, 24))
+    return max(2, size.columns), max(1, size.lines)
 
 
 def visible(text: str) -> str:

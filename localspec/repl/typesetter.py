@@ -6,23 +6,16 @@ sequences that every terminal since the VT100 has: index, cursor up and down, sa
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable
 from typing import TextIO
 
 from localspec.repl.ink import Ink
-from localspec.repl.text import char_width, clip, on_one_line, visible, width, width_is_certain
+from localspec.repl.text import char_width, clip, on_one_line, terminal_size, visible, width, width_is_certain
 
 Segment = tuple[str, Ink]
 
 _RESET, _INDEX, _SAVE, _RESTORE, _ERASE_BELOW = "\x1b[0m", "\x1bD", "\x1b7", "\x1b8", "\x1b[J"
 TAIL_LINES = 2
-
-
-def terminal_size() -> tuple[int, int]:
-    """Columns and lines."""
-    size = shutil.get_terminal_size((80, 24))
-    return max(2, size.columns), max(1, size.lines)
 
 
 class Typesetter:

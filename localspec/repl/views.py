@@ -9,8 +9,8 @@ from typing import TextIO
 from localspec.repl.ink import Ink, token_ink
 from localspec.repl.lane import lane_line
 from localspec.repl.status import Status
-from localspec.repl.text import visible
-from localspec.repl.typesetter import Segment, Typesetter, terminal_size
+from localspec.repl.text import terminal_size, visible
+from localspec.repl.typesetter import Segment, Typesetter
 from localspec.rounds import Round, TokenKind
 
 VIEWS = ("tokens", "lane", "plain")

@@ -111,9 +111,7 @@ def log_failure(error: BaseException) -> None:
     """Say on standard error what failed in here; a wrong request is no failure."""
     if status_of(error) < 500 or isinstance(error, ApiError | errors.Closed):
         return
-    from localspec.failures import line_of
-
-    line = " ".join(visible(line_of(error) if isinstance(error, Exception) else repr(error)).split())
+    line = " ".join(visible(errors.line_of(error) if isinstance(error, Exception) else repr(error)).split())
     print(f"localspec: a request failed: {line}", file=sys.stderr, flush=True)
     if os.environ.get("LOCALSPEC_DEBUG"):
         traceback.print_exception(error)

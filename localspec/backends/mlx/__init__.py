@@ -2,69 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import sys
-from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localspec.backends.base import Progress
-from localspec.errors import EngineUnavailable
+from localspec.backends.mlx.library import NAME, Binding, binding, defer_mlx_lm
 
 if TYPE_CHECKING:
     from localspec.backends.mlx.model import MLXModel
 
-NAME = "mlx"
-
-_NEEDS = ("mlx", "mlx-lm", "tokenizers")
-
-
-class Binding:
-    """MLX as it is installed here.
-
-    Attributes:
-        version: of MLX, and of mlx-lm, whose model classes are used.
-        gpu: whether it computes on a GPU.
-        built_for: what it computes on, for people.
-    """
-
-    def __init__(self) -> None:
-        if not runs_here():
-            raise EngineUnavailable("MLX runs on Apple silicon, and on Linux for tests")
-        if sys.platform != "darwin":
-            # The CPU build compiles fused kernels with a C++ compiler that need not be there, and gains little.
-            os.environ.setdefault("MLX_DISABLE_COMPILE", "1")
-        try:
-            versions = {name: metadata.version(name) for name in _NEEDS}
-            import mlx.core as mx
-        except metadata.PackageNotFoundError as error:
-            raise EngineUnavailable(
-                f"{error.name} is not installed; install it with: pip install 'localspec[mlx]'"
-            ) from None
-        except (ImportError, OSError, RuntimeError) as error:
-            raise EngineUnavailable(
-                f"MLX cannot load its library ({error}); install it with: pip install 'localspec[mlx]'"
-            ) from None
-        self.version = f"{versions['mlx']} (mlx-lm {versions['mlx-lm']})"
-        self.gpu = bool(mx.metal.is_available())
-        self.built_for = ["Metal"] if self.gpu else ["CPU, to test with: slow"]
-
-
-def runs_here() -> bool:
-    """Whether there are builds of MLX for this kind of machine."""
-    return sys.platform == "linux" or (sys.platform == "darwin" and platform.machine() == "arm64")
-
-
-@cache
-def binding() -> Binding:
-    """MLX, imported once per process.
-
-    Raises:
-        EngineUnavailable: not installed, not for this machine, or its library does not load here.
-    """
-    return Binding()
+__all__ = ["NAME", "Binding", "binding", "load"]
 
 
 def load(
@@ -93,8 +40,6 @@ def load(
         UsageError: an unknown type of cache, or layers on both CPU and GPU.
     """
     binding()
-    from localspec.backends.mlx.library import defer_mlx_lm
-
     defer_mlx_lm()
     from localspec.backends.mlx.model import MLXModel
 

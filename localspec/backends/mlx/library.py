@@ -1,13 +1,67 @@
-"""mlx-lm's model classes without the rest of mlx-lm."""
+"""MLX as it is installed here, and mlx-lm's model classes without the rest of mlx-lm."""
 
 from __future__ import annotations
 
+import os
+import platform
 import sys
+from functools import cache
+from importlib import metadata
 from importlib.util import find_spec, module_from_spec
 from types import ModuleType
 from typing import Any
 
 from localspec.errors import EngineUnavailable
+
+NAME = "mlx"
+
+_NEEDS = ("mlx", "mlx-lm", "tokenizers")
+
+
+class Binding:
+    """MLX as it is installed here.
+
+    Attributes:
+        version: of MLX, and of mlx-lm, whose model classes are used.
+        gpu: whether it computes on a GPU.
+        built_for: what it computes on, for people.
+    """
+
+    def __init__(self) -> None:
+        if not runs_here():
+            raise EngineUnavailable("MLX runs on Apple silicon, and on Linux for tests")
+        if sys.platform != "darwin":
+            # The CPU build compiles fused kernels with a C++ compiler that need not be there, and gains little.
+            os.environ.setdefault("MLX_DISABLE_COMPILE", "1")
+        try:
+            versions = {name: metadata.version(name) for name in _NEEDS}
+            import mlx.core as mx
+        except metadata.PackageNotFoundError as error:
+            raise EngineUnavailable(
+                f"{error.name} is not installed; install it with: pip install 'localspec[mlx]'"
+            ) from None
+        except (ImportError, OSError, RuntimeError) as error:
+            raise EngineUnavailable(
+                f"MLX cannot load its library ({error}); install it with: pip install 'localspec[mlx]'"
+            ) from None
+        self.version = f"{versions['mlx']} (mlx-lm {versions['mlx-lm']})"
+        self.gpu = bool(mx.metal.is_available())
+        self.built_for = ["Metal"] if self.gpu else ["CPU, to test with: slow"]
+
+
+def runs_here() -> bool:
+    """Whether there are builds of MLX for this kind of machine."""
+    return sys.platform == "linux" or (sys.platform == "darwin" and platform.machine() == "arm64")
+
+
+@cache
+def binding() -> Binding:
+    """MLX, imported once per process.
+
+    Raises:
+        EngineUnavailable: not installed, not for this machine, or its library does not load here.
+    """
+    return Binding()
 
 
 def defer_mlx_lm() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import mlx.core as mx
 
 from localspec.backends.base import Capabilities, Model, Progress
-from localspec.backends.mlx import NAME, binding
 from localspec.backends.mlx.context import MLXContext
+from localspec.backends.mlx.library import NAME, binding
 from localspec.backends.mlx.memory import check_kv_type
 from localspec.backends.mlx.network import Network, load_network
 from localspec.backends.mlx.owner import owner
