@@ -32,7 +32,7 @@ test:
 test-real:
 	@scripts/venv $(VENV_TEST) dev all
 	@$(VENV_TEST)/bin/localspec pull $(REAL_MODELS)
-	@LOCALSPEC_TEST_MODELS="$$($(VENV_TEST)/bin/python -c 'from localspec.home import models_dir; print(models_dir())')" \
+	@LOCALSPEC_TEST_MODELS="$$($(VENV_TEST)/bin/python -c 'from localspec.system.home import models_dir; print(models_dir())')" \
 		$(VENV_TEST)/bin/python -m pytest -m real $(ARGS)
 
 fuzz:

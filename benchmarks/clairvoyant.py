@@ -18,7 +18,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from localspec.cost_model import PassTimes
+from localspec.controllers.cost_model import PassTimes
 
 MS_OTHER = 0.5
 """Of a round, outside the models [ms]."""

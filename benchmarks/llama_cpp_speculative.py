@@ -51,12 +51,12 @@ from pathlib import Path
 from typing import Any
 
 from localspec import LLM, SamplingParams, __version__
-from localspec.backends.machine import cpu_name, default_threads, prepare_threads
-from localspec.catalog import Catalog
-from localspec.gguf_file import GGUFFile
-from localspec.home import home
-from localspec.templates import ChatTemplate
-from localspec.vocab import Vocab
+from localspec.model_files.catalog import Catalog
+from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.vocab import Vocab
+from localspec.prompts.templates import ChatTemplate
+from localspec.system.home import home
+from localspec.system.machine import cpu_name, default_threads, prepare_threads
 
 SOURCE = "llama-cpp-python==0.3.36"
 PROGRAMS = {"simple": "llama-speculative-simple", "tree": "llama-speculative"}

@@ -32,13 +32,13 @@ from typing import Any
 from localspec import LLM, SamplingParams
 from localspec.backends import mlx
 from localspec.backends.base import Context, Model
-from localspec.backends.machine import cpu_name
 from localspec.backends.mlx.model import MLXModel
 from localspec.backends.mlx.network import bytes_per_token
 from localspec.backends.trust import CHECK_TEXT
-from localspec.bench.questions import own_questions
-from localspec.catalog import Catalog
-from localspec.gguf_file import GGUFFile
+from localspec.commands.bench.questions import own_questions
+from localspec.model_files.catalog import Catalog
+from localspec.model_files.gguf_file import GGUFFile
+from localspec.system.machine import cpu_name
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 N_PAST = 64

@@ -136,7 +136,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.work:
         return work(args.work, args.threads)
-    from localspec.catalog import Catalog
+    from localspec.model_files.catalog import Catalog
 
     for name in args.pythons[2:] or ["qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"]:
         compare(Catalog.load().resolve(name), args.pythons[:2], args.minutes, args.threads)

@@ -21,7 +21,7 @@ import numpy as np
 
 from localspec import LLM, SamplingParams
 from localspec.backends.llama_family import LlamaContext
-from localspec.backends.machine import cpu_name
+from localspec.system.machine import cpu_name
 
 PROMPT = "def fibonacci(n):\n    "
 

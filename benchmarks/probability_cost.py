@@ -17,9 +17,9 @@ import time
 
 import numpy as np
 
-from localspec.rounds import Draft, DraftToken
-from localspec.sampling import Noise, SamplingParams, distribution
-from localspec.verification import STREAM_TARGET, verify
+from localspec.sampling.sampling import Noise, SamplingParams, distribution
+from localspec.spec_decode.rounds import Draft, DraftToken
+from localspec.spec_decode.verification import STREAM_TARGET, verify
 
 SETTINGS = {
     "greedy": (SamplingParams(), 1.0),

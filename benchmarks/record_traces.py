@@ -4,8 +4,8 @@
         [--temperature T] [--category NAME ...] [--prompts FILE]
 
 The target answers every prompt plainly. Then the draft model reads the answers (one pass each, so this is quick), and
-the n-gram drafter follows them token by token. ``tests/simulator.py`` replays policies on such traces in milliseconds,
-with any cost curve: the text, the confidences and the fates are real, only the clock is simulated.
+the n-gram drafter follows them token by token. ``tests/support/simulator.py`` replays policies on such traces in
+milliseconds, with any cost curve: the text, the confidences and the fates are real, only the clock is simulated.
 
 At temperature 0 a fate is 0 or 1. Above, it is the exact probability of acceptance at that position: p(x) of a guess
 x that was not sampled, sum(min(p, q)) of one sampled from q.
@@ -23,11 +23,11 @@ import numpy as np
 
 from localspec import LLM, SamplingParams
 from localspec.backends.base import FloatArray
-from localspec.bench.questions import of_categories, own_questions, read_questions
-from localspec.drafters.draft_model import N_HEAD, N_TAIL
-from localspec.drafters.ngram import NgramDrafter
-from localspec.proposer import SamplingProposer
-from localspec.sampling import Noise, distribution, top_probability
+from localspec.commands.bench.questions import of_categories, own_questions, read_questions
+from localspec.sampling.sampling import Noise, distribution, top_probability
+from localspec.spec_decode.drafters.draft_model import N_HEAD, N_TAIL
+from localspec.spec_decode.drafters.ngram import NgramDrafter
+from localspec.spec_decode.proposer import SamplingProposer
 
 PIECE = 128
 

@@ -20,14 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from localspec.acceptance import COPY_CLIMATES, SourceAcceptance, estimate_prior, model_prior
-from localspec.auto_controller import AutoController
-from localspec.cost_model import PassTimes
-from localspec.drafters.draft_model import MAX_ABRIDGED, MAX_WITNESS, N_HEAD, N_TAIL
-from localspec.rounds import Draft, DraftToken, EmittedToken, Round, Verdict
-from localspec.sampling import Distribution, SamplingParams
-from localspec.time_budget import TimeBudget
-from tests.simulator import row_of
+from localspec.controllers.acceptance import COPY_CLIMATES, SourceAcceptance, estimate_prior, model_prior
+from localspec.controllers.auto_controller import AutoController
+from localspec.controllers.cost_model import PassTimes
+from localspec.controllers.time_budget import TimeBudget
+from localspec.sampling.sampling import Distribution, SamplingParams
+from localspec.spec_decode.drafters.draft_model import MAX_ABRIDGED, MAX_WITNESS, N_HEAD, N_TAIL
+from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Verdict
+from tests.support.simulator import row_of
 
 Times = dict[int, float]
 CURVES: dict[str, tuple[Times, Times]] = {

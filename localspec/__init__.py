@@ -28,11 +28,11 @@ if TYPE_CHECKING:
         VocabularyMismatch,
     )
     from localspec.llm import LLM
-    from localspec.logprobs import ScoredToken, TokenLogprobs
-    from localspec.rounds import Draft, DraftToken, EmittedToken, Round, Span, SpecStats, Verdict
-    from localspec.sampling import SamplingParams
+    from localspec.runtime.stream import AsyncRoundStream, Reply, RoundStream
+    from localspec.sampling.logprobs import ScoredToken, TokenLogprobs
+    from localspec.sampling.sampling import SamplingParams
     from localspec.session import Session
-    from localspec.stream import AsyncRoundStream, Reply, RoundStream
+    from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Span, SpecStats, Verdict
 
 __version__ = "0.1.0"
 
@@ -73,12 +73,12 @@ __all__ = [
 
 _HOMES = {
     "LLM": "localspec.llm",
-    **dict.fromkeys(("AsyncRoundStream", "Reply", "RoundStream"), "localspec.stream"),
+    **dict.fromkeys(("AsyncRoundStream", "Reply", "RoundStream"), "localspec.runtime.stream"),
     **dict.fromkeys(
-        ("Draft", "DraftToken", "EmittedToken", "Round", "Span", "SpecStats", "Verdict"), "localspec.rounds"
+        ("Draft", "DraftToken", "EmittedToken", "Round", "Span", "SpecStats", "Verdict"), "localspec.spec_decode.rounds"
     ),
-    **dict.fromkeys(("ScoredToken", "TokenLogprobs"), "localspec.logprobs"),
-    "SamplingParams": "localspec.sampling",
+    **dict.fromkeys(("ScoredToken", "TokenLogprobs"), "localspec.sampling.logprobs"),
+    "SamplingParams": "localspec.sampling.sampling",
     "Session": "localspec.session",
 }
 

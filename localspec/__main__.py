@@ -41,7 +41,7 @@ def run(argv: Sequence[str]) -> int:
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="replace")  # a terminal that lacks a character shows '?'
-        from localspec.cli import parse
+        from localspec.commands.cli import parse
 
         command = parse(argv)
     except KeyboardInterrupt:
@@ -65,7 +65,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _fail(message: str, status: int) -> int:
-    from localspec.repl.text import visible
+    from localspec.terminal.text import visible
 
     line = " ".join(visible(message).split())
     print(f"localspec: {line}", file=sys.stderr)

@@ -9,28 +9,28 @@ from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
-from localspec import arguments
-from localspec.answering import Request, answer, score
-from localspec.arguments import DraftLength, checked_bound, checked_bytes, checked_length, draft_specs
-from localspec.asking import AskingModel
-from localspec.catalog import Catalog
 from localspec.errors import Cancelled
-from localspec.idle import PREPARATION, IdleWork, OnMains
-from localspec.jobs import Job
-from localspec.logprobs import checked_top
-from localspec.model_loading import PairOptions, Report, giving_way
-from localspec.pair import Pair
-from localspec.prefix_cache import DEFAULT_BYTES
-from localspec.prompts import Prompt, PromptEncoder
-from localspec.read_ahead import ReadAhead
-from localspec.sampling import SamplingParams
+from localspec.model_files.catalog import Catalog
+from localspec.model_files.vocab import Vocab
+from localspec.prompts.prompts import Prompt, PromptEncoder
+from localspec.prompts.templates import ChatTemplate
+from localspec.runtime import arguments
+from localspec.runtime.answering import Request, answer, score
+from localspec.runtime.arguments import DraftLength, checked_bound, checked_bytes, checked_length, draft_specs
+from localspec.runtime.asking import AskingModel
+from localspec.runtime.idle import PREPARATION, IdleWork, OnMains
+from localspec.runtime.jobs import Job
+from localspec.runtime.model_loading import PairOptions, Report, giving_way
+from localspec.runtime.pair import Pair
+from localspec.runtime.prefix_cache import DEFAULT_BYTES
+from localspec.runtime.read_ahead import ReadAhead
+from localspec.runtime.stream import Submit
+from localspec.runtime.tokenizing import Tokenizing
+from localspec.runtime.worker import Worker
+from localspec.sampling.logprobs import checked_top
+from localspec.sampling.sampling import SamplingParams
 from localspec.session import Session
 from localspec.session import load as load_session
-from localspec.stream import Submit
-from localspec.templates import ChatTemplate
-from localspec.tokenizing import Tokenizing
-from localspec.vocab import Vocab
-from localspec.worker import Worker
 
 
 class LLM(AskingModel, Tokenizing):

@@ -9,15 +9,15 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localspec import session_file
-from localspec.arguments import checked_params
-from localspec.asking import Asking
 from localspec.errors import SessionFileError, UsageError
-from localspec.home import printable
-from localspec.jobs import Job
-from localspec.memories import Memory, give_memories, take_memories
-from localspec.sampling import SamplingParams
-from localspec.stream import Reply, Submit
+from localspec.runtime import session_file
+from localspec.runtime.arguments import checked_params
+from localspec.runtime.asking import Asking
+from localspec.runtime.jobs import Job
+from localspec.runtime.saved_state import Memory, give_memories, take_memories
+from localspec.runtime.stream import Reply, Submit
+from localspec.sampling.sampling import SamplingParams
+from localspec.system.home import printable
 
 if TYPE_CHECKING:
     from localspec.llm import LLM

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, settings
 
 from localspec.backends.base import Model
 from localspec.errors import EngineUnavailable
-from localspec.home import models_dir
-from tests import ggufs
+from localspec.system.home import models_dir
+from tests.support import ggufs
 
 # A shell that starts pytest in the background makes it, and all it starts, ignore Ctrl-C; the tests send it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

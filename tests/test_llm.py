@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from localspec import LLM, Closed, PromptTooLong, Round, SamplingParams, UsageError, VocabularyMismatch
-from localspec.drafters.draft_model import DraftModelDrafter
-from tests import ggufs
+from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from tests.conftest import TinyFiles, open_backend
-from tests.waiting import Brake
+from tests.support import ggufs
+from tests.support.waiting import Brake
 
 GREEDY = SamplingParams(max_tokens=48, ignore_eos=True)
 CHAT = [{"role": "user", "content": "Say something."}]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TinyFiles, open_backend
-from tests.memory import growth_per_cycle
+from tests.support.memory import growth_per_cycle
 
 CYCLES = """
 import gc, sys

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 from localspec import LLM, Cancelled, Closed, PromptTooLong, QueueFull, Reply, RoundStream, SamplingParams, UsageError
-from localspec.jobs import FairQueue, Job
-from localspec.worker import Worker
+from localspec.runtime.jobs import FairQueue, Job
+from localspec.runtime.worker import Worker
 from tests.conftest import TinyFiles, open_backend
+from tests.support.waiting import PATIENCE, Brake, Clock, wait_until
 from tests.test_llm import draft_context
-from tests.waiting import PATIENCE, Brake, Clock, wait_until
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
@@ -324,7 +324,7 @@ def test_a_deadline_in_an_answer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> N
     expected = llm.generate("hello", GREEDY, speculate=False).token_ids
     whole = llm.generate("endless", LONG, speculate=False).token_ids
     clock, context = Clock(), llm._pair.context
-    monkeypatch.setattr("localspec.jobs.time", clock)
+    monkeypatch.setattr("localspec.runtime.jobs.time", clock)
     decode, passes = context._decode, []
 
     def spy(tokens: Any, logits: Any) -> Any:

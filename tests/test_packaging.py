@@ -101,7 +101,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]
 def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "localspec").rglob("*.py")}
-    page = {path.relative_to(ROOT).as_posix() for path in (ROOT / "localspec/replay/page").iterdir()}
+    page = {path.relative_to(ROOT).as_posix() for path in (ROOT / "localspec/commands/replay/page").iterdir()}
     assert page
     assert modules | page <= names
     assert "localspec/py.typed" in names
@@ -117,7 +117,9 @@ def test_wheel_holds_the_catalogue_and_the_licence(wheel: zipfile.ZipFile) -> No
 
 def test_the_catalogue_is_found_in_an_installed_wheel(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     wheel.extractall(tmp_path)
-    code = "from localspec.catalog import Catalog; import localspec; print(localspec.__file__); Catalog.load()"
+    code = (
+        "from localspec.model_files.catalog import Catalog; import localspec; print(localspec.__file__); Catalog.load()"
+    )
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-P", "-c", code]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

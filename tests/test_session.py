@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localspec import LLM, Closed, SamplingParams, SessionFileError, UsageError, session_file
+from localspec import LLM, Closed, SamplingParams, SessionFileError, UsageError
 from localspec.backends.base import Context
-from localspec.prefix_cache import MIN_TOKENS, PrefixCache
-from tests import ggufs
+from localspec.runtime import session_file
+from localspec.runtime.prefix_cache import MIN_TOKENS, PrefixCache
 from tests.conftest import TinyFiles, open_backend
+from tests.support import ggufs
 from tests.test_llm import draft_context
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -400,7 +401,7 @@ def test_damaged_and_truncated_files(tiny: TinyFiles, saved: Path) -> None:
 
 def test_hostile_lists_of_arrays(tiny: TinyFiles, saved: Path) -> None:
     """Sizes that do not fit, odd types, absurd shapes: a notice, never a traceback or an allocation of petabytes."""
-    from localspec.session_file import _digest
+    from localspec.runtime.session_file import _digest
 
     data = saved.read_bytes()
     first, second = data.split(b"\n")[:2]

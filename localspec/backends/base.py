@@ -18,7 +18,7 @@ import numpy.typing as npt
 from localspec.errors import Cancelled, Closed, ContextFull, UsageError
 
 if TYPE_CHECKING:
-    from localspec.vocab import Vocab
+    from localspec.model_files.vocab import Vocab
 
 FloatArray = npt.NDArray[np.float32]
 N_UNINTERRUPTED = 256

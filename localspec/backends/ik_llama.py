@@ -17,10 +17,10 @@ from pathlib import Path
 from localspec.backends.base import Progress
 from localspec.backends.builds import built_for, digest, foreign_features, system_info
 from localspec.backends.llama_family import N_BATCH, N_UBATCH, Binding, LlamaModel, check_kv_type
-from localspec.backends.machine import cpu_features, default_threads, missing_cpu_features, prepare_threads
 from localspec.backends.noise import engine_log
 from localspec.errors import EngineUnavailable, UnsupportedModel, UsageError
-from localspec.gguf_file import GGUFFile, TensorInfo
+from localspec.model_files.gguf_file import GGUFFile, TensorInfo
+from localspec.system.machine import cpu_features, default_threads, missing_cpu_features, prepare_threads
 
 NAME = "ik-llama"
 VERSION = "0.1.5"

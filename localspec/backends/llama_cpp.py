@@ -11,9 +11,9 @@ from typing import Any
 from localspec.backends.base import Progress
 from localspec.backends.builds import digest
 from localspec.backends.llama_family import N_BATCH, N_UBATCH, Binding, LlamaModel
-from localspec.backends.machine import default_threads, prepare_threads
 from localspec.backends.noise import engine_log
 from localspec.errors import EngineUnavailable
+from localspec.system.machine import default_threads, prepare_threads
 
 NAME = "llama-cpp"
 

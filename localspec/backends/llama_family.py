@@ -18,8 +18,8 @@ import numpy.typing as npt
 from localspec.backends.base import Capabilities, Context, ContextState, FloatArray, Forward, Model, Progress
 from localspec.backends.soundness import check_sound
 from localspec.errors import Closed, EngineError, UsageError
-from localspec.gguf_file import GGUFFile, TensorInfo
-from localspec.vocab import Vocab
+from localspec.model_files.gguf_file import GGUFFile, TensorInfo
+from localspec.model_files.vocab import Vocab
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -27,8 +27,8 @@ import numpy.typing as npt
 from localspec.backends.base import Capabilities, Context, ContextState, FloatArray, Forward, Model, Progress
 from localspec.backends.reference_tokenizer import Tokenizer
 from localspec.errors import Closed, EngineError, UnsupportedModel, UsageError
-from localspec.gguf_file import GGUFFile
-from localspec.vocab import Vocab
+from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.vocab import Vocab
 
 NAME = "reference"
 

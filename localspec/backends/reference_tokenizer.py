@@ -15,7 +15,7 @@ import numpy as np
 from localspec.backends.sentencepiece import SentencePiece
 from localspec.backends.special_tokens import SpecialTokens
 from localspec.errors import UnsupportedModel
-from localspec.vocab import Vocab
+from localspec.model_files.vocab import Vocab
 
 # Python's \s also has the separators 0x1C-0x1F, which are no white space to llama.cpp.
 _S = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"

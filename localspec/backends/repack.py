@@ -20,11 +20,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from localspec.backends.machine import default_threads
 from localspec.errors import EngineError
-from localspec.gguf_file import GGUFFile, TensorInfo
-from localspec.home import home
-from localspec.steps import Steps, exhaust
+from localspec.model_files.gguf_file import GGUFFile, TensorInfo
+from localspec.system.home import home
+from localspec.system.machine import default_threads
+from localspec.system.steps import Steps, exhaust
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from localspec.backends import trust
 from localspec.backends.base import Model
-from localspec.doctor.memory import read_memory
 from localspec.errors import Cancelled
-from localspec.steps import Steps
+from localspec.system.memory import read_memory
+from localspec.system.steps import Steps
 
 ROOM = 1.3
 """Free memory, in sizes of the file, under which no second copy of a model is loaded beside the first."""

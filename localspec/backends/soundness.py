@@ -11,8 +11,8 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from localspec.errors import ModelFileError, UnsupportedModel
-from localspec.gguf_file import GGUFFile, TensorInfo
-from localspec.vocab import Vocab
+from localspec.model_files.gguf_file import GGUFFile, TensorInfo
+from localspec.model_files.vocab import Vocab
 
 _UINT32 = 4
 _NO_MATRIX = frozenset((9, 15, 24, 25, 26, 27, 28, 97, 98, 99, 136, 147, 148, 149, 150))

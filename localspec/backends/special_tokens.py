@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from localspec.vocab import CONTROL, UNKNOWN, USER_DEFINED, Vocab
+from localspec.model_files.vocab import CONTROL, UNKNOWN, USER_DEFINED, Vocab
 
 # C's isspace: what a stripping token takes away behind it.
 _BLANKS = " \t\n\v\f\r"

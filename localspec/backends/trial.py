@@ -17,8 +17,8 @@ from pathlib import Path
 from localspec.backends.base import Progress
 from localspec.backends.trust import fingerprint
 from localspec.errors import Cancelled
-from localspec.home import home
-from localspec.ledger import Ledger
+from localspec.system.home import home
+from localspec.system.json_store import Ledger
 
 _FORMAT = 1
 _POLL_S = 0.1

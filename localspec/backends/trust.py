@@ -23,10 +23,10 @@ from localspec.backends import repack
 from localspec.backends.base import FloatArray, Model
 from localspec.backends.registry import engine_module, unavailable_reason
 from localspec.errors import EngineError, EngineMismatch, LocalspecError
-from localspec.gguf_parts import model_files
-from localspec.home import home
-from localspec.ledger import Ledger
-from localspec.steps import Steps, exhaust
+from localspec.model_files.gguf_parts import model_files
+from localspec.system.home import home
+from localspec.system.json_store import Ledger
+from localspec.system.steps import Steps, exhaust
 
 MAX_MEAN_KL = 0.15
 """Largest mean KL divergence [nats] between two computations of the same logits that counts as kernel noise."""

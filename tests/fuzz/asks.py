@@ -15,8 +15,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from localspec import LLM, LocalspecError, Reply, SamplingParams
-from tests import ggufs
 from tests.fuzz.target import Check, Target, Timed, one_line
+from tests.support import ggufs
 
 N_CTX = 160
 N_VOCAB = 300

@@ -17,9 +17,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from localspec import LLM
-from tests import ggufs
 from tests.fuzz.target import Check, Target, Timed, words
-from tests.serving import Server, serve
+from tests.support import ggufs
+from tests.support.serving import Server, serve
 
 PATHS = ["/v1/chat/completions", "/v1/completions"]
 OTHERS = [

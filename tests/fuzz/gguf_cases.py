@@ -10,9 +10,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests import ggufs
 from tests.fuzz.target import words
-from tests.gguf_vocabs import bpe_vocab, spm_vocab
+from tests.support import ggufs
+from tests.support.gguf_vocabs import bpe_vocab, spm_vocab
 
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _FORMATS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from localspec.backends import reference
+from localspec.commands.files import inspect_command
 from localspec.errors import LocalspecError, ModelFileError
-from localspec.files import inspect_command
-from localspec.gguf_file import GGUFFile
-from localspec.kv_memory import kv_shape
-from localspec.text import ChatTemplate
-from localspec.vocab import Vocab
+from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.kv_memory import kv_shape
+from localspec.model_files.vocab import Vocab
+from localspec.prompts.templates import ChatTemplate
 from tests.fuzz.gguf_cases import CASES, Builder
 from tests.fuzz.target import Check, Target, Timed, one_line, peak_bytes
 

@@ -13,7 +13,7 @@ from unittest import mock
 from hypothesis import strategies as st
 
 from localspec.errors import LocalspecError, TemplateError
-from localspec.templates import CHATML, ChatTemplate
+from localspec.prompts.templates import CHATML, ChatTemplate
 from tests.fuzz.target import Check, Target, Timed, one_line, peak_bytes, words
 
 MAX_BYTES = 512 << 20

@@ -1,7 +1,7 @@
 """Which mlx-lm model class computes a GGUF architecture, with which arguments, and where each tensor belongs.
 
-Adding one means an entry in ``ARCHITECTURES`` and a tiny random file in ``tests/mlx_ggufs.py`` on which its logits must
-be those of llama.cpp.
+Adding one means an entry in ``ARCHITECTURES`` and a tiny random file in ``tests/support/mlx_ggufs.py`` on which its
+logits must be those of llama.cpp.
 """
 
 from __future__ import annotations

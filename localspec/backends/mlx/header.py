@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from localspec.errors import UnsupportedModel
-from localspec.gguf_file import GGUFFile
+from localspec.model_files.gguf_file import GGUFFile
 
 _WITHOUT_EFFECT = {
     "vocab_size",

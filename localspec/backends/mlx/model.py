@@ -14,8 +14,8 @@ from localspec.backends.mlx.network import Network, load_network
 from localspec.backends.mlx.owner import owner
 from localspec.backends.mlx.tokenizer import Tokenizer
 from localspec.errors import Closed, EngineUnavailable, LocalspecError, UnsupportedModel, UsageError
-from localspec.gguf_file import GGUFFile
-from localspec.vocab import Vocab
+from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.vocab import Vocab
 
 
 class MLXModel(Model):

@@ -21,7 +21,7 @@ from localspec.backends.mlx.rope import Rope, RopeScaling
 from localspec.backends.mlx.sizes import bytes_per_token
 from localspec.backends.mlx.weights import Format
 from localspec.errors import UnsupportedModel, UsageError
-from localspec.gguf_file import GGUFFile
+from localspec.model_files.gguf_file import GGUFFile
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 

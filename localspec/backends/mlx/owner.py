@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from localspec.ending import at_end
 from localspec.errors import Closed
-from localspec.forking import in_child
+from localspec.system.ending import at_end
+from localspec.system.forking import in_child
 
 T = TypeVar("T")
 

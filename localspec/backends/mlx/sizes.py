@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from localspec.backends.mlx.blocks import BLOCK_TYPES
-from localspec.gguf_file import GGUFFile, TensorInfo
+from localspec.model_files.gguf_file import GGUFFile, TensorInfo
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 

@@ -14,8 +14,8 @@ from localspec.backends.mlx.word_split import IGNORES_MERGES, word_split
 from localspec.backends.sentencepiece import SentencePiece
 from localspec.backends.special_tokens import SpecialTokens
 from localspec.errors import UnsupportedModel
-from localspec.gguf_file import GGUFFile
-from localspec.vocab import Vocab, byte_of_character
+from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.vocab import Vocab, byte_of_character
 
 
 class Tokenizer:

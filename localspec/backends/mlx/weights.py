@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from localspec.backends.mlx.blocks import BLOCK_TYPES, repack
 from localspec.errors import UnsupportedModel
-from localspec.gguf_file import GGUFFile, TensorInfo
+from localspec.model_files.gguf_file import GGUFFile, TensorInfo
 
 PLAIN_TYPES = ("F32", "F16", "BF16")
 

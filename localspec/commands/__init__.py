@@ -1,0 +1,1 @@
+"""What a person types: one module or folder per verb. No decoding logic."""

@@ -1,0 +1,273 @@
+"""Two runs against each other: a verdict only where the intervals allow one.
+
+Where both runs have asked the same questions, each question is its own control: what is estimated is the median over
+questions of B's figure over A's. Else the medians of the two runs are divided, each with its own uncertainty. The
+interval shown is a 95 % one. A verdict takes more: an interval at the level that keeps the probability of any false
+verdict under 5 % (Bonferroni), among the rows over all categories and among the rows of single ones, so that looking at
+many figures finds nothing by chance.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from localspec.commands.bench.markdown import table
+from localspec.commands.bench.record import Record, Sample
+from localspec.commands.bench.remarks import doubts
+from localspec.commands.bench.results import ALL, Ratios, by_question, drifts, speedups
+from localspec.commands.bench.screen import BenchScreen
+from localspec.commands.bench.statistics import LEVEL, Estimate, estimate, estimate_quotient, middle, range_level
+from localspec.commands.bench.words import interval_text, times_text, title
+from localspec.errors import UsageError
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One figure in both runs.
+
+    Attributes:
+        figure: ``tok/s`` or ``speed-up``.
+        category: or ``all``.
+        arm: with the engines' names where they differ.
+        a, b: the medians.
+        ratio: B over A, with its 95 % interval.
+        paired: whether the runs asked the same questions.
+        verdict: ``B is higher``, ``B is lower``, ``no difference can be told``, or ``too few questions``.
+    """
+
+    figure: str
+    category: str
+    arm: str
+    a: float
+    b: float
+    ratio: Estimate
+    paired: bool
+    verdict: str
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two runs.
+
+    Attributes:
+        names: the files.
+        titles: the models.
+        differences: what is not the same in both, in clauses.
+        doubts: why the verdicts may be wrong all the same.
+        levels: the level that a verdict takes, over all categories and in a single one.
+        lines: the figures.
+    """
+
+    names: tuple[str, str]
+    titles: tuple[str, str]
+    differences: list[str]
+    doubts: list[str]
+    levels: tuple[float, float]
+    lines: list[Line]
+
+
+def comparison(a: Record, b: Record, names: tuple[str, str]) -> Comparison:
+    """Set B against A.
+
+    Raises:
+        UsageError: they have nothing in common that could be compared.
+    """
+    for name, record in zip(names, (a, b), strict=True):
+        if not record.samples:
+            raise UsageError(f"{name}: nothing was measured in this run")
+    arms = [arm for arm in a.settings.arms if arm in b.settings.arms]
+    engines = _engines(a, b)
+    measured = [
+        figures
+        for arm in arms
+        for engine in engines
+        for category in _categories(a, b)
+        for figures in _figures(a, b, arm, engine, category)
+    ]
+    if not measured:
+        raise UsageError(f"{names[0]} and {names[1]} have no arm and no category in common")
+    n_overall = sum(category == ALL for _, category, *_ in measured)
+    levels = tuple(1.0 - (1.0 - LEVEL) / max(1, n) for n in (n_overall, len(measured) - n_overall))
+    lines = [_line(*each, levels[each[1] != ALL]) for each in measured]
+    why = [
+        f"{letter}: {remark}"
+        for letter, record in zip("AB", (a, b), strict=True)
+        for remark in doubts(record, drifts(record))
+    ]
+    return Comparison(names, (title(a), title(b)), list(_differences(a, b)), why, (levels[0], levels[1]), lines)
+
+
+def _engines(a: Record, b: Record) -> list[tuple[str, str]]:
+    """Engines to compare: those of the same name, else each run's only one."""
+    both = [name for name in a.settings.backends if name in b.settings.backends]
+    if both:
+        return [(name, name) for name in both]
+    return [(a.settings.backends[0], b.settings.backends[0])]
+
+
+def _categories(a: Record, b: Record) -> list[str]:
+    of_a, of_b = ({sample.category for sample in record.samples} for record in (a, b))
+    ordered = list(dict.fromkeys(sample.category for sample in a.samples if sample.category in of_b))
+    if of_a == of_b and len(ordered) == 1:
+        return [ALL]
+    # "All" of two runs over different kinds of work would compare the work.
+    return [*([ALL] if of_a == of_b else []), *ordered]
+
+
+_Measured = tuple[str, str, str, Ratios, Ratios]
+
+
+def _figures(a: Record, b: Record, arm: str, engine: tuple[str, str], category: str) -> Iterator[_Measured]:
+    """What both runs tell of an arm in a category, by question."""
+    chosen: list[list[Sample]] = [
+        [sample for sample in record.samples if category in (ALL, sample.category)] for record in (a, b)
+    ]
+    alone = engine[0] == engine[1] and len(a.settings.backends) == 1
+    name = arm if alone else f"{arm} ({' / '.join(dict.fromkeys(engine))})"
+    if arm != "plain":
+        first, second = (speedups(group).get((which, arm), {}) for group, which in zip(chosen, engine, strict=True))
+        if first and second:
+            yield "speed-up", category, name, first, second
+    first, second = (
+        by_question((s for s in group if (s.backend, s.arm) == (which, arm)), lambda sample: sample.speed)
+        for group, which in zip(chosen, engine, strict=True)
+    )
+    if first and second:
+        yield "tok/s", category, name, first, second
+
+
+def _line(figure: str, category: str, arm: str, a: Ratios, b: Ratios, level: float) -> Line:
+    shared = [question for question in a if question in b]
+    paired = len(shared) == len(a) == len(b) or range_level(len(shared)) >= level
+    if paired:
+        a, b = {q: a[q] for q in shared}, {q: b[q] for q in shared}
+
+    def found(level: float) -> Estimate | None:
+        return estimate(quotients(a, b), level) if paired else estimate_quotient(b, a, level)
+
+    ratio, strict = found(LEVEL), found(level)
+    assert ratio is not None
+    assert strict is not None
+    return Line(figure, category, arm, _median(a), _median(b), ratio, paired, _verdict(strict, level))
+
+
+def _median(values: Ratios) -> float:
+    return round(middle(values), 4)
+
+
+def quotients(a: Ratios, b: Ratios) -> Ratios:
+    """By question, every repeat of B over every repeat of A: their median is what repeats say of the quotient."""
+    return {question: [y / x for x in a[question] for y in b[question]] for question in a}
+
+
+def _verdict(strict: Estimate, level: float) -> str:
+    if strict.low is None or strict.high is None or strict.level is None or strict.level < level:
+        return "too few questions"
+    if strict.low > 1:
+        return "B is higher"
+    if strict.high < 1:
+        return "B is lower"
+    return "no difference can be told"
+
+
+def _differences(a: Record, b: Record) -> Iterator[str]:
+    """What is not the same in both runs."""
+    old, new = asdict(a.settings), asdict(b.settings)
+    pairs: list[tuple[str, Any, Any]] = [
+        ("processor", a.machine.get("cpu"), b.machine.get("cpu")),
+        ("system", a.machine.get("platform"), b.machine.get("platform")),
+        ("localspec", a.sessions[-1].localspec, b.sessions[-1].localspec),
+        ("Python", a.sessions[-1].python, b.sessions[-1].python),
+        ("engine", [each.version for each in a.engines], [each.version for each in b.engines]),
+        ("device", [each.device for each in a.engines], [each.device for each in b.engines]),
+        ("threads", [each.threads for each in a.engines], [each.threads for each in b.engines]),
+        ("context", [each.n_ctx for each in a.engines], [each.n_ctx for each in b.engines]),
+        ("models", _models(a), _models(b)),
+    ]
+    names = ("questions_sha256", "max_tokens", "sampling", "ignore_eos", "system", "kv_cache", "arms")
+    pairs += [(name.replace("_sha256", "").replace("_", " "), old[name], new[name]) for name in names]
+    for name, was, is_now in pairs:
+        if was != is_now:
+            yield f"{name}: {_short(was)} / {_short(is_now)}"
+
+
+def _models(record: Record) -> list[str]:
+    return [f"{model.file} ({model.sha256[:8]})" for model in record.engines[0].models]
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {each}" for name, each in value.items()) or "greedy"
+    return f"{value[:12]}…" if isinstance(value, str) and len(value) == 64 else str(value)
+
+
+# -- showing ---------------------------------------------------------------------------------------------------------
+
+_HEAD = ("", "arm", "figure", "A", "B", "B/A", "95 %", "verdict")
+
+
+def _cells(line: Line) -> list[str]:
+    shown: Callable[[float], str] = times_text if line.figure == "speed-up" else lambda value: f"{value:.1f}"
+    ratio = f"{line.ratio.median:.2f}" + ("" if line.paired else "*")
+    figures = [shown(line.a), shown(line.b), ratio, interval_text(line.ratio)]
+    return [line.category, line.arm, line.figure, *figures, line.verdict]
+
+
+def _notes(found: Comparison) -> list[str]:
+    notes = [
+        "Intervals at 95 %. "
+        f"A verdict takes one at {found.levels[0]:.1%} over all categories and at {found.levels[1]:.1%} in a "
+        "single one, so that any of them is wrong with a probability under 5 %."
+    ]
+    if any(not line.paired for line in found.lines):
+        notes.append("*: not the same questions, so medians are compared.")
+    return notes
+
+
+def print_comparison(found: Comparison, screen: BenchScreen) -> None:
+    """On the terminal."""
+    screen.section("A and B")
+    for letter, name, what in zip("AB", found.names, found.titles, strict=True):
+        screen.prose(f"{letter}: {name} · {what}")
+    if found.differences:
+        screen.section("What is not the same")
+        for difference in found.differences:
+            screen.prose(difference)
+    for doubt in found.doubts:
+        screen.prose(f"! {doubt}", "yellow")
+    for figure in dict.fromkeys(line.figure for line in found.lines):
+        lines = [line for line in found.lines if line.figure == figure]
+        for arm in dict.fromkeys(line.arm for line in lines):
+            screen.section(f"{figure} · {arm}")
+            rows = [
+                [cell for i, cell in enumerate(_cells(line)) if i not in (1, 2)] for line in lines if line.arm == arm
+            ]
+            screen.table([name for i, name in enumerate(_HEAD) if i not in (1, 2)], rows)
+    for note in _notes(found):
+        screen.prose(note, "dim")
+
+
+def comparison_markdown(found: Comparison) -> str:
+    """As Markdown."""
+    parts = [f"# {found.names[1]} (B) against {found.names[0]} (A)"]
+    parts.append("\n".join(f"- {name}: {what}" for name, what in zip("AB", found.titles, strict=True)))
+    if found.differences:
+        parts.append("Not the same (A / B):\n\n" + "\n".join(f"- {each}" for each in found.differences))
+    if found.doubts:
+        parts.append("In doubt:\n\n" + "\n".join(f"- {each}" for each in found.doubts))
+    parts.append(table(["category", *_HEAD[1:]], [_cells(line) for line in found.lines], left=3))
+    parts.append(" ".join(_notes(found)))
+    return "\n\n".join(parts) + "\n"
+
+
+def comparison_json(found: Comparison) -> str:
+    """As JSON; see SCHEMA.md."""
+    head = {"type": "localspec bench compare", "schema_version": SCHEMA_VERSION}
+    return json.dumps(head | asdict(found), ensure_ascii=False, allow_nan=False, indent=1) + "\n"

@@ -1,0 +1,386 @@
+"""What a record says: speed, speed-up, acceptance, time and energy, by category and overall, and how sure it is.
+
+All figures are computed from the samples; ``Results`` is what ``--json`` writes under ``results``. Denominators are in
+SCHEMA.md.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from localspec.commands.bench.record import Engine, Record, Sample
+from localspec.commands.bench.remarks import remarks
+from localspec.commands.bench.statistics import Estimate, Reliability, estimate, middle, reliability
+from localspec.commands.doctor.payoff import LENGTHS
+from localspec.controllers.break_even import break_even
+from localspec.controllers.cost_model import PassTimes
+
+ALL = "all"
+"""The row over all categories."""
+
+Ratios = dict[str, list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """One position of a draft, from 0: guesses sent there, and those accepted."""
+
+    drafted: int
+    accepted: int
+
+    @property
+    def rate(self) -> float:
+        return self.accepted / self.drafted
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One arm in one category, or in all.
+
+    Attributes:
+        category: or ``all``.
+        backend, arm: what ran.
+        n_questions, n_samples: how many.
+        tokens: of all answers.
+        tokens_per_second: decoding speed.
+        speedup: speed over plain's, same engine, question and repeat; None for plain itself.
+        n_slower: questions on which the speed-up's median over repeats is under 1.
+        worst_question, worst_speedup: where it was lowest.
+        mean_acceptance_length: tokens per round; plain decoding is 1.
+        acceptance_rate: accepted guesses over guesses sent; None where none was.
+        by_source: for each drafter, guesses sent and accepted.
+        by_position: for each position of a draft.
+        time_to_first_token: seconds, median over questions.
+        seconds_per_token: where the time went: ``draft``, ``verify``, ``other``, over all tokens.
+        joules_per_token: of the whole processor package; None where it is not measured.
+        n_same: answers equal to plain's, token by token.
+        n_compared: answers that have one of plain's to be compared with.
+    """
+
+    category: str
+    backend: str
+    arm: str
+    n_questions: int
+    n_samples: int
+    tokens: int
+    tokens_per_second: Estimate
+    speedup: Estimate | None
+    n_slower: int
+    worst_question: str | None
+    worst_speedup: float | None
+    mean_acceptance_length: float
+    acceptance_rate: float | None
+    by_source: dict[str, Position]
+    by_position: list[Position]
+    time_to_first_token: Estimate
+    seconds_per_token: dict[str, float]
+    joules_per_token: float | None
+    n_same: int
+    n_compared: int
+
+
+@dataclass(frozen=True, slots=True)
+class Duel:
+    """Two arms on the same questions, in one category or all: how much faster the first is than the second."""
+
+    category: str
+    what: str
+    first: str
+    second: str
+    ratio: Estimate
+
+
+@dataclass(frozen=True, slots=True)
+class Width:
+    """A pass over so many tokens: t(w) as calibrated, and the median of the passes in this run [milliseconds]."""
+
+    width: int
+    calibrated_ms: float | None
+    observed_ms: float | None
+    n_observed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """What passes of one engine cost, and what acceptance guesses need.
+
+    Attributes:
+        backend: the engine.
+        widths: t(w).
+        step_ms: by drafter, the time of one guess; 0 for n-grams.
+        break_even: by drafter and draft length, the acceptance at which drafting equals plain decoding; None: never.
+    """
+
+    backend: str
+    widths: list[Width]
+    step_ms: dict[str, float]
+    break_even: dict[str, dict[str, float | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """How well an arm's predictions of acceptance held: of all its guesses, or of one drafter's."""
+
+    backend: str
+    arm: str
+    source: str
+    reliability: Reliability
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """Plain decoding's own speed over the run.
+
+    Attributes:
+        backend: the engine.
+        change: median speed of a one-token pass in the last third of plain's answers over that in the first, less 1;
+            None with fewer than 6 answers.
+        noise: how far the speed of a plain answer lies from the median, relative; the median of that.
+    """
+
+    backend: str
+    change: float | None
+    noise: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """Everything that a record says.
+
+    Attributes:
+        rows: ``all`` first, then the categories; within each the arms.
+        duels: ``auto`` against the fixed arm that was best in hindsight, and engines against each other.
+        passes: by engine.
+        judgements: by engine and arm that predicts.
+        drift: by engine.
+        remarks: what makes the figures doubtful, in sentences.
+    """
+
+    rows: list[Row]
+    duels: list[Duel]
+    passes: list[Passes]
+    judgements: list[Judgement]
+    drift: list[Drift]
+    remarks: list[str]
+
+    def row(self, category: str, backend: str, arm: str) -> Row | None:
+        """One row, if it is there."""
+        wanted = (category, backend, arm)
+        return next((row for row in self.rows if (row.category, row.backend, row.arm) == wanted), None)
+
+    @property
+    def categories(self) -> list[str]:
+        """Without ``all``."""
+        return [category for category in dict.fromkeys(row.category for row in self.rows) if category != ALL]
+
+    @property
+    def arms(self) -> list[tuple[str, str]]:
+        """Engine and arm of every arm but plain."""
+        return list(dict.fromkeys((row.backend, row.arm) for row in self.rows if row.arm != "plain"))
+
+
+def analyse(record: Record) -> Results:
+    """Draw the conclusions."""
+    samples = record.samples
+    categories = list(dict.fromkeys(sample.category for sample in samples))
+    groups = {ALL: samples} | {name: [s for s in samples if s.category == name] for name in categories}
+    if len(categories) == 1:
+        groups = {ALL: samples}
+    rows, duels = [], []
+    for category, group in groups.items():
+        found = speedups(group)
+        plain = {_place(sample): sample for sample in group if sample.arm == "plain"}
+        for backend in record.settings.backends:
+            for arm in record.settings.arms:
+                own = [sample for sample in group if (sample.backend, sample.arm) == (backend, arm)]
+                if own:
+                    rows.append(_row(category, own, found.get((backend, arm), {}), plain))
+        duels += _duels(category, group, record)
+    drift = drifts(record)
+    return Results(
+        rows=rows,
+        duels=duels,
+        passes=[_passes(engine, samples) for engine in record.engines],
+        judgements=list(_judgements(record)),
+        drift=drift,
+        remarks=remarks(record, rows, drift),
+    )
+
+
+def drifts(record: Record) -> list[Drift]:
+    """Plain decoding's own speed over the run, by engine."""
+    return [_drift(engine.backend, record.samples) for engine in record.engines]
+
+
+def speedups(samples: Iterable[Sample]) -> dict[tuple[str, str], Ratios]:
+    """By engine and arm: for each question, the speed over plain's in each repeat that has both."""
+    samples = list(samples)
+    plain = {_place(sample): sample.speed for sample in samples if sample.arm == "plain"}
+    found: dict[tuple[str, str], Ratios] = {}
+    for sample in samples:
+        if sample.arm != "plain" and _place(sample) in plain:
+            ratios = found.setdefault((sample.backend, sample.arm), {})
+            ratios.setdefault(sample.question, []).append(sample.speed / plain[_place(sample)])
+    return found
+
+
+def by_question(samples: Iterable[Sample], figure: Callable[[Sample], float]) -> Ratios:
+    """A figure of each sample, gathered by question."""
+    found: Ratios = {}
+    for sample in samples:
+        found.setdefault(sample.question, []).append(figure(sample))
+    return found
+
+
+def _place(sample: Sample) -> tuple[str, str, int]:
+    return sample.question, sample.backend, sample.repeat
+
+
+def _sure(values: Ratios) -> Estimate:
+    found = estimate(values)
+    assert found is not None
+    return found
+
+
+def _row(category: str, own: Sequence[Sample], ratios: Ratios, plain: dict[tuple[str, str, int], Sample]) -> Row:
+    tokens, rounds = sum(sample.tokens for sample in own), sum(sample.num_rounds for sample in own)
+    drafted = sum(sample.num_draft_tokens for sample in own)
+    accepted = sum(sample.num_accepted_tokens for sample in own)
+    medians = {question: statistics.median(values) for question, values in ratios.items()}
+    worst = min(medians, key=lambda question: medians[question]) if medians else None
+    sources: dict[str, list[int]] = {}
+    positions: list[list[int]] = []
+    for sample in own:
+        for source, counts in sample.by_source.items():
+            total = sources.setdefault(source, [0, 0])
+            total[0] += counts["num_draft_tokens"]
+            total[1] += counts["num_accepted_tokens"]
+        pairs = zip(sample.drafted_per_position, sample.accepted_per_position, strict=True)
+        for i, (sent, right) in enumerate(pairs):
+            if i == len(positions):
+                positions.append([0, 0])
+            positions[i][0] += sent
+            positions[i][1] += right
+    joules = [sample.joules for sample in own if sample.joules is not None]
+    compared = [(sample, plain[_place(sample)]) for sample in own if _place(sample) in plain]
+    return Row(
+        category=category,
+        backend=own[0].backend,
+        arm=own[0].arm,
+        n_questions=len({sample.question for sample in own}),
+        n_samples=len(own),
+        tokens=tokens,
+        tokens_per_second=_sure(by_question(own, lambda sample: sample.speed)),
+        speedup=estimate(ratios),
+        n_slower=sum(value < 1 for value in medians.values()),
+        worst_question=worst,
+        worst_speedup=medians[worst] if worst is not None else None,
+        mean_acceptance_length=tokens / rounds,
+        acceptance_rate=accepted / drafted if drafted else None,
+        by_source={source: Position(*counts) for source, counts in sources.items()},
+        by_position=[Position(*counts) for counts in positions if counts[0]],
+        time_to_first_token=_sure(by_question(own, lambda sample: sample.time_to_first_token)),
+        seconds_per_token={
+            "draft": sum(sample.seconds_draft for sample in own) / tokens,
+            "verify": sum(sample.seconds_verify for sample in own) / tokens,
+            "other": sum(sample.seconds_other for sample in own) / tokens,
+        },
+        joules_per_token=sum(joules) / tokens if len(joules) == len(own) else None,
+        n_same=sum(sample.token_sha256 == other.token_sha256 for sample, other in compared),
+        n_compared=len(compared),
+    )
+
+
+# -- one against the other -------------------------------------------------------------------------------------------
+
+
+def _against(samples: Iterable[Sample], first: tuple[str, str], second: tuple[str, str]) -> Ratios:
+    """By question, how much faster one engine and arm was than another in the same repeat."""
+    samples = list(samples)
+    under = {(s.question, s.repeat): s.speed for s in samples if (s.backend, s.arm) == second}
+    found: Ratios = {}
+    for sample in samples:
+        place = (sample.question, sample.repeat)
+        if (sample.backend, sample.arm) == first and place in under:
+            found.setdefault(sample.question, []).append(sample.speed / under[place])
+    return found
+
+
+def _duels(category: str, samples: Sequence[Sample], record: Record) -> list[Duel]:
+    settings, found = record.settings, []
+    several = len(settings.backends) > 1
+    for backend in settings.backends:
+        prefix = f"{backend} " if several else ""
+        ratios = speedups(samples)
+        fixed = [arm for arm in settings.arms if _is_fixed(arm) and ratios.get((backend, arm))]
+        if "auto" in settings.arms and fixed:
+            best = max(fixed, key=lambda arm: middle(ratios[backend, arm]))
+            duel = estimate(_against(samples, (backend, "auto"), (backend, best)))
+            if duel is not None:
+                found.append(Duel(category, "auto and the best fixed length", prefix + "auto", prefix + best, duel))
+    first = settings.backends[0]
+    for other in settings.backends[1:]:
+        for arm in settings.arms:
+            duel = estimate(_against(samples, (other, arm), (first, arm)))
+            if duel is not None:
+                found.append(Duel(category, "engines", f"{other} {arm}", f"{first} {arm}", duel))
+    return found
+
+
+def _is_fixed(arm: str) -> bool:
+    return arm.rpartition(":")[2].isdigit()
+
+
+# -- costs, predictions, drift ---------------------------------------------------------------------------------------
+
+
+def _passes(engine: Engine, samples: Iterable[Sample]) -> Passes:
+    observed: dict[int, list[float]] = {}
+    for sample in samples:
+        if sample.backend == engine.backend:
+            for _, ms_verify, _, n_draft, _, _ in sample.rounds:
+                observed.setdefault(int(n_draft) + 1, []).append(ms_verify)
+    calibrated = {int(width): ms for width, ms in engine.pass_ms.items()}
+    widths = []
+    for width in sorted({*calibrated, *observed}):
+        passes = observed.get(width, [])
+        middle_ms = round(statistics.median(passes), 4) if passes else None
+        widths.append(Width(width, calibrated.get(width), middle_ms, len(passes)))
+    times = PassTimes(calibrated)
+    steps = {source: engine.draft_ms.get(source, 0.0) for source in engine.sources}
+    even = {
+        source: {str(length): _rounded(break_even(length, times, step)) for length in LENGTHS}
+        for source, step in steps.items()
+    }
+    return Passes(engine.backend, widths, steps, even)
+
+
+def _rounded(share: float | None) -> float | None:
+    return None if share is None else round(share, 4)
+
+
+def _judgements(record: Record) -> Iterable[Judgement]:
+    for backend in record.settings.backends:
+        for arm in record.settings.arms:
+            if arm.rpartition(":")[2] != "auto":
+                continue
+            own = [s for s in record.samples if (s.backend, s.arm) == (backend, arm)]
+            judged = [(source, expected, bool(right)) for s in own for source, _, expected, right in s.judged]
+            sources = list(dict.fromkeys(source for source, _, _ in judged))
+            for name in [ALL, *(sources if len(sources) > 1 else [])]:
+                found = reliability((p, right) for source, p, right in judged if name in (ALL, source))
+                if found is not None:
+                    yield Judgement(backend, arm, name, found)
+
+
+def _drift(backend: str, samples: Iterable[Sample]) -> Drift:
+    plain = sorted((s for s in samples if (s.backend, s.arm) == (backend, "plain")), key=lambda s: s.started)
+    speeds = [1e3 / statistics.median(row[1] for row in s.rounds) for s in plain if s.rounds]
+    if len(speeds) < 6:
+        return Drift(backend, None, None)
+    third, usual = len(speeds) // 3, statistics.median(speeds)
+    change = statistics.median(speeds[-third:]) / statistics.median(speeds[:third]) - 1
+    noise = statistics.median(abs(speed / usual - 1) for speed in speeds)
+    return Drift(backend, round(change, 4), round(noise, 4))

@@ -1,0 +1,257 @@
+"""The slash commands."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from localspec.commands.chat.conversation import SavedChat, load, save, set_parameter
+from localspec.commands.chat.ink import Ink
+from localspec.commands.chat.views import VIEWS
+from localspec.commands.options import draft_length, draft_spec
+from localspec.errors import UsageError, line_of
+from localspec.sampling.sampling import CHAT_SETTINGS
+from localspec.terminal.text import clip, on_one_line
+
+if TYPE_CHECKING:
+    from localspec.commands.chat.chat import Chat
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One slash command.
+
+    Attributes:
+        usage: its arguments, as ``/help`` shows them.
+        help: what it does, in a few words.
+        run: does it; an error is raised.
+        words: what can be typed as its argument.
+    """
+
+    usage: str
+    help: str
+    run: Callable[[Chat, str], None]
+    words: Callable[[str], Iterable[str]] = lambda current: ()
+
+
+def is_command(line: str) -> bool:
+    """Whether a line names a command that exists."""
+    return line.startswith("/") and line[1:].split(maxsplit=1)[:1] != [] and line[1:].split()[0] in COMMANDS
+
+
+def run_command(chat: Chat, line: str) -> bool:
+    """Run a line that starts with a slash; what goes wrong is reported in one line.
+
+    Returns:
+        Whether it worked.
+    """
+    name, _, argument = line[1:].strip().partition(" ")
+    try:
+        if name not in COMMANDS:
+            close = get_close_matches(name, COMMANDS, n=1)
+            hint = f"did you mean /{close[0]}?" if close else "/help lists the commands"
+            raise UsageError(f"no command /{name}: {hint} (a space in front sends the line as text)")
+        COMMANDS[name].run(chat, argument.strip())
+    except BrokenPipeError:
+        raise
+    except Exception as error:  # whatever it is, it must not cost the conversation
+        chat.screen.error(line_of(error))
+        return False
+    return True
+
+
+def complete(before: list[str]) -> Iterable[str]:
+    """The words that can follow the words of a command so far."""
+    if not before:
+        return [f"/{name}" for name in COMMANDS]
+    command = COMMANDS.get(before[0][1:])
+    return command.words(" ".join(before[1:])) if command else ()
+
+
+# -- looking ---------------------------------------------------------------------------------------------------------
+
+
+def _help(chat: Chat, argument: str) -> None:
+    for name, command in COMMANDS.items():
+        chat.screen.line(f"  {f'/{name} {command.usage}':<31} {command.help}")
+    chat.screen.line("Alt-Enter, or a backslash at the end, starts another line; Tab completes.")
+    print(chat.screen.legend(), file=chat.screen.file)
+
+
+def _view(chat: Chat, argument: str) -> None:
+    if argument and argument not in VIEWS:
+        raise UsageError(f"no view {argument!r}: there are {', '.join(VIEWS)}")
+    chat.view = argument or chat.view
+    chat.screen.note(f"view: {chat.view}")
+
+
+def _stats(chat: Chat, argument: str) -> None:
+    from localspec.commands.chat.figures import histogram, stats_table, total
+
+    answers = [turn.stats for turn in chat.conversation.turns if turn.stats]
+    if not answers:
+        raise UsageError("there are no figures yet: ask something first")
+    everything = total(answers)
+    chat.screen.print(stats_table(total(answers[-1:]), everything))
+    bars = histogram(
+        everything["drafted_per_position"], everything["accepted_per_position"], unicode=chat.screen.unicode
+    )
+    if bars:
+        chat.screen.line("accepted, by position in the draft:")
+        for bar in bars:
+            chat.screen.line(bar)
+
+
+def _why(chat: Chat, argument: str) -> None:
+    chat.screen.prose(chat.llm.explain())
+
+
+def _race(chat: Chat, argument: str) -> None:
+    from localspec.commands.chat.race import race
+
+    race(chat)
+
+
+# -- changing --------------------------------------------------------------------------------------------------------
+
+
+def _draft(chat: Chat, argument: str) -> None:
+    if argument:
+        if chat.late is not None:
+            chat.late.stop()
+        try:
+            chat.llm.set_draft(draft_spec(_split(argument)))
+        finally:
+            chat.loaded()
+        chat.show_news()
+    chat.status = ""
+    chat.screen.note(f"draft: {' + '.join(chat.llm.draft_names) or 'none'}")
+
+
+def _length(chat: Chat, argument: str) -> None:
+    if argument:
+        chat.llm.draft_length = draft_length(argument)
+    chat.status = ""
+    chat.screen.note(f"draft length: {chat.llm.draft_length}")
+
+
+def _set(chat: Chat, argument: str) -> None:
+    name, _, value = argument.partition(" ")
+    if name and name not in CHAT_SETTINGS:
+        close = get_close_matches(name, CHAT_SETTINGS, n=1)
+        raise UsageError(
+            f"no parameter {name!r}: " + (f"did you mean {close[0]}?" if close else ", ".join(CHAT_SETTINGS))
+        )
+    if value:
+        if name == "stop":
+            value = value.strip("\"'").replace("\\n", "\n").replace("\\t", "\t")
+        chat.params = set_parameter(chat.params, name, value.strip() if name != "stop" else value)
+    for each in [name] if name else CHAT_SETTINGS:
+        chat.screen.note(f"{each} {getattr(chat.params, each)!r}")
+
+
+def _system(chat: Chat, argument: str) -> None:
+    if argument:
+        chat.conversation.system = None if argument.lower() == "none" else argument
+    chat.screen.note(f"system prompt: {chat.conversation.system or 'none'}")
+
+
+def _undo(chat: Chat, argument: str) -> None:
+    if not chat.conversation.turns:
+        raise UsageError("there is nothing to undo")
+    turn = chat.conversation.turns.pop()
+    chat.screen.note(f"taken back: {clip(on_one_line(turn.user), 60)}")
+
+
+def _retry(chat: Chat, argument: str) -> None:
+    turns = chat.conversation.turns
+    if turns and turns[-1].user == chat.last_question:
+        before = turns.pop()
+        if not chat.ask(before.user):
+            turns.append(before)  # the answer that there was is better than none
+    elif chat.last_question is not None:
+        chat.ask(chat.last_question)
+    else:
+        raise UsageError("there is no question to ask again")
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def _save(chat: Chat, argument: str) -> None:
+    path = _path(argument, "save")
+    saved = SavedChat(chat.conversation, chat.params, chat.llm.draft_length, chat.view, chat.llm.model_name)
+    save(path, saved, draft=chat.llm.draft_names, backend=chat.llm.backend_name)
+    chat.screen.note(f"saved to {path}")
+
+
+def _load(chat: Chat, argument: str) -> None:
+    path = _path(argument, "load")
+    saved = load(path)
+    length = draft_length(str(saved.draft_length))
+    if saved.view not in VIEWS:
+        raise UsageError(f"{path} is damaged: there is no view {saved.view!r}")
+    chat.llm.draft_length = length
+    chat.conversation, chat.params, chat.view = saved.conversation, saved.params, saved.view
+    turns = chat.conversation.turns
+    chat.last_question = turns[-1].user if turns else None
+    chat.last_stats = turns[-1].stats if turns else {}
+    chat.status = ""
+    said = "" if saved.model == chat.llm.model_name else f", said with {saved.model}"
+    chat.screen.note(f"loaded {len(turns)} turn{'s' if len(turns) != 1 else ''}{said}")
+    if turns and chat.screen.terminal:
+        chat.screen.line(f"> {turns[-1].user}", Ink.PROMPT)
+        chat.screen.line(turns[-1].assistant)
+
+
+def _quit(chat: Chat, argument: str) -> None:
+    chat.leaving = True
+
+
+def _split(argument: str) -> list[str]:
+    try:
+        return shlex.split(argument)
+    except ValueError as error:
+        raise UsageError(f"cannot read {argument!r}: {error}") from None
+
+
+def _path(argument: str, name: str) -> Path:
+    if not argument:
+        raise UsageError(f"/{name} needs a file name")
+    return Path(argument.strip("\"'")).expanduser()
+
+
+def _files(current: str) -> Iterable[str]:
+    folder = Path(".")
+    try:
+        return sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".json")
+    except OSError:
+        return ()
+
+
+def _models(current: str) -> Iterable[str]:
+    from localspec.model_files.catalog import Catalog
+
+    return ["auto", "none", "ngram", *Catalog.load()]
+
+
+COMMANDS = {
+    "view": Command("|".join(VIEWS), "how answers are shown", _view, lambda current: () if current else VIEWS),
+    "draft": Command("auto|none|ngram|MODEL …", "who guesses", _draft, _models),
+    "length": Command("auto|N", "how many tokens a draft has", _length, lambda current: () if current else ("auto",)),
+    "set": Command("[NAME [VALUE]]", "sampling parameters", _set, lambda current: () if current else CHAT_SETTINGS),
+    "stats": Command("", "figures, and how far guesses reached", _stats),
+    "why": Command("", "why it is, or is not, drafting", _why),
+    "race": Command("", "the last question plain and speculative", _race),
+    "system": Command("[TEXT|none]", "the system prompt", _system),
+    "undo": Command("", "take the last turn back", _undo),
+    "retry": Command("", "ask the last question again", _retry),
+    "save": Command("FILE", "keep the chat in a file", _save, _files),
+    "load": Command("FILE", "go on with a saved chat", _load, _files),
+    "help": Command("", "this list", _help),
+    "quit": Command("", "leave (Ctrl-D does too)", _quit),
+}

@@ -1,0 +1,98 @@
+"""The draft model of a chat comes after the prompt: the target alone, with n-grams, can answer meanwhile.
+
+It is fetched where it is not on the disk, then loaded between requests. Whatever is asked goes first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from localspec.errors import Cancelled, Closed, LocalspecError, line_of
+from localspec.model_files.catalog import short_name
+
+if TYPE_CHECKING:
+    from localspec.llm import LLM
+    from localspec.model_files.catalog import Entry
+
+LEAVING_S = 5.0
+"""How long leaving waits for downloads to end; what arrived is kept."""
+
+
+class LateDraft:
+    """A thread that brings the draft model into a loaded LLM.
+
+    Attributes:
+        status: what it is doing, in a few words; empty when it is done.
+        notes: lines for the person, to be shown when there is room for them.
+
+    Args:
+        llm: loaded with n-grams alone.
+        missing: draft models to fetch first.
+        changed: called from the thread when ``status`` changes.
+    """
+
+    def __init__(self, llm: LLM, missing: Sequence[Entry], changed: Callable[[], None] = lambda: None) -> None:
+        self.status = "the draft model follows"
+        self.notes: list[str] = []
+        self.changed = changed
+        self._llm, self._missing = llm, list(missing)
+        self._before = llm.draft_names
+        self._leaving = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="localspec draft", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Give up: the person leaves, or chose a draft."""
+        self._leaving.set()
+        self._thread.join(LEAVING_S)
+
+    def wait(self, timeout: float) -> bool:
+        """Wait for the end of it; whether that came about."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            for entry in self._missing:
+                self._fetch(entry)
+            self._load()
+        except (Cancelled, Closed):
+            pass
+        except LocalspecError as error:
+            self.notes.append(f"going on without a draft model: {error}")
+        except Exception as error:  # whatever it is, the chat goes on
+            self.notes.append(f"going on without a draft model: {line_of(error)}")
+        self._say("")
+
+    def _fetch(self, entry: Entry) -> None:
+        from localspec.model_files import sources
+
+        def watch(what: str, done: int, total: int) -> None:
+            if self._leaving.is_set():
+                raise Cancelled(f"{what}: stopped")
+            self._say(f"fetching draft {short_name(entry.name)}" + (f" {done / total:.0%}" if total else ""))
+
+        sources.pull(entry, watch=watch)
+
+    def _load(self) -> None:
+        self._say("loading the draft model")
+        while not self._leaving.is_set() and self._llm.draft_names == self._before:
+            try:
+                self._llm.set_draft("auto", gives_way=self._leaving.is_set)
+                return
+            except Cancelled:  # something was asked: try again when it is answered
+                continue
+
+    def _say(self, status: str) -> None:
+        if status != self.status:
+            self.status = status
+            self.changed()
+
+
+def may_be_drafted_for(llm: LLM) -> bool:
+    """Whether there is a draft model on the disk for the target of an LLM."""
+    from localspec.model_files.catalog import Catalog
+
+    return Catalog.load().draft_for(llm.model_path) is not None

@@ -1,0 +1,134 @@
+"""The line where a person types: history, several lines, completion."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+from prompt_toolkit.document import Document
+from prompt_toolkit.filters import is_done
+from prompt_toolkit.formatted_text import StyleAndTextTuples
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.layout import ConditionalContainer, FormattedTextControl, HSplit, Layout, Window
+from prompt_toolkit.output import ColorDepth
+from prompt_toolkit.shortcuts import CompleteStyle
+from prompt_toolkit.styles import Style
+
+from localspec.terminal.text import clip
+
+PROMPT = "> "
+
+
+class _CommandCompleter(Completer):
+    """Completes the last word of a line that is a command."""
+
+    def __init__(self, words: Callable[[list[str]], Iterable[str]]) -> None:
+        self._words = words
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+        text = document.text_before_cursor
+        if not text.startswith("/") or "\n" in text:
+            return
+        *before, current = text.split(" ")
+        for word in self._words(before):
+            if word.startswith(current):
+                yield Completion(word, start_position=-len(current))
+
+
+def _bindings() -> KeyBindings:
+    bindings = KeyBindings()
+
+    @bindings.add("enter")
+    def _(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if buffer.document.text_before_cursor.endswith("\\"):
+            buffer.delete_before_cursor()
+            buffer.newline(copy_margin=False)
+        else:
+            buffer.validate_and_handle()
+
+    @bindings.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.newline(copy_margin=False)
+
+    return bindings
+
+
+def open_history(path: Path) -> History:
+    """The history file, readable by its owner only; in memory where there can be none."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
+    except OSError:
+        return InMemoryHistory()
+    return FileHistory(path)
+
+
+class Prompt:
+    """Asks for a line in a terminal that can do more than print.
+
+    Args:
+        history: where earlier lines are kept.
+        words: the words that can follow the words of a command so far.
+        toolbar: the status line.
+        colour: whether colours may be used.
+    """
+
+    def __init__(
+        self,
+        history: Path,
+        words: Callable[[list[str]], Iterable[str]],
+        toolbar: Callable[[], str],
+        *,
+        colour: bool,
+    ) -> None:
+        # The answer to a cursor position request arrives as input, where it ends up in the text if we are not reading.
+        os.environ.setdefault("PROMPT_TOOLKIT_NO_CPR", "1")
+
+        self._session: PromptSession[str] = PromptSession(
+            history=open_history(history),
+            completer=_CommandCompleter(words),
+            complete_while_typing=False,
+            complete_style=CompleteStyle.READLINE_LIKE,
+            reserve_space_for_menu=0,
+            multiline=True,
+            key_bindings=_bindings(),
+            prompt_continuation=lambda width, line, wrapped: "" if wrapped else ". ",
+            style=Style.from_dict({"status": "dim", "prompt": "bold ansiblue"}),
+            color_depth=None if colour else ColorDepth.DEPTH_1_BIT,
+        )
+
+        def status() -> StyleAndTextTuples:
+            columns = self._session.app.output.get_size().columns
+            return [("class:status", clip(toolbar(), columns - 1))]
+
+        # Right below the input, where it also is while an answer streams. (The library's own toolbar waits for the
+        # terminal to report the cursor's position.)
+        below = ConditionalContainer(Window(FormattedTextControl(status), height=1), filter=~is_done)
+        self._session.app.layout = Layout(
+            HSplit([self._session.layout.container, below]), focused_element=self._session.default_buffer
+        )
+
+    def ask(self) -> str:
+        """The next message.
+
+        Raises:
+            EOFError: Ctrl-D on an empty line.
+            KeyboardInterrupt: Ctrl-C; ``had_text`` tells whether it threw something away.
+        """
+        message: Any = [("class:prompt", PROMPT)]
+        return self._session.prompt(message)
+
+    def redraw(self) -> None:
+        """Show the status line anew; from any thread."""
+        self._session.app.invalidate()
+
+    @property
+    def had_text(self) -> bool:
+        """Whether there was text in the line when the prompt ended."""
+        return bool(self._session.default_buffer.text)

@@ -1,0 +1,136 @@
+"""Where the chat is shown, and what that place can do."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from localspec.commands.chat.ink import Ink
+from localspec.commands.chat.status import Status
+from localspec.commands.chat.views import LaneView, TextView, TokensView, View
+from localspec.terminal.text import terminal_size, visible
+
+
+class Screen:
+    """Standard output and standard error as they are.
+
+    Args:
+        plain: nobody types, so nothing but answers belongs on standard output, and no escape sequences.
+
+    Attributes:
+        interactive: whether a person types the questions.
+        terminal: whether the person sees standard output.
+        ansi: whether the cursor can be moved: a terminal that is not dumb.
+        colour: whether colours are welcome (``NO_COLOR`` is not set).
+        unicode: whether marks such as ✓ can be shown.
+    """
+
+    def __init__(self, file: TextIO | None = None, errors: TextIO | None = None, *, plain: bool = False) -> None:
+        self.file = file or sys.stdout
+        self.errors = errors or sys.stderr
+        self.interactive = not plain
+        self.terminal = self.file.isatty() and not plain
+        self.ansi = self.terminal and os.environ.get("TERM", "") not in ("dumb", "unknown", "")
+        if os.name == "nt":
+            self.ansi = self.terminal
+        self.colour = self.ansi and not os.environ.get("NO_COLOR")
+        self.unicode = (self.file.encoding or "").lower().replace("-", "") in ("utf8", "utf16")
+
+    # -- lines ---------------------------------------------------------------------------------------------------
+
+    def line(self, text: str = "", ink: Ink = Ink.TARGET) -> None:
+        """Print a line of our own."""
+        print(ink.paint(visible(text), ansi=self.ansi, colour=self.colour), file=self.file, flush=True)
+
+    def prose(self, text: str, ink: Ink = Ink.TARGET) -> None:
+        """Print sentences, wrapped between words where somebody reads them."""
+        columns, _ = terminal_size()
+        for line in textwrap.wrap(visible(text), columns) if self.terminal else [visible(text)]:
+            self.line(line, ink)
+
+    def note(self, text: str) -> None:
+        """Print a remark; where nobody watches it goes to standard error."""
+        if self.terminal:
+            self.prose(text, Ink.NOTE)
+        else:
+            print(visible(text), file=self.errors, flush=True)
+
+    def error(self, text: str) -> None:
+        """Print an error in one line."""
+        self.file.flush()
+        line = "localspec: " + " ".join(visible(text).split())
+        ansi = self.ansi and self.errors.isatty()
+        print(Ink.ERROR.paint(line, ansi=ansi, colour=self.colour), file=self.errors, flush=True)
+
+    def print(self, renderable: Any) -> None:
+        """Print a rich table or panel."""
+        from rich.console import Console
+
+        columns, _ = terminal_size()
+        console = Console(
+            file=self.file,
+            width=columns if self.terminal else 80,
+            force_terminal=self.ansi,
+            no_color=not self.colour,
+            highlight=False,
+            markup=False,
+            emoji=False,
+            safe_box=not self.unicode,
+        )
+        console.print(renderable)
+
+    def legend(self) -> str:
+        """How the kinds of text are told apart here, in one line."""
+
+        def sample(text: str, ink: Ink) -> str:
+            return ink.paint(text, ansi=self.ansi, colour=self.colour)
+
+        if not self.ansi:
+            return "guesses are shown by /view lane; this terminal cannot take text back"
+        bold, line = ("green, bold", "cyan, underlined") if self.colour else ("bold", "underlined")
+        return " · ".join(
+            (
+                sample(f"draft's ({bold})", Ink.MODEL),
+                sample(f"n-gram's ({line})", Ink.NGRAM),
+                "target's own",
+                sample("rejected", Ink.REJECTED),
+            )
+        )
+
+    # -- answers -------------------------------------------------------------------------------------------------
+
+    def view(self, name: str, status: Status) -> View:
+        """A fresh view for an answer."""
+        if name == "lane":
+            return LaneView(self.file, ansi=self.ansi, colour=self.colour, unicode=self.unicode)
+        if self.ansi:
+            return TokensView(self.file, status, colour=self.colour, guesses=name == "tokens")
+        return TextView(self.file, visible if self.file.isatty() else _unchanged)
+
+
+def _unchanged(text: str) -> str:
+    return text
+
+
+@contextmanager
+def no_echo() -> Iterator[None]:
+    """While an answer streams, what is typed must not be printed into it; the next prompt gets it."""
+    try:
+        import termios
+
+        handle = sys.stdin.fileno()
+        before = termios.tcgetattr(handle)
+    except (ImportError, OSError, ValueError, termios.error):
+        yield
+        return
+    quiet = list(before)
+    quiet[3] = quiet[3] & ~termios.ECHO | termios.NOFLSH  # and Ctrl-C does not throw it away
+    termios.tcsetattr(handle, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(handle, termios.TCSANOW, before)

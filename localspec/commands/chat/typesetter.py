@@ -1,0 +1,187 @@
+"""Streams text onto a terminal with a *tail* after it: text that is erased again before anything else is written.
+
+The tail is how a rejected guess can be seen where it was made and yet never become part of the text. It needs six
+sequences that every terminal since the VT100 has: index, cursor up and down, save and restore cursor, erase below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TextIO
+
+from localspec.commands.chat.ink import Ink
+from localspec.terminal.text import char_width, clip, on_one_line, terminal_size, visible, width, width_is_certain
+
+Segment = tuple[str, Ink]
+
+_RESET, _INDEX, _SAVE, _RESTORE, _ERASE_BELOW = "\x1b[0m", "\x1bD", "\x1b7", "\x1b8", "\x1b[J"
+TAIL_LINES = 2
+
+
+class Typesetter:
+    """Writes one answer.
+
+    Prose is wrapped between words at the edge of the screen; code blocks, tables and indented lines are left to the
+    terminal, so that copying them gives back what was said.
+
+    Args:
+        file: the terminal.
+        colour: whether colours may be used; attributes such as bold always are.
+        size: columns and lines, asked at every flush, as windows change.
+    """
+
+    def __init__(
+        self, file: TextIO, *, colour: bool = True, size: Callable[[], tuple[int, int]] = terminal_size
+    ) -> None:
+        self._file = file
+        self._colour = colour
+        self._size = size
+        self._columns, self._lines = size()
+        self._out: list[str] = []
+        self._ink = Ink.TARGET
+        self._column = 0
+        self._word: list[Segment] = []
+        self._word_column = 0
+        self._line = ""
+        self._fenced = False
+        self._certain = True
+        self._on_fresh_row = False
+        self._has_tail = False
+
+    # -- text that stays -----------------------------------------------------------------------------------------
+
+    def write(self, text: str, ink: Ink = Ink.TARGET) -> None:
+        """Add text for good; it appears with the next ``flush``."""
+        self._drop_tail()
+        for char in visible(text):
+            if char == "\n":
+                self._newline()
+            elif char == "\t":
+                self._line += char
+                for _ in range(8 - self._column % 8):
+                    self._put_space(ink)
+            else:
+                self._line += char
+                if char == " ":
+                    self._put_space(ink)
+                else:
+                    self._put(char, ink)
+
+    def _newline(self) -> None:
+        if self._line.lstrip().startswith(("```", "~~~")):
+            self._fenced = not self._fenced
+        if self._on_fresh_row:  # the line filled its row to the last cell and the cursor has moved on already
+            self._on_fresh_row = False
+        else:
+            self._set_ink(Ink.TARGET)
+            self._out.append("\r\n")
+        self._line, self._column, self._certain = "", 0, True
+        self._start_word()
+
+    @property
+    def _wraps(self) -> bool:
+        """Whether the current line is prose."""
+        verbatim = self._fenced or self._line.startswith(("```", "~~~", "|", "    ", "\t"))
+        return not verbatim and self._certain
+
+    def _put_space(self, ink: Ink) -> None:
+        if self._column >= self._columns and self._wraps:
+            self._start_word()  # the line break stands for it
+            return
+        self._put(" ", ink)
+        self._start_word()
+
+    def _put(self, char: str, ink: Ink) -> None:
+        cells = char_width(char)
+        self._certain = self._certain and width_is_certain(char)
+        if self._column + cells > self._columns:
+            self._break_line(cells)
+        self._set_ink(ink)
+        self._out.append(char)
+        self._column += cells
+        self._word.append((char, ink))
+        self._on_fresh_row = False
+
+    def _break_line(self, cells: int) -> None:
+        word, length = self._word, self._column - self._word_column
+        if self._wraps and self._word_column > 0 and length + cells <= self._columns:
+            self._set_ink(Ink.TARGET)
+            if self._word_column < self._column:
+                self._out.append(f"\r\x1b[{self._word_column}C\x1b[K")
+            self._out.append("\r\n")
+            for char, ink in word:
+                self._set_ink(ink)
+                self._out.append(char)
+            self._column = length
+        elif self._certain:
+            self._column = 0  # the terminal breaks the line, and knows that it is one line
+        else:
+            self._set_ink(Ink.TARGET)
+            self._out.append("\r\n")
+            self._column = 0
+        self._word_column = 0
+
+    def _leave_edge(self) -> None:
+        """Printing in the last cell leaves the cursor waiting at the edge, where saving it is not portable."""
+        if self._wraps and self._word and self._word_column > 0:
+            self._break_line(0)
+        else:
+            self._out.append(" \r")  # the space makes the terminal wrap; what follows overwrites it
+            self._column, self._on_fresh_row = 0, True
+            self._start_word()
+
+    def _start_word(self) -> None:
+        self._word, self._word_column = [], self._column
+
+    def _set_ink(self, ink: Ink) -> None:
+        if ink is not self._ink:
+            self._out.append((_RESET if self._ink is not Ink.TARGET else "") + ink.sgr(self._colour))
+            self._ink = ink
+
+    # -- the tail ------------------------------------------------------------------------------------------------
+
+    def tail(self, segments: Iterable[Segment], status: str) -> None:
+        """Show segments after the text and a status line below, until the next ``write``."""
+        self._drop_tail()
+        self._columns, self._lines = self._size()
+        if self._lines < TAIL_LINES + 2:
+            return
+        self._set_ink(Ink.TARGET)
+        if self._column >= self._columns:
+            self._leave_edge()
+        room = TAIL_LINES * self._columns - self._column - 1
+        shown: list[Segment] = []
+        used = 0
+        for text, ink in segments:
+            flat = clip(on_one_line(text), room - used)
+            used += width(flat)
+            shown.append((flat, ink))
+            if used >= room:
+                break
+        down = 1 + (self._column + used) // self._columns
+        self._out.append(_INDEX * down + f"\x1b[{down}A" + _SAVE)
+        self._out += [ink.paint(text, ansi=True, colour=self._colour) for text, ink in shown]
+        line = Ink.NOTE.paint(clip(status, self._columns - 1), ansi=True, colour=self._colour)
+        # Saved again, because in some terminals a restored position is used up.
+        self._out.append(f"{_RESTORE}{_SAVE}\x1b[{down}B\r{line}{_RESTORE}")
+        self._has_tail = True
+
+    def _drop_tail(self) -> None:
+        if self._has_tail:
+            self._out.append(_ERASE_BELOW)
+            self._has_tail = False
+
+    def flush(self) -> None:
+        """Put everything on the screen, in one write."""
+        self._set_ink(Ink.TARGET)
+        if self._out:
+            self._file.write("".join(self._out))
+            self._out.clear()
+        self._file.flush()
+
+    def finish(self) -> None:
+        """Erase the tail and end the last line."""
+        self._drop_tail()
+        if self._column or self._line:
+            self._newline()
+        self.flush()

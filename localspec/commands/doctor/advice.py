@@ -1,0 +1,109 @@
+"""The recommendation: speculate, with what, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from localspec.commands.doctor.report import CostFacts, PayoffFacts, RankFacts, Recommendation
+
+EASY, HARD = 0.55, 0.85
+"""Acceptance of the guesses of a small model of the target's family: what it is on free chat, and on code.
+(Qwen2.5-Coder 0.5B for 1.5B, greedy: chat 0.55, translation 0.70, code 0.85, more on editing and extraction.)"""
+
+TYPICAL, HIGH = 0.7, 0.9
+"""Acceptances for which a speed-up is named: where guesses pay nearly everywhere, and where only easy ones do."""
+
+_LEAST_MARGIN = 0.02
+"""Gain over plain decoding that is worth a word."""
+
+
+def recommend(
+    cost: CostFacts, payoffs: list[PayoffFacts], target: str, drafts: Mapping[str, str], *, automatic: bool = False
+) -> Recommendation:
+    """By the theory, from measured passes.
+
+    Args:
+        cost: the passes.
+        payoffs: what they mean, by drafter.
+        target: what names the target on a command line.
+        drafts: name of a drafter -> what names it on a command line.
+        automatic: whether the drafters are those that are taken where none is named.
+    """
+    chat = f"localspec chat {target}"
+    if not payoffs:
+        return Recommendation(None, "No drafter was asked about; guesses from the text itself need no model.",
+                              f"{chat} --draft ngram")  # fmt: skip
+    pays = [found for found in payoffs if _pays(found)]
+    if not pays:
+        best = min(payoffs, key=lambda found: 2.0 if found.lowest_break_even is None else found.lowest_break_even)
+        return Recommendation(False, f"Do not speculate here: {_why_not(best, cost)}.", f"{chat} --draft none")
+    chosen = "".join(f" --draft {drafts.get(found.drafter, found.drafter)}" for found in pays)
+    if automatic and len(pays) == len(payoffs):
+        chosen = ""
+    return Recommendation(True, " ".join(_sentence(found, cost) for found in payoffs), chat + chosen)
+
+
+def _pays(found: PayoffFacts) -> bool:
+    need = found.lowest_break_even
+    return need is not None and need <= HARD
+
+
+def _sentence(found: PayoffFacts, cost: CostFacts) -> str:
+    need = found.lowest_break_even
+    if need is None or not _pays(found):
+        return f"Do not draft with {found.drafter} here: {_why_not(found, cost)}."
+    if found.drafter == "ngram":
+        return f"N-grams pay from {need:.0%} acceptance: where a text repeats itself or its prompt."
+    share = TYPICAL if need <= EASY else HIGH
+    gain = f"if {share:.0%} of the guesses are right, expect ×{found.speedup[share]:.2f}"
+    if need <= EASY:
+        return f"Speculate with {found.drafter}: it pays from {need:.0%} acceptance; {gain}."
+    return (
+        f"Speculate with {found.drafter} on code, editing and extraction: it pays from {need:.0%} acceptance, "
+        f"which free chat seldom reaches; {gain}."
+    )
+
+
+def _why_not(found: PayoffFacts, cost: CostFacts) -> str:
+    times, need = cost.target.ms, found.lowest_break_even
+    price = f"a pass over 2 tokens takes {times[2] / times[1]:.2f} times as long as one over 1"
+    if found.step_ms:
+        price += f", and a guess {found.step_ms / times[1]:.2f} times"
+    if need is None:
+        return f"even guesses that are always right cost more than they save ({price})"
+    return f"{need:.0%} of the guesses would have to be right ({price})"
+
+
+def recommend_ranked(rank: RankFacts, target: str, drafts: Mapping[str, str]) -> Recommendation:
+    """By what was measured just now; arguments as in ``recommend``."""
+    chat = f"localspec chat {target}"
+    measured = [each for each in rank.candidates if each.speedup is not None and each.drafters]
+    if not measured:
+        return Recommendation(None, "Time ran out before anything was measured; doctor without --rank judges by costs.")
+    best = measured[0]
+    top, margin = best.speedup or 0.0, noise_margin(rank)
+    name = " + ".join(best.drafters)
+    if top < 1 + _LEAST_MARGIN:
+        text = f"Do not speculate here: nothing was faster than plain decoding; the best, {name}, came to ×{top:.2f}."
+        return Recommendation(False, text, f"{chat} --draft none")
+    if top < 1 + margin:
+        text = (
+            f"This cannot tell: the best, {name}, came to ×{top:.2f}, and noise alone makes ±{margin:.0%} here. With "
+            "--draft auto, guesses are only made while they pay."
+        )
+        return Recommendation(None, text, chat)
+    close = [" + ".join(each.drafters) for each in measured[1:] if (each.speedup or 0.0) > top - margin]
+    text = f"{name} was the fastest, ×{top:.2f} of plain"
+    text += f"; {' and '.join(close)} cannot be told apart from it." if close else "."
+    chosen = "".join(f" --draft {drafts.get(drafter, drafter)}" for drafter in best.drafters)
+    return Recommendation(True, text, chat + chosen)
+
+
+def noise_margin(rank: RankFacts) -> float:
+    """Difference of two speed-ups that noise alone may make, at about two standard errors.
+
+    A ratio of two runs has √2 times the noise of one, and a mean over n prompts 1/√n of that. Where the noise was not
+    measured, 5 % are assumed.
+    """
+    noise = rank.noise if rank.noise is not None else 0.05
+    return float(max(_LEAST_MARGIN, 2 * noise * 2**0.5 / max(1, len(rank.prompts)) ** 0.5))

@@ -1,0 +1,187 @@
+"""Passes of a loaded pair, measured: t(w) of target and drafts, from the calibration on disk or anew."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from localspec.backends.base import Context, Model
+from localspec.commands.doctor.header import bytes_per_token
+from localspec.commands.doctor.report import Check, CostFacts, CurveFacts
+from localspec.controllers.break_even import Times
+from localspec.controllers.cost_model import CalibrationCache
+from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.sources.base import size_text
+from localspec.runtime.engine_choice import measured
+from localspec.runtime.preparation import second_opinion
+from localspec.system.home import home
+from localspec.system.interrupts import on_interrupt
+from localspec.system.steps import exhaust
+
+if TYPE_CHECKING:
+    from localspec.controllers.cost_model import PassTimes
+    from localspec.llm import LLM
+
+WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
+"""Widths of a pass that are told: what a draft of up to 15 tokens needs, as finely as calibration measures."""
+
+_FILL, _PASSES = 64, 7
+_STALE = 1.35
+"""Ratio of a pass just now to the calibrated one from which the calibration is doubted."""
+
+Report = Callable[[str, "float | None"], None]
+_Result = TypeVar("_Result")
+
+
+class Watch:
+    """Progress, and a Ctrl-C that stops what the worker thread does at the next report.
+
+    Args:
+        report: where progress is shown.
+    """
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._stop = threading.Event()
+
+    def report(self, what: str, fraction: float | None) -> None:
+        """Show progress.
+
+        Raises:
+            KeyboardInterrupt: somebody asked to stop.
+        """
+        self.check()
+        self._report(what, fraction)
+
+    def check(self) -> None:
+        """Raise ``KeyboardInterrupt`` if somebody asked to stop."""
+        if self._stop.is_set():
+            raise KeyboardInterrupt
+
+    def stop(self) -> None:
+        """Ask to stop; may be called from a signal handler."""
+        self._stop.set()
+
+    def call(self, llm: LLM, work: Callable[[], _Result]) -> _Result:
+        """Run something on the thread that owns the engine; Ctrl-C ends it between two passes."""
+        with on_interrupt(self.stop):
+            result: _Result = llm._call(work)
+        self.check()
+        return result
+
+
+def measure_costs(
+    llm: LLM, target_name: str, draft_names: Sequence[str], bandwidth_gb_per_s: float | None, watch: Watch
+) -> tuple[CostFacts, Times]:
+    """What passes cost here.
+
+    Args:
+        llm: the loaded pair.
+        target_name: what to call the target.
+        draft_names: what to call the draft models, in the order in which they were named.
+        bandwidth_gb_per_s: measured memory bandwidth, for the bound.
+        watch: progress and interruption.
+
+    Returns:
+        The figures, and the target's t(w) at every width.
+    """
+    pair = llm._pair
+    target = pair.target
+    drafts = zip(draft_names, pair._models.values(), pair._draft_times.values(), strict=True)
+    read = _bytes_per_token(target.path)
+    on_cpu = target.capabilities.device == "cpu"
+    bound = read / (bandwidth_gb_per_s * 1e6) if bandwidth_gb_per_s and on_cpu else None
+    facts = CostFacts(
+        engine=target.engine,
+        device=target.capabilities.device,
+        target=curve(target_name, target, pair.times),
+        drafts=[curve(name, model, times) for name, (model, _), times in drafts],
+        now_ms=round(watch.call(llm, lambda: single_pass_ms(target, pair.context, watch)), 4),
+        bytes_per_token=read,
+        bound_ms=round(bound, 4) if bound is not None else None,
+    )
+    return facts, pair.times
+
+
+def curve(name: str, model: Model, times: PassTimes) -> CurveFacts:
+    """t(w) as data."""
+    return CurveFacts(name, model.path.name, {width: round(times(width), 4) for width in WIDTHS})
+
+
+def single_pass_ms(model: Model, context: Context, watch: Watch) -> float:
+    """The median time of a one-token pass, just now."""
+    fill = min(_FILL, context.n_ctx - 1)
+    token = model.tokenize("a") or [0]
+    context.truncate(0)
+    context.decode((token * fill)[:fill], "none")
+    samples = []
+    for _ in range(_PASSES):
+        watch.check()
+        started = time.perf_counter()
+        context.decode(token[:1])
+        samples.append((time.perf_counter() - started) * 1e3)
+        context.truncate(fill)
+    context.truncate(0)
+    return statistics.median(samples[1:])
+
+
+def recalibrate(llm: LLM, watch: Watch) -> None:
+    """Measure t(w) of target and drafts anew, and store it.
+
+    Args:
+        llm: the loaded pair.
+        watch: progress and interruption. What is broken off is measured at the next load.
+    """
+    pair = llm._pair
+
+    def measure() -> None:
+        cache = CalibrationCache(home() / "calibration")
+        for key, _ in pair._calibrations:
+            cache.drop(key)
+        pair._calibrations.clear()
+        pair.times = pair._calibrate(pair.target, pair.context.n_ctx, watch.report)
+        for source, (model, context) in zip(list(pair._draft_times), pair._models.values(), strict=True):
+            pair._draft_times[source] = pair._calibrate(model, context.n_ctx, watch.report)
+
+    watch.call(llm, measure)
+
+
+def compare_engines(llm: LLM, watch: Watch) -> list[Check]:
+    """The row on which engine ``auto`` takes for this file; both are measured where that was not done yet."""
+    opinion = second_opinion(llm._pair, llm.model_path)
+    if opinion.waits:
+        watch.report("measuring another engine (once)", None)
+        watch.call(llm, lambda: exhaust(opinion.steps(lambda: False), watch.check))
+    options = llm._pair.options
+    found = measured(llm.model_path, options.n_threads, options.kv_type)
+    if len(found) < 2:
+        return []
+    took = ", ".join(f"{ms / 1e3:.1f} s on {name}" for name, ms in sorted(found.items(), key=lambda each: each[1]))
+    return [Check("cost", "engines", "ok", f"a nominal answer takes {took}: auto takes what was measured faster")]
+
+
+def cost_checks(cost: CostFacts, bandwidth_gb_per_s: float | None) -> list[Check]:
+    """The row on the target's single passes."""
+    calibrated = cost.target.ms[1]
+    text = f"t(1) {calibrated:.3g} ms"
+    if abs(cost.now_ms / calibrated - 1) > 0.1:
+        text += f", just now {cost.now_ms:.3g} ms"
+    if cost.bound_ms is not None:
+        text += (
+            f"; reading its {size_text(cost.bytes_per_token)} of weights at {bandwidth_gb_per_s:.1f} GB/s takes "
+            f"{cost.bound_ms:.3g} ms"
+        )
+    if not 1 / _STALE < cost.now_ms / calibrated < _STALE:
+        slower = "slower" if cost.now_ms > calibrated else "faster"
+        return [Check("cost", "one token", "note", f"{text}: {slower} than when it was calibrated",
+                      "on an otherwise idle machine: localspec doctor --calibrate")]  # fmt: skip
+    return [Check("cost", "one token", "ok", text)]
+
+
+def _bytes_per_token(path: Path) -> int:
+    with GGUFFile(path) as gguf:
+        return bytes_per_token(gguf)

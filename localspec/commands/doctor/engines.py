@@ -1,0 +1,205 @@
+"""The engines: which are here, what they were built for, and how to get what is missing."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+
+from localspec.backends import BACKENDS, candidates, unavailable_reason
+from localspec.backends.builds import NATIVE_COMMAND, built_for, native_gain, system_info
+from localspec.commands.doctor.report import Check, DeviceFacts, EngineFacts
+from localspec.errors import UsageError
+from localspec.model_files.sources.base import size_text
+
+_LLAMA_CPP = "'llama-cpp-python>=0.3.36,<0.4'"
+_BUILDS = {
+    "NVIDIA": ("CUDA", f'CMAKE_ARGS="-DGGML_CUDA=on -DCMAKE_CUDA_ARCHITECTURES=native" pip install {_LLAMA_CPP}'),
+    "Apple": ("Metal", f'CMAKE_ARGS="-DGGML_METAL=on" pip install {_LLAMA_CPP}'),
+    "AMD": ("Vulkan", f'CMAKE_ARGS="-DGGML_VULKAN=on" pip install {_LLAMA_CPP}'),
+    "other": ("Vulkan", f'CMAKE_ARGS="-DGGML_VULKAN=on" pip install {_LLAMA_CPP}'),
+}
+"""Graphics hardware -> what to build for it, and how; an engine that is there is replaced with --force-reinstall."""
+
+FOR_GPUS = ("llama-cpp", "mlx")
+"""Engines that there are builds of for GPUs."""
+
+_GPU, _INTEGRATED = 1, 2
+"""ggml's types of devices that are GPUs: with memory of their own, and with the machine's."""
+
+
+def check_backend(wanted: str) -> None:
+    """Refuse a ``--backend`` that does not exist.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if wanted not in ("auto", *BACKENDS):
+        raise UsageError(f"unknown backend {wanted!r}: use auto, {', '.join(BACKENDS)}")
+
+
+def look_at_engines() -> list[EngineFacts]:
+    """Load every engine that can be loaded."""
+    return [_look(name) for name in BACKENDS]
+
+
+def _look(name: str) -> EngineFacts:
+    reason = unavailable_reason(name)
+    if reason is not None:
+        return EngineFacts(name, False, reason=reason)
+    module = import_module(BACKENDS[name])
+    if not hasattr(module, "binding"):
+        return EngineFacts(name, True, built_for=["NumPy"], devices=[])
+    binding = module.binding()
+    version = str(getattr(binding, "version", "")) or None
+    library = getattr(binding, "lib", None)
+    gpu = bool(getattr(binding, "gpu", False))
+    if not hasattr(library, "llama_print_system_info"):
+        return EngineFacts(name, True, version, list(binding.built_for), metal_device() if gpu else [])
+    return EngineFacts(name, True, version, built_for(system_info(library)), gpu_devices() if gpu else [])
+
+
+def gpu_devices() -> list[DeviceFacts] | None:
+    """The GPUs that llama-cpp-python's library sees, with their memory; None where it does not tell."""
+    devices = ggml_devices()
+    return None if devices is None else used_gpus(devices)
+
+
+def metal_device() -> list[DeviceFacts] | None:
+    """The GPU that MLX computes on, whose memory is the machine's; None where it does not tell."""
+    try:
+        import mlx.core as mx
+
+        told = mx.device_info()
+        free = int(told["max_recommended_working_set_size"]) - mx.get_active_memory()
+        return [DeviceFacts("Metal", str(told["device_name"]), max(0, free), int(told["memory_size"]), True)]
+    except (ImportError, AttributeError, KeyError, RuntimeError):
+        return None
+
+
+def used_gpus(devices: Sequence[tuple[int, DeviceFacts]]) -> list[DeviceFacts]:
+    """Those of ggml's devices that llama.cpp puts layers on."""
+    # Where there is a GPU with memory of its own, it leaves the one in the processor alone.
+    chosen = [found for kind, found in devices if kind == _GPU] or [f for kind, f in devices if kind == _INTEGRATED]
+    return [found for found in chosen if found.total_bytes > 0]
+
+
+def ggml_devices() -> list[tuple[int, DeviceFacts]] | None:
+    """All devices of ggml in llama-cpp-python, the CPU too, with ggml's number for their type."""
+    try:
+        import llama_cpp
+
+        folder = Path(llama_cpp.__file__).parent / "lib"
+        registry, base = (_library(folder, name) for name in ("ggml", "ggml-base"))
+        registry.ggml_backend_dev_count.restype = ctypes.c_size_t
+        registry.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
+        registry.ggml_backend_dev_get.restype = ctypes.c_void_p
+        for function, restype in (("name", ctypes.c_char_p), ("description", ctypes.c_char_p), ("type", ctypes.c_int)):
+            bound = getattr(base, f"ggml_backend_dev_{function}")
+            bound.argtypes, bound.restype = [ctypes.c_void_p], restype
+        size = ctypes.POINTER(ctypes.c_size_t)
+        base.ggml_backend_dev_memory.argtypes, base.ggml_backend_dev_memory.restype = (
+            [ctypes.c_void_p, size, size],
+            None,
+        )
+        return [_device(base, registry.ggml_backend_dev_get(i)) for i in range(registry.ggml_backend_dev_count())]
+    except (ImportError, OSError, AttributeError):
+        return None  # another layout of the package: the GPU works, only its memory stays unknown
+
+
+def _library(folder: Path, name: str) -> ctypes.CDLL:
+    """One of ggml's libraries, which the engine has loaded already."""
+    names = {"darwin": f"lib{name}.dylib", "win32": f"{name}.dll"}
+    return ctypes.CDLL(str(folder / names.get(sys.platform, f"lib{name}.so")))
+
+
+def _device(base: ctypes.CDLL, device: int) -> tuple[int, DeviceFacts]:
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    base.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+    kind = int(base.ggml_backend_dev_type(device))
+    name, description = (
+        (function(device) or b"").decode("utf-8", "replace")
+        for function in (base.ggml_backend_dev_name, base.ggml_backend_dev_description)
+    )
+    shared = kind == _INTEGRATED or name.startswith("Metal") or (sys.platform == "darwin" and kind == _GPU)
+    return kind, DeviceFacts(name, description, int(free.value), int(total.value), shared)
+
+
+def gpu_engine(engines: Sequence[EngineFacts]) -> EngineFacts | None:
+    """The usable engine that was built for a GPU and sees one."""
+    return next((e for e in engines if e.usable and e.name in FOR_GPUS and e.devices != []), None)
+
+
+def engine_checks(
+    engines: Sequence[EngineFacts], gpus: Sequence[str], wanted: str, cpu: Sequence[str] = ()
+) -> Iterator[Check]:
+    """The rows on the engines.
+
+    Args:
+        engines: what ``look_at_engines`` found.
+        gpus: the graphics hardware.
+        wanted: ``--backend``.
+        cpu: the CPU's instruction sets.
+    """
+    real = [engine for engine in engines if engine.name != "reference"]
+    # MLX without a GPU is there for tests, and never taken unless asked for.
+    usable = [engine for engine in real if engine.usable and (engine.name != "mlx" or engine.devices != [])]
+    for engine in engines:
+        if engine.name == "mlx" and not engine.usable and wanted != "mlx" and "Apple" not in gpus:
+            continue
+        if engine.usable:
+            if engine.name != "reference":
+                yield Check("engines", engine.name, "ok" if engine in usable else "info", _described(engine))
+            if engine.name == "ik-llama" and (gain := native_gain(engine.built_for, cpu)) is not None:
+                text = f"built for its {gain[0]}: {gain[1]}"
+                yield Check("engines", "this CPU", "note" if wanted in ("auto", engine.name) else "info", text,
+                            NATIVE_COMMAND)  # fmt: skip
+            elif wanted == "reference":
+                yield Check("engines", engine.name, "ok", "NumPy, float64: exact and slow, for tests")
+            continue
+        what, _, hint = (engine.reason or "it cannot be used").partition("; install it with: ")
+        needed = wanted == engine.name or (wanted == "auto" and not usable)
+        advice = hint or _instead(engine.name)
+        yield Check("engines", engine.name, "fail" if needed else "info", what, advice)
+    missing = [gpu for gpu in gpus if gpu in _BUILDS] if gpu_engine(engines) is None else []
+    for gpu in missing:
+        kind, command = _BUILDS[gpu]
+        replace = any(engine.name == "llama-cpp" for engine in usable)
+        again = " --force-reinstall --no-cache-dir --no-deps" if replace else ""
+        hardware = "a GPU" if gpu == "other" else f"a GPU of {gpu}"
+        yield Check(
+            "engines", kind, "info" if gpu == "other" else "note", f"{hardware} is here, but no engine is built for it",
+            command + again,
+        )  # fmt: skip
+
+
+def _described(engine: EngineFacts) -> str:
+    parts = [engine.version or "", " ".join(engine.built_for) or "built for any CPU of its kind"]
+    for device in engine.devices or ():
+        parts.append(f"{device.description} ({size_text(device.free_bytes)} of {size_text(device.total_bytes)} free)")
+    return " · ".join(part for part in parts if part)
+
+
+def _instead(name: str) -> str:
+    if name == "ik-llama":
+        return "compile llama.cpp for this machine: pip install 'localspec[llama-cpp]'"
+    return f"install it anew: pip install --force-reinstall --no-cache-dir {_LLAMA_CPP}"
+
+
+def preferred_engine(engines: Sequence[EngineFacts], wanted: str, n_gpu_layers: int | None) -> EngineFacts | None:
+    """The engine that a model would be loaded with first; None where the one that was asked for cannot be used.
+
+    Args:
+        engines: what ``look_at_engines`` found.
+        wanted: ``--backend``.
+        n_gpu_layers: ``--gpu-layers``.
+
+    Raises:
+        EngineUnavailable: there is none, or none for a GPU where layers are to go there.
+    """
+    by_name = {engine.name: engine for engine in engines}
+    if wanted == "auto":
+        return by_name[candidates(n_gpu_layers)[0]]
+    return by_name[wanted] if by_name[wanted].usable else None

@@ -1,0 +1,201 @@
+"""Does it fit? Weights, KV caches and compute buffers of all models, against the memory that is free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from localspec.commands.doctor.engines import FOR_GPUS
+from localspec.commands.doctor.header import KV_VALUE_BYTES
+from localspec.commands.doctor.report import Check, EngineFacts, FitFacts, NeedFacts
+from localspec.commands.doctor.subject import Subject
+from localspec.model_files.sources.base import size_text
+from localspec.runtime.pair import DEFAULT_CTX
+from localspec.terminal.sheet import Status
+
+PROGRAM_BYTES = 64 << 20
+"""What an engine's library, the vocabularies and Python take besides; 50 to 60 MB were measured."""
+
+TIGHT = 0.9
+"""Share of the free memory from which little is left for anything else."""
+
+_LEAST_CTX = 512
+
+_Row = tuple[Status, str, str | None]
+"""Status, text and advice of a check."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Where models would go.
+
+    Attributes:
+        engine: the engine that would load them; None where there is none.
+        n_gpu_layers: ``--gpu-layers``; None takes all if the engine has a GPU.
+        ram: free memory [bytes]; None: not told.
+        ram_total: what the machine has, or the container may use [bytes].
+    """
+
+    engine: EngineFacts | None
+    n_gpu_layers: int | None
+    ram: int | None
+    ram_total: int | None
+
+    @property
+    def backend(self) -> str:
+        return self.engine.name if self.engine is not None else "ik-llama"
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether any layer goes to a GPU."""
+        engine = self.engine
+        return engine is not None and engine.name in FOR_GPUS and engine.devices != [] and self.n_gpu_layers != 0
+
+    def gpu_share(self, model: Subject) -> float:
+        """Share of a model that goes to the GPU."""
+        if not self.on_gpu:
+            return 0.0
+        if self.n_gpu_layers is None or model.header is None:
+            return 1.0
+        return min(1.0, self.n_gpu_layers / (model.header.n_layer + 1))
+
+    @property
+    def gpu_free(self) -> int | None:
+        devices = self.engine.devices if self.engine is not None and self.on_gpu else None
+        return sum(device.free_bytes for device in devices) if devices else None
+
+    @property
+    def gpu_is_ram(self) -> bool:
+        """Whether the GPU's memory is the machine's."""
+        devices = self.engine.devices if self.engine is not None and self.on_gpu else None
+        return bool(devices) and all(device.shared for device in devices or ())
+
+
+def context_size(asked: int | None, target: Subject) -> int:
+    """Tokens of context that a pair gets."""
+    trained = target.header.n_ctx_train if target.header is not None else 0
+    return asked or min(DEFAULT_CTX, trained or DEFAULT_CTX)
+
+
+def fit(models: Sequence[Subject], n_ctx: int, kv_type: str, room: Room) -> FitFacts:
+    """Add it up.
+
+    Args:
+        models: the target first, then the draft models; a context is made for each.
+        n_ctx: tokens of context.
+        kv_type: type of the KV caches.
+        room: where they would go.
+    """
+    needs = [_need(model, n_ctx, kv_type, room.backend) for model in models]
+    on_gpu = sum(need.total * room.gpu_share(model) for need, model in zip(needs, models, strict=True))
+    everything = sum(need.total for need in needs)
+    ram = PROGRAM_BYTES + (everything if room.gpu_is_ram else everything - on_gpu)
+    known = all(need.kv_bytes is not None for need in needs) and needs[0].weights_bytes > 0
+    short = (room.ram is not None and ram > room.ram) or (room.gpu_free is not None and on_gpu > room.gpu_free)
+    told = room.ram is not None and (not room.on_gpu or room.gpu_free is not None)
+    return FitFacts(
+        n_ctx=n_ctx,
+        kv_type=kv_type,
+        models=needs,
+        ram_needed_bytes=round(ram),
+        ram_available_bytes=room.ram,
+        gpu_needed_bytes=round(on_gpu) if room.on_gpu else None,
+        gpu_available_bytes=room.gpu_free,
+        fits=False if short else True if known and told else None,
+    )
+
+
+def _need(model: Subject, n_ctx: int, kv_type: str, backend: str) -> NeedFacts:
+    if model.header is None:
+        return NeedFacts(model.name, model.bytes, None, None)
+    return model.header.need(model.name, n_ctx, kv_type, backend)
+
+
+def fit_checks(models: Sequence[Subject], found: FitFacts, room: Room) -> Iterator[Check]:
+    """The rows on memory."""
+    yield Check("pair", "memory", *_ram(models, found, room))
+    if found.gpu_needed_bytes is not None:
+        yield Check("pair", "GPU memory", *_gpu(models, found, room))
+
+
+def _ram(models: Sequence[Subject], found: FitFacts, room: Room) -> _Row:
+    known = all(need.kv_bytes is not None for need in found.models)
+    if not all(need.weights_bytes for need in found.models):
+        return "info", "what it needs is only known once the file is here", None
+    text = f"needs {'' if known else 'at least '}{size_text(found.ram_needed_bytes)}"
+    if room.ram is None:
+        return "info", f"{text}; how much is free is not told here", None
+    text += f", {size_text(room.ram)} free"
+    if found.gpu_needed_bytes is None or room.gpu_is_ram:
+        text += f": {_sum(found)}"
+    if found.ram_needed_bytes > room.ram:
+        return "fail", text, _remedy(models, found, room)
+    if not known:
+        return "info", f"{text}; the cache is only known once the file is here", None
+    if found.ram_needed_bytes > TIGHT * room.ram:
+        return "note", f"{text}; little is left for other programs", _remedy(models, found, room)
+    return "ok", text, None
+
+
+def _gpu(models: Sequence[Subject], found: FitFacts, room: Room) -> _Row:
+    needed = found.gpu_needed_bytes or 0
+    text = f"needs {size_text(needed)}"
+    if room.gpu_free is None:
+        return "info", f"{text}; the engine does not tell how much is free", None
+    text += f", {size_text(room.gpu_free)} free: {_sum(found)}"
+    if needed > room.gpu_free:
+        return "fail", text, _fewer_layers(models, needed, room)
+    return "ok", text, None
+
+
+def _sum(found: FitFacts) -> str:
+    parts = [f"weights {size_text(sum(need.weights_bytes for need in found.models))}"]
+    if kv := sum(need.kv_bytes or 0 for need in found.models):
+        kind = f" {found.kv_type}" if found.kv_type != "f16" else ""
+        parts.append(f"cache of {found.n_ctx:,} tokens{kind} {size_text(kv)}")
+    if compute := sum(need.compute_bytes or 0 for need in found.models):
+        parts.append(f"buffers {size_text(compute)}")
+    return ", ".join(parts)
+
+
+def _fewer_layers(models: Sequence[Subject], needed: int, room: Room) -> str:
+    header = models[0].header
+    if header is None or room.gpu_free is None:
+        return "use --gpu-layers 0, or a smaller model"
+    layers = int(0.95 * room.gpu_free / needed * (header.n_layer + 1))
+    return f"use --gpu-layers {layers}" if layers > 0 else "use --gpu-layers 0, or a smaller model"
+
+
+def _remedy(models: Sequence[Subject], found: FitFacts, room: Room) -> str:
+    """What would fit, the least loss first."""
+    limit = TIGHT * (room.ram or 0)
+
+    def fits(chosen: Sequence[Subject], n_ctx: int, kv_type: str) -> bool:
+        return fit(chosen, n_ctx, kv_type, room).ram_needed_bytes <= limit
+
+    ways: list[str] = []
+    headers = [model.header for model in models]
+    if all(header is not None for header in headers) and room.backend != "reference":
+        smaller = KV_VALUE_BYTES["q8_0"] < KV_VALUE_BYTES[found.kv_type]
+        if smaller and fits(models, found.n_ctx, "q8_0"):
+            ways.append("--kv-cache q8_0")
+        if (n_ctx := _largest_context(models, found, fits)) is not None:
+            ways.append(f"--ctx {n_ctx}")
+    if len(models) > 1 and fits(models[:1], found.n_ctx, found.kv_type):
+        ways.append("--draft ngram, which needs no second model")
+    if ways:
+        return "use " + ", or ".join(ways[:3])
+    if room.ram_total is not None and room.ram is not None and found.ram_needed_bytes < TIGHT * room.ram_total:
+        return "close other programs, or take a smaller model: localspec list"
+    return "take a smaller model, or one quantised further: localspec list"
+
+
+def _largest_context(
+    models: Sequence[Subject], found: FitFacts, fits: Callable[[Sequence[Subject], int, str], bool]
+) -> int | None:
+    low, high = 0, found.n_ctx // 256
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(models, middle * 256, found.kv_type) else (low, middle - 1)
+    n_ctx = low * 256
+    return n_ctx if _LEAST_CTX <= n_ctx < found.n_ctx else None

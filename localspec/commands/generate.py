@@ -1,0 +1,97 @@
+"""``localspec generate``: one answer, for scripts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from localspec.commands.options import RunOptions, check_text
+from localspec.errors import UsageError
+from localspec.system.interrupts import on_interrupt
+from localspec.terminal.progress import Progress
+from localspec.terminal.stdin import read_all
+from localspec.terminal.text import visible
+
+if TYPE_CHECKING:
+    from localspec.llm import LLM
+    from localspec.runtime.stream import RoundStream
+    from localspec.spec_decode.rounds import Round
+
+FORMATS = ("text", "json", "events")
+
+
+def generate_command(options: RunOptions, prompt: str | None, *, raw: bool = False, format: str = "text") -> int:
+    """Answer one prompt on standard output.
+
+    Args:
+        options: the model and how to sample.
+        prompt: None reads standard input.
+        raw: continue the prompt as it is, without the chat template.
+        format: ``text`` streams the answer, ``json`` prints one object, ``events`` one line per round and the object.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C; what was said until then has been printed.
+        LocalspecError: there is no answer.
+    """
+    if format not in FORMATS:
+        raise UsageError(f"--format must be one of {', '.join(FORMATS)}, not {format!r}")
+    if raw and options.system is not None:
+        raise UsageError("--system is part of the chat template, which --raw leaves out: drop one of them")
+    if prompt is None:
+        prompt = read_all()
+    check_text(prompt, "the prompt")
+    if not prompt.strip() and not (raw and prompt):
+        raise UsageError("the prompt is empty: give -p TEXT, or text on standard input")
+    with Progress() as progress:
+        llm = options.open(progress.report)
+    with llm:
+        for warning in llm.warnings:
+            print(f"localspec: {warning}", file=sys.stderr)
+        stream = llm.rounds(_messages(llm, options, prompt, raw), options.params({} if raw else llm.chat_defaults))
+        with stream, on_interrupt(stream.close):
+            _print_answer(stream, format)
+            if stream.reply.finish_reason == "cancelled":
+                raise KeyboardInterrupt
+    return 0
+
+
+def _messages(llm: LLM, options: RunOptions, prompt: str, raw: bool) -> str | list[dict[str, Any]]:
+    if raw:
+        return prompt
+    system = options.system if options.system is not None else llm.chat_defaults.get("system")
+    messages = [{"role": "system", "content": system}] if system else []
+    return [*messages, {"role": "user", "content": prompt}]
+
+
+def _print_answer(stream: RoundStream, format: str) -> None:
+    out = sys.stdout
+    terminal = out.isatty()
+    last = ""
+    for round_ in stream:
+        text = _shown(round_, format, terminal)
+        if text:
+            out.write(text)
+            out.flush()
+            last = text
+    if format != "text":
+        out.write(_line(stream.reply.as_dict()))
+    elif not last.endswith("\n"):
+        out.write("\n")
+    out.flush()
+
+
+def _shown(round_: Round, format: str, terminal: bool) -> str:
+    if format == "events":
+        return _line(round_.as_event())
+    if format == "json":
+        return ""
+    return visible(round_.text) if terminal else round_.text
+
+
+def _line(value: dict[str, Any]) -> str:
+    # Escaped to ASCII: safe on a terminal whatever a model says, and in every encoding.
+    return json.dumps(value, allow_nan=False) + "\n"

@@ -1,0 +1,105 @@
+"""``localspec replay``: a recording as a web page."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from secrets import token_hex
+
+from localspec.commands.chat.conversation import MAX_BYTES
+from localspec.commands.replay.page import render
+from localspec.commands.replay.recording import RecordingError, read
+from localspec.errors import UsageError
+
+STREAM = "-"
+"""The name of standard input and standard output."""
+
+
+def replay_command(file: str, html: str | None = None, *, force: bool = False) -> int:
+    """Write the page; prints its path, or the page itself if ``html`` is ``-``.
+
+    Args:
+        file: the output of ``generate --format events`` or a saved chat; ``-`` reads standard input.
+        html: where the page goes; None: next to the file, or where the file came from a pipe, into one.
+        force: replace a file that is there.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        UsageError: the page has no place to go.
+        RecordingError: the file cannot be shown, or the page not written.
+    """
+    try:
+        recording = read(_bytes(file))
+    except RecordingError as error:
+        raise RecordingError(f"cannot replay {_called(file)}: {error}") from None
+    out = _destination(file, html, force)
+    if recording.damage:
+        print(f"localspec: {_called(file)} is shown in part: {recording.damage}", file=sys.stderr)
+    page = render(recording, Path(file).name if file != STREAM else "").encode()
+    if out is None:
+        sys.stdout.buffer.write(page)
+        sys.stdout.buffer.flush()
+    else:
+        _write(out, page)
+        print(out)
+    return 0
+
+
+def _called(file: str) -> str:
+    return "standard input" if file == STREAM else file
+
+
+def _bytes(file: str) -> bytes:
+    if file == STREAM:
+        data = sys.stdin.buffer.read(MAX_BYTES + 1) if sys.stdin is not None else b""
+    else:
+        try:
+            with open(file, "rb") as opened:
+                data = opened.read(MAX_BYTES + 1)
+        except (OSError, ValueError) as error:  # ValueError: a name with a null character
+            raise RecordingError(str(getattr(error, "strerror", None) or error)) from None
+    if len(data) > MAX_BYTES:
+        raise RecordingError(f"it is larger than {MAX_BYTES >> 20} MB")
+    return data
+
+
+def _destination(file: str, html: str | None, force: bool) -> Path | None:
+    """Where the page goes; None is standard output."""
+    if html == STREAM or (html is None and file == STREAM):
+        return None
+    # A link keeps pointing where it does.
+    out = Path(os.path.realpath(html)) if html else Path(file).with_suffix(".html")
+    if out.is_dir():
+        raise UsageError(f"{out} is a folder: name a file in it")
+    if not out.parent.is_dir():
+        raise UsageError(f"there is no folder {out.parent}")
+    if out.exists():
+        if not out.is_file():
+            raise UsageError(f"{out} is not a file; --html - writes to standard output")
+        if file != STREAM and os.path.exists(file) and os.path.samefile(file, out):
+            raise UsageError(f"{out} is the recording itself: choose another name with --html")
+        if not force:
+            raise UsageError(f"{out} exists: --force replaces it, --html OUT chooses another name")
+    return out
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Complete under its name, or not at all."""
+    temporary = path.with_name(f".{path.name}-{token_hex(4)}.tmp")
+    try:
+        try:
+            with temporary.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+    except OSError as error:
+        raise RecordingError(f"cannot write {path}: {error.strerror or error}") from None

@@ -1,0 +1,265 @@
+"""A recording: answers with their rounds, read from a file that may be cut short, damaged or somebody else's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, get_args
+
+from localspec.commands.chat.conversation import FORMAT, VERSION
+from localspec.commands.replay.json_values import Values, check, entries, get, number, one_of
+from localspec.errors import LocalspecError
+from localspec.spec_decode.rounds import FinishReason, TokenKind
+from localspec.terminal.text import on_one_line, visible
+
+KINDS = get_args(TokenKind)
+FINISH_REASONS = get_args(FinishReason)
+FOREIGN = "it is neither the output of generate --format events nor a saved chat"
+
+
+class RecordingError(LocalspecError):
+    """The file is not a recording, or cannot be read."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer and how it came about.
+
+    Every text in it is made visible (see ``terminal.text.visible``): no character in it can reorder or hide what is
+    around it.
+
+    Attributes:
+        rounds: as ``Round.as_event`` has them, but for the three times, which are in one list ``ms``. An emitted
+            token that reaches behind the answer's end, into the stop string, has that part of its text in ``cut``.
+        text: the answer where there are no rounds to take it from, else what it has behind the last round's tokens.
+        finish_reason: None when the recording ends before the answer does.
+        prompt: the question; a file of events does not have it.
+        stats: figures under the names of ``SpecStats``; those that the file lacks are counted from the rounds.
+    """
+
+    rounds: list[dict[str, Any]]
+    text: str = ""
+    finish_reason: str | None = None
+    model: str = ""
+    draft: list[str] = field(default_factory=list)
+    backend: str = ""
+    prompt: str | None = None
+    system: str | None = None
+    stats: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Recording:
+    """What a file holds.
+
+    Attributes:
+        answers: at least one, and at least one of them has rounds.
+        damage: why the file could only be read in part, as a clause; empty when all of it was read.
+    """
+
+    answers: list[Answer]
+    damage: str = ""
+
+
+def read(data: bytes) -> Recording:
+    """Read ``generate --format events`` (also several runs in one file) or a chat that ``/save`` wrote.
+
+    What follows the first damage of an event file is left out, and ``Recording.damage`` says so. A saved chat is
+    written whole, so one that is damaged is refused.
+
+    Raises:
+        RecordingError: there is no round in it to show; the message is a clause about "it".
+    """
+    if not data.strip():
+        raise RecordingError("it is empty")
+    # PowerShell 5 writes `command > file` in UTF-16. Bytes that are no text become U+FFFD, which a string can hold.
+    encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+    values = Values(data.decode(encoding, "replace"))
+    try:
+        first = next(values)
+    except StopIteration:
+        raise RecordingError(f"{FOREIGN}: it is not JSON") from None
+    if isinstance(first, dict) and first.get("format") == FORMAT:
+        recording = _chat(first)
+    else:
+        recording = _events(chain([first], values), values)
+    if not any(answer.rounds for answer in recording.answers):
+        raise RecordingError("it has no rounds (generate --format events records them, --format json does not)")
+    return recording
+
+
+# -- the two formats ------------------------------------------------------------------------------------------------
+
+
+def _events(values: Iterable[Any], source: Values) -> Recording:
+    answers: list[Answer] = []
+    rounds: list[dict[str, Any]] = []
+    damage = ""
+    for value in values:
+        try:
+            if _is_reply(value):
+                answers.append(_reply(value, rounds))
+                rounds = []
+            elif _happened(round_ := _round(value)):
+                rounds.append(round_)
+        except ValueError as error:
+            if not (rounds or answers):
+                raise RecordingError(f"{FOREIGN}: {error}") from None
+            damage = f"line {source.line} is damaged: {error}"
+            break
+    damage = damage or source.damage
+    if rounds:
+        damage = damage or "it ends before the answer does"
+        answers.append(Answer(rounds, text=_settle(rounds, None), stats=_stats(rounds, {})))
+    return Recording(answers, damage)
+
+
+def _is_reply(value: Any) -> bool:
+    return isinstance(value, dict) and "type" not in value and "text" in value and "token_ids" in value
+
+
+def _reply(value: Mapping[str, Any], rounds: list[dict[str, Any]]) -> Answer:
+    text = get(value, "text", str)
+    return Answer(
+        rounds,
+        text=_settle(rounds, text),
+        finish_reason=one_of(FINISH_REASONS, value, "finish_reason"),
+        stats=_stats(rounds, get(value, "stats", dict, {})),
+        **_engine(value),
+    )
+
+
+def _chat(document: Mapping[str, Any]) -> Recording:
+    if document.get("version") != VERSION:
+        raise RecordingError(
+            f"it is a saved chat of format version {document.get('version')!r:.20}, and this localspec reads {VERSION}"
+        )
+    try:
+        engine, system = _engine(document), get(document, "system", str, None)
+        answers = []
+        for turn in entries(document, "turns", dict):
+            rounds = [round_ for event in get(turn, "rounds", list) if _happened(round_ := _round(event))]
+            answers.append(
+                Answer(
+                    rounds,
+                    text=_settle(rounds, get(turn, "assistant", str)),
+                    finish_reason=one_of(FINISH_REASONS, turn, "finish_reason"),
+                    prompt=visible(get(turn, "user", str)),
+                    system=visible(system) if system else None,
+                    stats=_stats(rounds, get(turn, "stats", dict, {})),
+                    **engine,
+                )
+            )
+    except ValueError as error:
+        raise RecordingError(f"it is a saved chat, but damaged: {error}") from None
+    if not answers:
+        raise RecordingError("it is a saved chat without a turn")
+    return Recording(answers)
+
+
+def _engine(value: Mapping[str, Any]) -> dict[str, Any]:
+    """What produced an answer."""
+    return {
+        "model": on_one_line(get(value, "model", str, "")),
+        "draft": [on_one_line(name) for name in entries(value, "draft", str, [])],
+        "backend": on_one_line(get(value, "backend", str, "")),
+    }
+
+
+# -- rounds ---------------------------------------------------------------------------------------------------------
+
+
+def _round(event: Any) -> dict[str, Any]:
+    """A checked copy of a round with only what is shown of it.
+
+    Raises:
+        ValueError: it is not a round.
+    """
+    check(event, dict, "the value")
+    if event.get("type") != "round":
+        raise ValueError("it is not a round")
+    return {
+        "draft": [
+            {
+                "id": get(guess, "id", int, None),
+                "text": visible(get(guess, "text", str)),
+                "source": on_one_line(get(guess, "source", str)),
+                "prob": number(guess, "prob", 1),
+                "expected": number(guess, "expected", 1),
+                "accepted": get(guess, "accepted", bool),
+            }
+            for guess in entries(event, "draft", dict)
+        ],
+        "emitted": [
+            {
+                "id": get(token, "id", int, None),
+                "text": get(token, "text", str),
+                "kind": one_of(KINDS, token, "kind"),
+                "source": on_one_line(get(token, "source", str, "")),
+            }
+            for token in entries(event, "emitted", dict)
+        ],
+        "ms": [number(event, f"ms_{part}") or 0.0 for part in ("draft", "verify", "other")],
+        "ms_verify_expected": number(event, "ms_verify_expected"),
+        "tokens_expected": number(event, "tokens_expected"),
+        "reason": on_one_line(get(event, "reason", str, "")),
+    }
+
+
+def _happened(round_: Mapping[str, Any]) -> bool:
+    """Whether there is anything to show: a round without guesses and tokens only brought the rest of the text."""
+    return bool(round_["draft"] or round_["emitted"])
+
+
+def _settle(rounds: Sequence[Mapping[str, Any]], text: str | None) -> str:
+    """Split the tokens' texts where the answer ends, and make them visible.
+
+    An answer ends before its stop string, which the tokens still have: that part goes to ``cut``. The other way
+    round, the answer can have a character more than the tokens: one that was never completed.
+
+    Args:
+        rounds: checked rounds; their emitted tokens are changed in place.
+        text: the answer; None where it is not known.
+
+    Returns:
+        The answer's text behind the tokens'.
+    """
+    tokens = [token for round_ in rounds for token in round_["emitted"]]
+    said = "".join(token["text"] for token in tokens)
+    left = len(text) if text is not None and said.startswith(text) else len(said)
+    for token in tokens:
+        kept, cut = token["text"][:left], token["text"][left:]
+        left -= len(kept)
+        token["text"] = visible(kept)
+        if cut:
+            token["cut"] = visible(cut)
+    return visible(text[len(said) :]) if text is not None and text.startswith(said) else ""
+
+
+def _stats(rounds: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures that the page shows; a figure that is not given is counted. See ``SpecStats`` for their meaning."""
+    guesses = [guess for round_ in rounds for guess in round_["draft"]]
+    n_tokens = sum(len(round_["emitted"]) for round_ in rounds)
+    n_accepted = sum(guess["accepted"] for guess in guesses)
+    seconds = [sum(round_["ms"][part] for round_ in rounds) / 1e3 for part in range(3)]
+    counted = {
+        "prompt_tokens": None,
+        "cached_tokens": None,
+        "completion_tokens": n_tokens,
+        "num_rounds": len(rounds),
+        "num_draft_tokens": len(guesses),
+        "num_accepted_tokens": n_accepted,
+        "acceptance_rate": n_accepted / len(guesses) if guesses else 0.0,
+        "mean_acceptance_length": n_tokens / len(rounds) if rounds else 0.0,
+        "tokens_per_second": n_tokens / sum(seconds) if sum(seconds) else 0.0,
+        "time_to_first_token_s": None,
+        "seconds_prompt": None,
+        "seconds_draft": seconds[0],
+        "seconds_verify": seconds[1],
+        "seconds_other": seconds[2],
+        "estimated_plain_tokens_per_second": None,
+        "estimated_speedup": None,
+    }
+    stated = {name: number(given, name) for name in counted}
+    return {name: counted[name] if stated[name] is None else stated[name] for name in counted}

@@ -1,0 +1,200 @@
+"""The addresses that the server answers at."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from localspec import __version__
+from localspec.commands.serve import chat, completions
+from localspec.commands.serve.disconnects import while_connected
+from localspec.commands.serve.errors import ApiError, on_error
+from localspec.commands.serve.events import EventStream
+from localspec.commands.serve.fields import Fields
+from localspec.commands.serve.guard import Guard
+from localspec.commands.serve.requests import chat_request, completion_request
+from localspec.commands.serve.service import Counting, Service
+from localspec.errors import LocalspecError
+
+PAGE = Path(__file__).parent / "page"
+
+_ANSWER_KINDS: dict[str, Any] = {"chat": (chat, chat_request), "completions": (completions, completion_request)}
+
+
+def build(service: Service) -> Starlette:
+    """The application.
+
+    Args:
+        service: what answers.
+    """
+    settings = service.settings
+    guard = Middleware(
+        Guard,
+        api_key=settings.api_key,
+        hosts=settings.hosts,
+        any_address=settings.any_address,
+        origins=settings.origins,
+    )
+    routes = [
+        Route("/v1/chat/completions", _answer_at(service, "chat"), methods=["POST"]),
+        Route("/v1/completions", _answer_at(service, "completions"), methods=["POST"]),
+        Route("/v1/models", _models, methods=["GET"]),
+        Route("/v1/models/{model:path}", _model, methods=["GET"]),
+        Route("/v1/localspec/stats", _stats, methods=["GET"]),
+        Route("/metrics", _metrics, methods=["GET"]),
+        Route("/health", _health, methods=["GET"]),
+        Route("/", _page, methods=["GET"]),
+        Mount("/page", StaticFiles(directory=PAGE, check_dir=False)),
+    ]
+    app = Starlette(
+        routes=routes,
+        middleware=[guard],
+        exception_handlers={HTTPException: on_error, ApiError: on_error, LocalspecError: on_error},
+    )
+    app.router.redirect_slashes = False
+    app.state.service = service
+    return app
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+def _answer_at(service: Service, kind: str) -> Any:
+    """The endpoint that answers chats, or continues texts."""
+    module, check = _ANSWER_KINDS[kind]
+
+    async def endpoint(request: Request) -> Response:
+        async with service.counting(kind) as count:
+            service.check_open()
+            fields = Fields(await service.bodies.json(request))
+            _check_model(service, fields)
+            # Grammars are compiled here, and templates rendered below: nothing that others should wait for.
+            asked = await asyncio.to_thread(check, fields, service.served())
+            if asked.common.stream:
+                return EventStream(_events(service, module, asked, count.later()), service.ending)
+            work = _whole(service, module, asked)
+            return JSONResponse(await while_connected(request.receive, service.ending, work))
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
+
+    return answer
+
+
+async def _whole(service: Service, module: Any, asked: Any) -> dict[str, Any]:
+    jobs = await asyncio.to_thread(module.prepare, service, asked)
+    answer: dict[str, Any] = await module.whole(service, asked, jobs)
+    return answer
+
+
+async def _events(service: Service, module: Any, asked: Any, count: Counting) -> AsyncGenerator[bytes, None]:
+    async with count:
+        jobs = await asyncio.to_thread(module.prepare, service, asked)
+        async with aclosing(module.events(service, asked, jobs)) as encoded:
+            async for event in encoded:
+                yield event
+
+
+def _check_model(service: Service, fields: Fields) -> None:
+    name = fields.text("model")
+    if name and name not in service.names:
+        message = f"there is no model {name!r:.80} here; this server answers with {service.names[0]}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+
+# -- what is there -----------------------------------------------------------------------------------------------------
+
+
+def _model_object(service: Service, name: str) -> dict[str, Any]:
+    llm = service.llm
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(service.started),
+        "owned_by": "localspec",
+        "localspec": {"context": llm.n_ctx, "backend": llm.backend_name, "draft": llm.draft_names},
+    }
+
+
+async def _models(request: Request) -> Response:
+    service = _service(request)
+    return JSONResponse({"object": "list", "data": [_model_object(service, name) for name in service.names]})
+
+
+async def _model(request: Request) -> Response:
+    service, name = _service(request), request.path_params["model"]
+    if name not in service.names:
+        raise ApiError(404, f"there is no model {name!r:.80} here", param="model", code="model_not_found")
+    return JSONResponse(_model_object(service, name))
+
+
+async def _stats(request: Request) -> Response:
+    service = _service(request)
+    llm, turns = service.llm, service.turns
+    return JSONResponse(
+        {
+            "model": service.names[0],
+            "version": __version__,
+            "backend": llm.backend_name,
+            "drafters": llm.draft_names,
+            "draft_length": llm.draft_length,
+            "context": llm.n_ctx,
+            "plain_tokens_per_second": llm.plain_tokens_per_second,
+            "explanation": llm.explain(),
+            "uptime_s": round(time.time() - service.started, 3),
+            "queue": {"running": turns.running, "waiting": turns.waiting, "limit": turns.most_waiting},
+            "prefix_cache": llm.cache_info(),
+            "totals": service.metrics.as_dict(),
+        }
+    )
+
+
+async def _metrics(request: Request) -> Response:
+    service = _service(request)
+    llm, turns = service.llm, service.turns
+    gauges = [
+        ("localspec_requests_running", "Requests being answered.", float(turns.running)),
+        ("localspec_requests_waiting", "Requests in the line.", float(turns.waiting)),
+        ("localspec_queue_limit", "Most requests that may wait.", float(turns.most_waiting)),
+        ("localspec_plain_tokens_per_second", "Expected speed without guesses.", llm.plain_tokens_per_second),
+        ("localspec_uptime_seconds", "Since the start.", time.time() - service.started),
+    ]
+    info = {
+        "version": __version__,
+        "model": service.names[0],
+        "backend": llm.backend_name,
+        "draft": ",".join(llm.draft_names),
+    }
+    text = service.metrics.prometheus(gauges, info)
+    return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+
+async def _health(request: Request) -> Response:
+    service = _service(request)
+    if service.ending.is_set():
+        return JSONResponse({"status": "shutting down"}, 503)
+    return JSONResponse({"status": "ok"})
+
+
+async def _page(request: Request) -> Response:
+    index = PAGE / "index.html"
+    if not index.is_file():
+        raise HTTPException(404)
+    return FileResponse(index)

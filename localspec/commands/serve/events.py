@@ -1,0 +1,101 @@
+"""Server-sent events: an answer as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from localspec.commands.serve.disconnects import while_connected
+from localspec.commands.serve.errors import as_api_error, log_failure
+
+KEEP_ALIVE_SECONDS = 10.0
+
+_HEADERS = {"Cache-Control": "no-cache, no-store", "X-Accel-Buffering": "no"}
+
+
+def event(value: Any, name: str | None = None) -> bytes:
+    """One event; escaped to ASCII, so no text in it can end it."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(value, allow_nan=False, separators=(',', ':'))}\n\n".encode()
+
+
+class EventStream(Response):
+    """A response made of events.
+
+    Nothing is sent before there is a first event, so that what fails until then has its own status; but a client that
+    waits long is given a sign of life, and an error then comes as an event.
+
+    Args:
+        events: encoded events; closed when the client leaves.
+        ending: set when the server goes down.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], ending: asyncio.Event) -> None:
+        super().__init__(headers=_HEADERS)
+        del self.headers["content-length"]
+        self._events = events
+        self._ending = ending
+        self._begun = False
+        self._ended = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self._ending, self._send_all(send))
+        except ClientDisconnect:
+            return
+        except Exception as error:
+            log_failure(error)
+            refusal = as_api_error(error)
+            if not self._begun:
+                await refusal.response()(scope, receive, send)
+                return
+            if not self._ended:
+                await send({"type": "http.response.body", "body": event(refusal.as_dict()), "more_body": False})
+
+    async def _send_all(self, send: Send) -> None:
+        queue: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue()
+        # Read apart from sending: a client that reads slowly must not hold the engine.
+        reader = asyncio.ensure_future(self._read_into(queue))
+        try:
+            while True:
+                try:
+                    # Not wait_for: in Python 3.11 it swallows a cancellation when an item is there as well.
+                    async with asyncio.timeout(KEEP_ALIVE_SECONDS):
+                        item = await queue.get()
+                except TimeoutError:
+                    item = b": waiting\n\n"
+                if item is None:
+                    break
+                if isinstance(item, BaseException):
+                    raise item
+                await self._begin(send)
+                await send({"type": "http.response.body", "body": item, "more_body": True})
+            await self._begin(send)
+            self._ended = True
+            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+        finally:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    async def _read_into(self, queue: asyncio.Queue[bytes | BaseException | None]) -> None:
+        try:
+            async with aclosing(self._events) as encoded:
+                async for item in encoded:
+                    queue.put_nowait(item)
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    async def _begin(self, send: Send) -> None:
+        if not self._begun:
+            self._begun = True
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

@@ -1,0 +1,152 @@
+"""Sockets and signals around the application."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import uvicorn
+
+from localspec.commands.serve.app import build
+from localspec.commands.serve.protocol import ServerProtocol
+from localspec.commands.serve.service import Service, Settings
+from localspec.errors import LocalspecError, UsageError
+from localspec.llm import LLM
+
+BACKLOG = 256
+GRACE_SECONDS = 5
+"""How long clients have, once the server ends, to take what is left for them."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens: from here on the port is ours, and clients wait until they are answered.
+
+    Raises:
+        UsageError: no such address.
+        LocalspecError: the port is in use, or not to be had.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except (OSError, UnicodeError, OverflowError):
+        raise UsageError(f"--host {host}: there is no such address") from None
+    try:
+        return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise LocalspecError(
+                f"port {port} of {host} is in use: stop what uses it, or take another with --port (0 finds one)"
+            ) from None
+        if error.errno in (errno.EADDRNOTAVAIL, errno.EACCES):
+            raise LocalspecError(f"cannot listen on port {port} of {host}: {error.strerror}") from None
+        raise
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only programs on this computer can reach the address.
+
+    Raises:
+        UsageError: no such address.
+    """
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError):
+        raise UsageError(f"--host {host}: there is no such address") from None
+    return all(ipaddress.ip_address(str(entry[4][0]).partition("%")[0]).is_loopback for entry in found)
+
+
+def url_of(sock: socket.socket, host: str | None = None) -> str:
+    """The address of a listening socket, for a browser."""
+    address, port = sock.getsockname()[:2]
+    name = host or address
+    if name in ("0.0.0.0", "::"):
+        name = "127.0.0.1" if name == "0.0.0.0" else "::1"
+    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+
+
+class Runner(uvicorn.Server):
+    """Serves an ``LLM`` until it is told to stop: by a signal, or by ``stop`` from any thread.
+
+    Args:
+        llm: the loaded pair; it is not closed here.
+        settings: how to behave.
+        verbose: log every request to standard error.
+        on_start: called once clients are answered, and signals heeded.
+
+    Attributes:
+        signal: the signal that ended it, or None.
+    """
+
+    def __init__(
+        self, llm: LLM, settings: Settings, *, verbose: bool = False, on_start: Callable[[], None] | None = None
+    ) -> None:
+        self.service = Service(llm, settings)
+        self._on_start = on_start
+        self.signal: int | None = None
+        super().__init__(
+            uvicorn.Config(
+                build(self.service),
+                http=ServerProtocol,
+                ws="none",
+                loop="asyncio",
+                lifespan="off",
+                interface="asgi3",
+                log_config=_VERBOSE_LOG if verbose else _QUIET_LOG,
+                access_log=verbose,
+                server_header=False,
+                date_header=True,
+                timeout_keep_alive=15,
+                timeout_graceful_shutdown=GRACE_SECONDS,
+                backlog=BACKLOG,
+            )
+        )
+
+    def stop(self) -> None:
+        """End: requests that run or wait are ended too."""
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self._on_start is not None:
+            self._on_start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.service.ending.set()
+        await super().shutdown(sockets)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's, but what ended the server is told to the caller instead of raised again."""
+        try:
+            before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        except ValueError:  # not the main thread
+            before = {}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit  # asked twice
+        self.should_exit = True
+        self.signal = sig
+
+
+_QUIET_LOG = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "handlers": {"none": {"class": "logging.NullHandler"}},
+    "loggers": {name: {"handlers": ["none"], "level": "CRITICAL", "propagate": False} for name in ("uvicorn",)},
+}
+_VERBOSE_LOG = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {"line": {"format": "localspec: %(message)s"}},
+    "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line", "stream": "ext://sys.stderr"}},
+    "loggers": {"uvicorn.access": {"handlers": ["stderr"], "level": "INFO", "propagate": False}},
+}

@@ -1,0 +1,65 @@
+"""What was learned of a pair: how often guesses are right, by way of sampling, and the time saved; across runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from localspec.controllers.acceptance import COPY_CLIMATES, SourceAcceptance, estimate_prior, model_prior
+from localspec.controllers.time_budget import TimeBudget
+from localspec.sampling.sampling import SamplingParams
+from localspec.system.json_store import Key, Ledger
+
+_FORMAT = 1
+
+
+def mode_of(params: SamplingParams) -> str:
+    """Acceptance differs by how tokens are chosen: the most probable, a seed's draw (compared), a free draw."""
+    if params.greedy:
+        return "greedy"
+    return "seeded" if params.seed is not None else "sampled"
+
+
+class Experience:
+    """The acceptance tables of one pair, and its time budget.
+
+    Args:
+        folder: where they are kept; None keeps nothing beyond the process.
+        key: the target and the drafters.
+
+    Attributes:
+        budget: what drafting may still cost, in all answers of this process.
+    """
+
+    def __init__(self, folder: Path | None, key: Key) -> None:
+        self._ledger = Ledger(folder, _FORMAT) if folder is not None else None
+        self._key = dict(key)
+        self._tables: dict[str, SourceAcceptance] = {}
+        self._stored: dict[str, Any] = (self._ledger.get(self._key) or {}) if self._ledger else {}
+        self.budget = TimeBudget.restored(self._stored.get("budget"))
+
+    def source(self, params: SamplingParams, source: str, *, copies: bool, sampled: bool = False) -> SourceAcceptance:
+        """The table of one source, for requests sampled like this one; what an earlier run learned is its start.
+
+        Args:
+            params: the request's.
+            source: the drafter's name.
+            copies: whether it copies from the text, rather than running a model.
+            sampled: for guesses drawn from a model's distribution, rather than its most probable tokens.
+        """
+        name = f"{mode_of(params)} {source}{' sample' if sampled else ''}"
+        if name not in self._tables:
+            if copies:
+                table = SourceAcceptance(estimate_prior(), COPY_CLIMATES)
+            else:
+                table = SourceAcceptance(model_prior(greedy=params.greedy, sampled=sampled))
+            table.restore(self._stored.get(name))
+            self._tables.setdefault(name, table)  # the other of two threads may have been faster
+        return self._tables[name]
+
+    def save(self) -> None:
+        """Keep what was learned so far."""
+        if self._ledger is not None and self._tables:
+            self._stored |= {name: table.as_dict() for name, table in list(self._tables.items())}
+            self._stored["budget"] = self.budget.as_dict()
+            self._ledger.put(self._key, self._stored)

@@ -1,0 +1,1 @@
+"""Names to files on disk, and what is in a file."""

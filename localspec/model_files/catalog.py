@@ -1,0 +1,240 @@
+"""The models that localspec knows by name, and how a MODEL argument becomes a file."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shutil
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from localspec.errors import ModelFileError, UnknownModel
+from localspec.model_files.gguf_parts import part_names
+from localspec.system.home import models_dir
+
+_HUB_SPEC = re.compile(r"hf:([\w.-]+)/([\w.-]+)/((?:[\w.-]+/)*[\w.-]+\.gguf)")
+_SUFFIX = re.compile(r"[-._](instruct|it|chat|i?q\d\w*|b?f16|f32)(?=[-._]|$).*", re.IGNORECASE)
+
+_GIB = 1 << 30
+MEMORY_FOR_DEFAULT = 3 * _GIB
+"""Memory [bytes] under which the default pair (1.6 GB of weights and their caches) would crowd a machine."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model that can be fetched.
+
+    Attributes:
+        name: what people type.
+        file: path under the models folder.
+        bytes: size; exact if ``sha256`` is known, else approximate, and 0 if unknown.
+        sha256: digest of the file, or "" where only the hub knows it.
+        license: SPDX identifier, or the publisher's name for it.
+        sources: where it can be had, as the catalogue lists them.
+        draft: catalogue names of fitting drafts, best first.
+        note: a remark for people.
+        chat: system prompt and sampling that a conversation starts with.
+    """
+
+    name: str
+    file: str
+    bytes: int = 0
+    sha256: str = ""
+    license: str = "unknown"
+    sources: tuple[Mapping[str, Any], ...] = ()
+    draft: tuple[str, ...] = ()
+    note: str = ""
+    chat: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def path(self) -> Path:
+        """Where the file is, or would be; of a model in parts, the first."""
+        return models_dir() / self.file
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """All files of the model under the models folder: several if it comes in parts."""
+        return part_names(self.file)
+
+    @property
+    def present(self) -> bool:
+        """Whether all of it is on disk. Files get their final name only after their digest was checked."""
+        if not all(_is_file(models_dir() / file) for file in self.files):
+            return False
+        return not self.sha256 or self.path.stat().st_size == self.bytes
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """What its files take, in bytes; 0 when there are none."""
+        paths = [models_dir() / file for file in self.files]
+        return sum(path.stat().st_size for path in paths if path.is_file())
+
+
+class Catalog(Mapping[str, Entry]):
+    """Entries by name, in the catalogue's order.
+
+    Attributes:
+        default: names of the default target and its drafts.
+        fallback: the same where memory or disk is short.
+    """
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        self._entries = {name: _entry(name, fields) for name, fields in data["models"].items()}
+        self.default = tuple(data["default"])
+        self.fallback = tuple(data["fallback"])
+
+    @classmethod
+    def load(cls) -> Catalog:
+        """The catalogue that ships with localspec; read once."""
+        return _shipped()
+
+    def __getitem__(self, name: str) -> Entry:
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def entry(self, spec: str) -> Entry:
+        """The entry of a catalogue name or of an ``hf:OWNER/REPO/FILE.gguf`` address.
+
+        Raises:
+            UnknownModel: neither; names the nearest.
+        """
+        if spec in self._entries:
+            return self._entries[spec]
+        if spec.startswith("hf:"):
+            match = _HUB_SPEC.fullmatch(spec)
+            if match is None or ".." in spec:
+                raise UnknownModel(f"{shown(spec)} is not a hub address; it reads hf:OWNER/REPO/FILE.gguf")
+            owner, repo, file = match.groups()
+            source = {"kind": "hf", "repo": f"{owner}/{repo}", "file": file}
+            return Entry(spec, f"hf/{owner}/{repo}/{file}", sources=(source,))
+        close = difflib.get_close_matches(spec[:100].lower(), self._entries, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(close)}?" if close else "see: localspec list"
+        raise UnknownModel(f"there is no model {shown(spec)}; {hint}")
+
+    def resolve(self, spec: str) -> Path:
+        """The file that a MODEL argument means: a catalogue name, a path to a ``.gguf``, or a hub address.
+
+        Raises:
+            UnknownModel: no such name or file.
+            ModelFileError: known, but not on this disk yet.
+        """
+        if spec not in self._entries and not spec.startswith("hf:"):
+            path = Path(spec).expanduser()
+            if _is_file(path):
+                return path
+            if spec.endswith(".gguf") or "/" in spec or os.sep in spec:
+                what = "is a folder; name the .gguf file in it" if path.is_dir() else "does not exist"
+                raise UnknownModel(f"{shown(spec)} {what}")
+        entry = self.entry(spec)
+        if not entry.present:
+            raise ModelFileError(f"{entry.name} is not on this disk; run: localspec pull {entry.name}")
+        return entry.path
+
+    def of_path(self, path: Path) -> Entry | None:
+        """The entry whose file this is: by place, or by name and exact size for a copy kept elsewhere."""
+        for entry in self._entries.values():
+            if entry.path.name == path.name and (
+                entry.path == path
+                or (entry.path.exists() and path.exists() and entry.path.samefile(path))
+                or (entry.sha256 and path.exists() and path.stat().st_size == entry.bytes)
+            ):
+                return entry
+        return None
+
+    def draft_for(self, path: Path) -> Path | None:
+        """The best draft for a target file that is on disk, or None."""
+        entry = self.of_path(path)
+        for name in entry.draft if entry else ():
+            draft = self._entries[name]
+            if draft.present:
+                return draft.path
+            beside = path.with_name(Path(draft.file).name)
+            if draft.sha256 and _is_file(beside) and beside.stat().st_size == draft.bytes:
+                return beside
+        return None
+
+    def chat_defaults(self, path: Path) -> dict[str, Any]:
+        """What a conversation with this file starts with: ``system`` and sampling parameters; empty if unknown."""
+        entry = self.of_path(path)
+        return dict(entry.chat) if entry else {}
+
+    def default_pair(self) -> tuple[Entry, ...]:
+        """The default target and its drafts; the small fallback where memory or disk is short."""
+        pair = tuple(self[name] for name in self.default)
+        # Data wheels are kept until the file is put together from them.
+        missing = sum(2 * entry.bytes for entry in pair if not entry.present)
+        if memory_bytes() < MEMORY_FOR_DEFAULT or (missing and free_bytes(models_dir()) < missing):
+            return tuple(self[name] for name in self.fallback)
+        return pair
+
+
+def free_bytes(folder: Path) -> int:
+    """Room on the disk that holds a folder, existing or not [bytes]."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def memory_bytes() -> int:
+    """Memory that this process may use: the machine's, or the container's limit if that is less [bytes]."""
+    try:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        total = 1 << 62  # not told (Windows): do not stand in the way
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            total = min(total, int(Path(limit).read_text()))
+        except (OSError, ValueError):
+            continue
+    return total
+
+
+def short_name(model: str) -> str:
+    """A model's name without what says how it was tuned and quantised, where there is little room."""
+    return _SUFFIX.sub("", model) or model
+
+
+def shown(text: str) -> str:
+    """What a person typed, fit for an error message: one line, of a bearable length."""
+    return repr(text if len(text) <= 120 else f"{text[:80]}…{text[-30:]}")
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name too long, or with a NUL
+        return False
+
+
+def _entry(name: str, fields: Mapping[str, Any]) -> Entry:
+    values = dict(fields)
+    return Entry(
+        name,
+        values.pop("file"),
+        sources=tuple(values.pop("sources")),
+        draft=tuple(values.pop("draft", ())),
+        **values,
+    )
+
+
+@cache
+def _shipped() -> Catalog:
+    packaged = resources.files("localspec").joinpath("catalog.toml")
+    # In a checkout it has not been copied into the package.
+    text = packaged.read_text("utf-8") if packaged.is_file() else _checkout().read_text("utf-8")
+    return Catalog(tomllib.loads(text))
+
+
+def _checkout() -> Path:
+    return Path(__file__).resolve().parents[2] / "models" / "catalog.toml"

@@ -1,0 +1,123 @@
+"""What a model file says of itself, from its header alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from localspec.errors import UnsupportedModel
+from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.kv_memory import kv_shape
+from localspec.model_files.vocab import Vocab
+
+CONTEXTS = (2048, 8192, 32768, 131072)
+"""Context sizes [tokens] for which memory is told."""
+
+_TEMPLATES = (
+    ("<|im_start|>", "ChatML"),
+    ("<|start_header_id|>", "Llama 3"),
+    ("<start_of_turn>", "Gemma"),
+    ("<|turn>", "Gemma 4"),
+    ("<|channel|>", "Harmony"),
+    ("[INST]", "Mistral"),
+    ("<|start_of_role|>", "Granite"),
+    ("<|assistant|>", "Phi/Zephyr"),
+)
+
+
+def inspect(path: Path) -> dict[str, Any]:
+    """Facts of a model file, ready for JSON.
+
+    Raises:
+        ModelFileError: it is not a readable GGUF.
+    """
+    with GGUFFile(path) as gguf:
+        return {
+            "path": str(path),
+            "name": gguf.name,
+            "architecture": gguf.architecture,
+            "license": str(gguf.metadata.get("general.license", "")) or None,
+            "quantization": gguf.quantization,
+            "bytes": gguf.n_bytes,
+            "files": 1 + len(gguf.shards),
+            "gguf_version": gguf.version,
+            "n_params": gguf.n_params,
+            "n_tensors": len(gguf.tensors),
+            "bytes_by_tensor_type": gguf.bytes_by_type,
+            "cannot_generate_text": _reason(gguf),
+            "context_length": gguf.n_ctx_train or None,
+            "n_layers": _number(gguf.field("block_count")),
+            "embedding_length": _number(gguf.field("embedding_length")),
+            "vocabulary": _vocabulary(gguf),
+            "chat_template": _template(gguf),
+            "memory": _memory(gguf),
+        }
+
+
+def _reason(gguf: GGUFFile) -> str | None:
+    try:
+        gguf.check_generates_text()
+    except UnsupportedModel as error:
+        return str(error)
+    return None
+
+
+def _number(value: Any) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def _vocabulary(gguf: GGUFFile) -> dict[str, Any] | None:
+    try:
+        vocab = Vocab.from_gguf(gguf)
+    except UnsupportedModel:
+        return None
+    special = {}
+    for name in ("bos", "eos", "eot", "unk", "pad"):
+        token = getattr(vocab, name)
+        special[name] = None if token is None else {"id": token, "text": vocab.token_text(token)}
+    return {
+        "kind": vocab.kind,
+        "pre": vocab.pre or None,
+        "n_tokens": vocab.n_tokens,
+        "special": special,
+        "ends_generation": [{"id": i, "text": vocab.token_text(i)} for i in sorted(vocab.eog)],
+        "add_bos": vocab.add_bos,
+        "fingerprint": vocab.fingerprint,
+    }
+
+
+def _template(gguf: GGUFFile) -> dict[str, Any] | None:
+    text = gguf.metadata.get("tokenizer.chat_template")
+    if not isinstance(text, str):
+        return None
+    return {
+        "format": next((name for mark, name in _TEMPLATES if mark in text), "unknown"),
+        "characters": len(text),
+        "tools": "tools" in text,
+        "thinking": "think" in text,
+        "system": "system" in text,
+    }
+
+
+def _memory(gguf: GGUFFile) -> dict[str, Any]:
+    shape = kv_shape(gguf)
+    known = gguf.n_ctx_train or CONTEXTS[0]
+    sizes = sorted({n for n in CONTEXTS if n < known} | {known})
+    contexts = [
+        {
+            "n_ctx": n,
+            "kv_bytes": shape.bytes(n),
+            "kv_bytes_window_only": shape.bytes(n, only_window=True),
+            "total_bytes": gguf.n_bytes + shape.bytes(n),
+        }
+        for n in sizes
+    ]
+    return {
+        "weights_bytes": gguf.n_bytes,
+        "kv_type": "f16",
+        "kv_bytes_per_token": shape.bytes(1),
+        "sliding_window": shape.window or None,
+        "windowed_layers": sum(shape.windowed),
+        "recurrent": shape.recurrent,
+        "contexts": contexts,
+    }

@@ -1,0 +1,95 @@
+"""How much memory a context takes, computed from a file's header."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from localspec.model_files.gguf_file import GGUFFile
+
+# Every n-th layer sees the whole context and the others a window, where the file does not list the layers itself.
+_GLOBAL_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3n": 5, "cohere2": 4, "gpt-oss": 2, "llama4": 4, "exaone4": 4}
+
+_WINDOW_SLACK = 256
+"""Rows beyond the window that an engine keeps for the tokens of one pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What the keys and values of a model take.
+
+    Attributes:
+        values_per_token: numbers stored per token of context, for each layer with attention.
+        windowed: for each of these layers, whether it only looks at the last ``window`` tokens.
+        window: size of the sliding window [tokens]; 0 if there is none.
+        recurrent: whether some layers keep a state of fixed size instead, which is not counted here.
+    """
+
+    values_per_token: tuple[int, ...]
+    windowed: tuple[bool, ...]
+    window: int
+    recurrent: bool
+
+    def bytes(self, n_ctx: int, bytes_per_value: float = 2.0, *, only_window: bool = False) -> int:
+        """Memory for a context [bytes].
+
+        Args:
+            n_ctx: tokens.
+            bytes_per_value: 2 for f16, 34/32 for q8_0, 18/32 for q4_0.
+            only_window: what an engine takes that forgets what left the window. localspec keeps all, because a
+                rejected guess can only be taken back exactly if nothing was forgotten for it.
+        """
+        total = 0
+        for values, windowed in zip(self.values_per_token, self.windowed, strict=True):
+            rows = min(n_ctx, self.window + _WINDOW_SLACK) if windowed and only_window else n_ctx
+            total += values * rows
+        return round(total * bytes_per_value)
+
+
+def kv_shape(gguf: GGUFFile) -> KVShape:
+    """Read the shape from the header; unknown or odd values count as absent."""
+    n_layer = min(_int(gguf.field("block_count")), 4096)
+    n_layer -= min(_int(gguf.field("nextn_predict_layers")), n_layer)
+    heads = _per_layer(gguf.field("attention.head_count"), n_layer)
+    kv_heads = _per_layer(gguf.field("attention.head_count_kv"), n_layer) or heads
+    d_model = _int(gguf.field("embedding_length"))
+    size = d_model // heads[0] if heads and heads[0] else 0
+    key, value = _int(gguf.field("attention.key_length"), size), _int(gguf.field("attention.value_length"), size)
+    key_swa = _int(gguf.field("attention.key_length_swa"), key)
+    value_swa = _int(gguf.field("attention.value_length_swa"), value)
+    window = _int(gguf.field("attention.sliding_window"))
+    windowed = _windowed(gguf, n_layer) if window else [False] * n_layer
+    interval = _int(gguf.field("full_attention_interval"))
+    shared = _int(gguf.field("attention.shared_kv_layers"))
+    layers = []
+    for i in range(min(n_layer, len(kv_heads))):
+        attends = kv_heads[i] > 0 and (not interval or (i + 1) % interval == 0)
+        if attends and i < n_layer - shared:
+            layers.append((kv_heads[i] * (key_swa + value_swa if windowed[i] else key + value), windowed[i]))
+    return KVShape(
+        tuple(values for values, _ in layers),
+        tuple(is_windowed for _, is_windowed in layers),
+        window,
+        len(layers) < n_layer - shared or gguf.field("ssm.state_size") is not None,
+    )
+
+
+def _windowed(gguf: GGUFFile, n_layer: int) -> list[bool]:
+    pattern = gguf.field("attention.sliding_window_pattern")
+    if isinstance(pattern, np.ndarray) and len(pattern) >= n_layer:
+        return [bool(each) for each in pattern[:n_layer]]
+    every = pattern if isinstance(pattern, int) and pattern > 0 else _GLOBAL_EVERY.get(gguf.architecture, 1)
+    return [(i + 1) % every != 0 for i in range(n_layer)]
+
+
+def _int(value: Any, default: int = 0) -> int:
+    return int(value) if isinstance(value, int) and value >= 0 else default
+
+
+def _per_layer(value: Any, n_layer: int) -> list[int]:
+    """A number for each layer, from a list or from one number for all."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
+        return [max(0, int(each)) for each in value[:n_layer]]
+    return [_int(value)] * n_layer if _int(value) else []

@@ -1,0 +1,139 @@
+"""What a source of model files must provide."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, ParamSpec
+
+from localspec.errors import DigestMismatch, NotEnoughSpace
+from localspec.model_files.catalog import Entry, free_bytes
+
+P = ParamSpec("P")
+
+Watch = Callable[[str, int, int], None]
+"""Progress: what is being done, bytes done, bytes in all (0 if unknown). Raising from it stops the work."""
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Error numbers of a disk, quota or file system that cannot hold the file."""
+
+
+class RaisedByCaller(BaseException):
+    """Carries what a caller's function raised past all that takes errors for a source's or the disk's own."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def unmistakable(function: Callable[P, None]) -> Callable[P, None]:
+    """A caller's function, whose exceptions come as ``RaisedByCaller``."""
+
+    def called(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            function(*args, **kwargs)
+        except Exception as error:
+            raise RaisedByCaller(error) from None
+
+    return called
+
+
+class Source(ABC):
+    """One kind of place that files come from.
+
+    Attributes:
+        kind: its name in the catalogue and in ``LOCALSPEC_SOURCE``.
+    """
+
+    kind: str
+
+    @abstractmethod
+    def fetch(self, entry: Entry, where: Mapping[str, Any], folder: Path, watch: Watch, *, patient: bool) -> list[Path]:
+        """Bring an entry's files into a folder, each checked against its digest.
+
+        Args:
+            entry: what is wanted.
+            where: the source as the catalogue lists it.
+            folder: for unfinished parts too; what an interrupted fetch left there is used again.
+            watch: told about progress.
+            patient: whether to wait long for an answer; False while another source could be tried instead.
+
+        Returns:
+            One file per item of ``entry.files``.
+
+        Raises:
+            DownloadError: one line on why this source cannot deliver.
+            NotEnoughSpace: the disk is too small; no other source can help.
+        """
+
+
+class Hashing:
+    """Writes to a file and computes its SHA-256 on the way."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._digest = hashlib.sha256()
+        self.n_bytes = 0
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+        self.digest(data)
+
+    def digest(self, data: bytes) -> None:
+        """Count data that is in the file already."""
+        self._digest.update(data)
+        self.n_bytes += len(data)
+
+    def restart(self) -> None:
+        """Empty the file and begin again."""
+        self._file.seek(0)
+        self._file.truncate()
+        self._digest = hashlib.sha256()
+        self.n_bytes = 0
+
+    @property
+    def sha256(self) -> str:
+        return self._digest.hexdigest()
+
+    def finish(self) -> None:
+        """Have the bytes on the disk, so that a crash after the renaming cannot leave a hollow file."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def mismatch(label: str, expected: str, found: str) -> DigestMismatch:
+    return DigestMismatch(
+        f"{label} arrived with the wrong digest ({found[:12]}…, not {expected[:12]}…); it was deleted"
+    )
+
+
+def check_space(folder: Path, needed: int, label: str) -> None:
+    """Refuse early what the disk cannot hold.
+
+    Args:
+        folder: any folder on the disk.
+        needed: bytes still to be written.
+        label: what for.
+
+    Raises:
+        NotEnoughSpace: with both numbers.
+    """
+    free = free_bytes(folder)
+    if needed > free:
+        raise NotEnoughSpace(
+            f"{label} needs {size_text(needed)} on the disk of {folder}, which has {size_text(free)} free; "
+            "make room, or set LOCALSPEC_HOME to a folder on a larger disk"
+        )
+
+
+def size_text(n_bytes: float) -> str:
+    """A size for people: ``1.12 GB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if n_bytes < 999.5 or unit == "GB":
+            return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.3g} {unit}"
+        n_bytes /= 1000
+    raise AssertionError

@@ -1,0 +1,221 @@
+"""The public model hub, or a mirror that ``HF_ENDPOINT`` names, through huggingface_hub."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+from localspec.errors import DigestMismatch, DownloadError
+from localspec.model_files.catalog import Entry
+from localspec.model_files.sources.base import Hashing, Source, Watch, check_space, mismatch
+
+_RANGE = re.compile(r"bytes (\d{1,18})-")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_SECONDS_TO_ANSWER = {False: 5.0, True: 20.0}
+_SECONDS_OF_SILENCE = 20.0
+_CHUNK = 1 << 18
+_MOST_CONNECTIONS = 200
+
+
+class Hub(Source):
+    """Files of a hub repository; interrupted downloads go on where they stopped."""
+
+    kind = "hf"
+
+    def fetch(self, entry: Entry, where: Mapping[str, Any], folder: Path, watch: Watch, *, patient: bool) -> list[Path]:
+        first = where.get("file", Path(entry.file).name)
+        # The parts of a split model lie side by side.
+        names = [str(Path(first).with_name(Path(file).name)) if len(entry.files) > 1 else first for file in entry.files]
+        return [self._fetch_one(entry, where["repo"], name, folder / "hub", watch, patient) for name in names]
+
+    def _fetch_one(self, entry: Entry, repo: str, name: str, folder: Path, watch: Watch, patient: bool) -> Path:
+        _settle_environment()
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+        url = hf_hub_url(repo, name, endpoint=os.environ.get("HF_ENDPOINT") or None)
+        watch(f"asking the hub for {name}", 0, 0)
+        try:
+            metadata = get_hf_file_metadata(url, timeout=_SECONDS_TO_ANSWER[patient])
+        except Exception as error:  # the library's own errors and its HTTP client's have no common base
+            raise DownloadError(_reason(error, repo, name)) from None
+        promised = (metadata.etag or "").strip('"')
+        expected = entry.sha256 or (promised if _SHA256.fullmatch(promised) else "")
+        if not expected:
+            raise DownloadError(f"the hub gives no digest for {repo}/{name}, so it could not be checked")
+        if entry.sha256 and _SHA256.fullmatch(promised) and promised != entry.sha256:
+            raise DigestMismatch(f"{repo}/{name} was changed on the hub: it is not the file that was checked")
+        size = metadata.size or 0
+        if entry.sha256:  # then the catalogue knows the size too
+            if size and size != entry.bytes:
+                raise DigestMismatch(
+                    f"{repo}/{name} was changed on the hub: it has {size:,} bytes, and the file that was checked "
+                    f"{entry.bytes:,}"
+                )
+            size = entry.bytes
+        if not size:
+            raise DownloadError(f"the hub does not say how large {repo}/{name} is, so it is not fetched")
+        target = folder / f"{expected[:12]}-{Path(name).name}"
+        try:
+            return _Download(url, target, name, size, expected, watch).run(3 if patient else 2)
+        except _Broken as broken:
+            raise DownloadError(_reason(broken.error, repo, name)) from None
+
+
+class _Broken(Exception):
+    """A connection ended with an error; nothing that happened on this side of it is one of these."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class _Download:
+    """One file, appended to what an earlier attempt left; its digest is computed on the way.
+
+    ``hf_hub_download`` would do, but it starts over after every interruption.
+    """
+
+    def __init__(self, url: str, target: Path, label: str, size: int, expected: str, watch: Watch) -> None:
+        self.url, self.target, self.label, self.size, self.expected, self.watch = (
+            url, target, label, size, expected, watch,
+        )  # fmt: skip
+
+    def run(self, attempts: int) -> Path:
+        """Fetch what is missing, going on after broken connections.
+
+        Args:
+            attempts: how often in a row nothing may arrive.
+        """
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        with self.target.open("ab+") as file:
+            out = Hashing(file)
+            file.seek(0)
+            while chunk := file.read(_CHUNK):
+                out.digest(chunk)
+                self.watch(f"checking what is there of {self.label}", out.n_bytes, self.size)
+            if out.n_bytes > self.size:
+                out.restart()  # whatever it is, it is not a beginning
+            check_space(self.target.parent, self.size - out.n_bytes, self.label)
+            if out.n_bytes < self.size:
+                self._go_on(out, attempts)
+            out.finish()
+        if out.sha256 != self.expected:
+            self.target.unlink()
+            raise mismatch(self.label, self.expected, out.sha256)
+        return self.target
+
+    def _go_on(self, out: Hashing, attempts: int) -> None:
+        """Stream again after each broken connection, as long as something arrives.
+
+        Raises:
+            _Broken: nothing arrives any more, or the answer has an error status.
+            DigestMismatch: more arrived than there should be.
+        """
+        failures = 0
+        for _ in range(_MOST_CONNECTIONS):
+            before = out.n_bytes
+            broken: _Broken | None = None
+            try:
+                self._stream(out)
+            except _Broken as error:
+                broken = error
+                if getattr(error.error, "response", None) is not None:
+                    raise  # it was answered, with an error status
+            if out.n_bytes >= self.size:
+                return
+            failures = 0 if out.n_bytes > before else failures + 1
+            if failures >= attempts:
+                break
+            time.sleep(0.5 * failures)
+        raise broken or DownloadError(f"the hub sends {out.n_bytes:,} of the {self.size:,} bytes of {self.label}")
+
+    def _stream(self, out: Hashing) -> None:
+        """Append from one connection, until it ends or breaks."""
+        with closing(self._chunks(out)) as chunks:
+            for chunk in chunks:
+                if out.n_bytes + len(chunk) > self.size:
+                    out.restart()
+                    raise DigestMismatch(
+                        f"the hub sends more than the {self.size:,} bytes of {self.label}; what came was deleted"
+                    )
+                out.write(chunk)
+                self.watch(f"downloading {self.label}", out.n_bytes, self.size)
+
+    def _chunks(self, out: Hashing) -> Generator[bytes, None, None]:
+        """What one connection brings.
+
+        Raises:
+            _Broken: whatever goes wrong with it.
+        """
+        from huggingface_hub import get_session
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
+
+        headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
+        if out.n_bytes:
+            headers["Range"] = f"bytes={out.n_bytes}-"
+        options: dict[str, Any] = {"headers": headers, "timeout": _SECONDS_OF_SILENCE, "follow_redirects": True}
+        with ExitStack() as stack:
+            try:
+                response = stack.enter_context(get_session().stream("GET", self.url, **options))
+                hf_raise_for_status(response)
+                chunks = response.iter_bytes(_CHUNK)
+            except Exception as error:
+                raise _Broken(error) from None
+            if out.n_bytes and not _goes_on(response, out.n_bytes):
+                out.restart()  # the server cannot give a range
+            while True:
+                try:
+                    chunk = next(chunks, None)
+                except Exception as error:
+                    raise _Broken(error) from None
+                if chunk is None:
+                    return
+                yield chunk
+
+
+def _goes_on(response: Any, first: int) -> bool:
+    """Whether an answer begins at the byte that was asked for.
+
+    Raises:
+        _Broken: it begins somewhere else.
+    """
+    if response.status_code != 206:
+        return False
+    said = _RANGE.match(response.headers.get("Content-Range") or "")
+    if said is not None and int(said[1]) != first:
+        raise _Broken(DownloadError(f"the hub sends bytes from {said[1]} on where {first} were asked for"))
+    return True
+
+
+def _settle_environment() -> None:
+    """Settings that huggingface_hub reads when it is imported."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+
+
+def _reason(error: Exception, repo: str, name: str) -> str:
+    """Why the hub could not deliver, in a clause."""
+    from huggingface_hub import errors
+
+    if isinstance(error, DownloadError):
+        return str(error)
+    response = getattr(error, "response", None)
+    status = getattr(response, "status_code", None)
+    if isinstance(error, errors.GatedRepoError):
+        return f"{repo} asks you to accept its licence: do so on its page, and set HF_TOKEN"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"the hub has no repository {repo}, or it is private (HF_TOKEN)"
+    if status == 404:
+        return f"{repo} has no file {name}"
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set"
+    if status is not None:
+        return f"the hub answered with status {status}"
+    detail = " ".join(str(error).split())[:120] or type(error).__name__
+    return f"the hub cannot be reached ({detail})"

@@ -1,0 +1,320 @@
+"""A model's vocabulary, read from its file and so the same for every engine."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec.errors import UnsupportedModel
+from localspec.model_files.gguf_file import GGUFFile, StringArray
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+
+# What llama.cpp recognises by name, because files do not declare it; such tokens have no text either.
+_END_OF_TURN = (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>",
+    "[EOT]", "<end_of_utterance>",
+)  # fmt: skip
+_END_OF_MESSAGE = ("<|eom_id|>",)
+_ENDS = frozenset(
+    {*_END_OF_TURN, *_END_OF_MESSAGE, "</s>", "[EOS]", "<eos>", "<turn|>", "<|tool_response>"}
+    | {"<|return|>", "<|call|>", "<|flush|>", "<|calls|>"}
+)
+_FILL_IN = {
+    "fim_pre": ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<PRE>", "<|code_prefix|>", "<|prefix|>"),
+    "fim_suf": ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<SUF>", "<|code_suffix|>", "<|suffix|>"),
+    "fim_mid": ("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<MID>", "<|code_middle|>", "<|middle|>"),
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
+_SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
+_NAMES = _ENDS.union(*_FILL_IN.values(), _SHOWN)
+_LONGEST_NAME = max(map(len, _NAMES))
+
+_PADDING = re.compile(r"\[(PAD|unused)_?\d*\]|<\|?(unused|pad|dummy|extra|reserved|placeholder)[^>]*>", re.IGNORECASE)
+_BYTE_TOKEN = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
+_KEYS = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unk": "unknown", "pad": "padding"}
+_KEYS |= {name: name for name in _FILL_IN}
+_DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unk": 0}, "gpt2": {"bos": 11, "eos": 11}, "gemma4": {}, "t5": {"eos": 1}}
+_BOS_BY_PRE = (
+    "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken", "chameleon",
+    "llama4",
+)  # fmt: skip
+
+
+class Vocab:
+    """Tokens, their types and special ids.
+
+    Attributes:
+        kind: ``tokenizer.ggml.model``: ``gpt2`` (byte-level BPE), ``llama`` (SentencePiece), …
+        pre: the pre-tokenizer's name, for byte-level BPE.
+        n_tokens: number of named tokens; a model's logits may be wider by padding.
+        types: token types [n_tokens] (1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte).
+        bos, eos, eot, unk, pad: special ids, or None.
+        add_bos: whether a text begins with ``bos``.
+        eog: ids that end a generation.
+    """
+
+    def __init__(self, tokens: StringArray, types: npt.NDArray[np.int32], kind: str, pre: str = "") -> None:
+        self._tokens = tokens
+        self.types = types
+        self.kind = kind
+        self.pre = pre
+        self.n_tokens = len(tokens)
+        self.add_bos = kind == "llama" or (kind == "gpt2" and pre in _BOS_BY_PRE)
+        self.bos: int | None = None
+        self.eos: int | None = None
+        self.eot: int | None = None
+        self.unk: int | None = None
+        self.pad: int | None = None
+        self.eog: frozenset[int] = frozenset()
+        self._hidden: set[int] = set()
+        self._shown: set[int] = set()
+        self._bytes: dict[int, bytes] = {}
+
+    @classmethod
+    def from_gguf(cls, gguf: GGUFFile) -> Vocab:
+        """The vocabulary of an open file; independent of it afterwards.
+
+        Raises:
+            UnsupportedModel: no vocabulary, or of a kind that is not understood.
+        """
+        get = gguf.metadata.get
+        tokens, kind = get("tokenizer.ggml.tokens"), str(get("tokenizer.ggml.model", ""))
+        if not isinstance(tokens, StringArray) or not len(tokens):
+            raise UnsupportedModel(f"{gguf.path.name} has no vocabulary, so it cannot generate text")
+        if kind not in _DEFAULT_IDS:
+            raise UnsupportedModel(f"{gguf.path.name} has a tokenizer of the kind {kind!r}, which is not supported")
+        _check_lists(gguf, len(tokens))
+        types = np.ones(len(tokens), dtype=np.int32)
+        stored = get("tokenizer.ggml.token_type")
+        if stored is not None:
+            types = np.array(stored[: len(tokens)], dtype=np.int32)
+        vocab = cls(tokens.copy(), types, kind, str(get("tokenizer.ggml.pre", "")))
+        special: dict[str, int | None] = {}
+        for name, key in _KEYS.items():
+            value = get(f"tokenizer.ggml.{key}_token_id", _DEFAULT_IDS[kind].get(name))
+            special[name] = value if isinstance(value, int) and 0 <= value < len(tokens) else None
+        add_bos = get("tokenizer.ggml.add_bos_token")
+        if add_bos is not None:
+            vocab.add_bos = bool(add_bos)
+        vocab._find_special(special)
+        return vocab
+
+    def _find_special(self, special: dict[str, int | None]) -> None:
+        """Fill in the special ids: those declared, and those that are known by their name."""
+        named = self._named()
+        for what, names in {"eot": _END_OF_TURN, "eom": _END_OF_MESSAGE, **_FILL_IN}.items():
+            found = next((named[name] for name in names if name in named), None)
+            if special.get(what) is None and found is not None:
+                special[what] = found
+                self._hidden.add(found)
+        self.bos, self.eos, self.eot = special["bos"], special["eos"], special["eot"]
+        self.unk, self.pad = special["unk"], special["pad"]
+        ends = {named[name] for name in _ENDS if name in named}
+        self._hidden |= ends
+        ends |= {
+            i for i in (special[k] for k in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")) if i is not None
+        }
+        self._shown = {named[name] for name in _SHOWN if name in named}
+        for also, wrong in (
+            ({"<|return|>", "<|call|>"}, "<|end|>"),
+            ({"<|flush|>", "<|calls|>"}, "<|end|>"),
+            ({"<|flush|>", "<|call|>"}, "<|end|>"),
+            ({"<|tool_response>"}, "</s>"),
+        ):
+            # In these vocabularies the token is part of a message, not its end.
+            if also <= named.keys() and wrong in named:
+                ends.discard(named[wrong])
+                self._shown.add(named[wrong])
+        self._hidden -= self._shown
+        self.eog = frozenset(ends)
+
+    def _named(self) -> dict[str, int]:
+        """Ids of the tokens that llama.cpp knows by name."""
+        raw, offsets = np.frombuffer(self._tokens.raw, dtype=np.uint8), self._tokens.offsets
+        lengths = np.diff(offsets) - 8
+        likely = np.flatnonzero((lengths >= 3) & (lengths <= _LONGEST_NAME))
+        first, last = raw[offsets[likely] + 8], raw[offsets[likely + 1] - 1]
+        likely = likely[np.isin(first, list(b"<[_")) & np.isin(last, list(b">]"))]
+        found = ((self._tokens[i], i) for i in likely.tolist())
+        return {text: i for text, i in found if text in _NAMES}
+
+    # -- one token -----------------------------------------------------------------------------------------------
+
+    def token_text(self, token: int) -> str:
+        """The token as the file stores it.
+
+        Raises:
+            IndexError: no such token.
+        """
+        return str(self._tokens[token])
+
+    def is_control(self, token: int) -> bool:
+        """Whether the token is a mark without a text of its own."""
+        if token in self._shown:
+            return False
+        return token in self._hidden or int(self.types[token]) in (UNKNOWN, CONTROL, UNUSED)
+
+    def show(self, texts: Iterable[str]) -> None:
+        """Let control tokens with these texts, which have no text of their own as a rule, be part of the text."""
+        wanted = set(texts)
+        marks = np.flatnonzero(self.types != NORMAL).tolist()
+        self._shown |= {i for i in marks if i not in self.eog and self._tokens[i] in wanted}
+        self._hidden -= self._shown
+        self._bytes.clear()
+
+    def token_bytes(self, token: int) -> bytes:
+        """What the token adds to the text; nothing for control tokens and padding."""
+        found = self._bytes.get(token)
+        if found is None:
+            found = self._bytes[token] = self._decode(token) if 0 <= token < self.n_tokens else b""
+        return found
+
+    def _decode(self, token: int) -> bytes:
+        if self.is_control(token):
+            return b""
+        raw, kind = self._tokens.bytes_at(token), int(self.types[token])
+        if kind == BYTE:
+            match = _BYTE_TOKEN.fullmatch(raw)
+            return bytes([int(match[1], 16)]) if match else b""
+        if kind == USER_DEFINED or token in self._shown:
+            return raw
+        if kind != NORMAL:
+            return b""
+        if self.kind == "gpt2":
+            table = byte_of_character()
+            return b"".join(table.get(c) or c.encode() for c in raw.decode("utf-8", "replace"))
+        return raw.replace("\u2581".encode(), b" ")
+
+    def token_table(self) -> list[bytes]:
+        """``token_bytes`` of every token [n_tokens]: all at once, several times as fast."""
+        if self.kind != "gpt2":
+            return [self._decode(token) for token in range(self.n_tokens)]
+        table = dict.fromkeys(range(0x80, 0x100), 0xFFFD)  # of those, what stands for no byte is left to _decode
+        table |= {ord(character): byte[0] for character, byte in byte_of_character().items()}
+        plain = self.types == NORMAL
+        plain[list(self._hidden | self._shown)] = False
+        texts: list[bytes] = []
+        for token, is_plain in enumerate(plain.tolist()):
+            if is_plain:
+                try:
+                    texts.append(self._tokens.bytes_at(token).decode().translate(table).encode("latin-1"))
+                    continue
+                except UnicodeError:  # characters that stand for no byte, or no characters at all
+                    pass
+            texts.append(self._decode(token))
+        return texts
+
+    @property
+    def special_texts(self) -> list[str]:
+        """Texts that a tokenizer reading special tokens would not read as text."""
+        marked = set(np.flatnonzero((self.types == CONTROL) | (self.types == USER_DEFINED)).tolist())
+        return [self._tokens[i] for i in sorted(marked | self._hidden | self._shown)]
+
+    # -- two vocabularies ----------------------------------------------------------------------------------------
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal token strings, types and special ids; 16 hexadecimal digits."""
+        digest = hashlib.blake2b(self._tokens.raw, digest_size=8)
+        digest.update(self.types.tobytes())
+        digest.update(repr((self.kind, self.bos, self.eos, sorted(self.eog))).encode())
+        return digest.hexdigest()
+
+    def difference(self, other: Vocab) -> str | None:
+        """The first difference that would make this target's tokens mean something else to a draft, or None.
+
+        Token strings, types and special ids must agree. Padding may differ in number and in name, and one of the two
+        may have more tokens without text at the end (marks for images), which the other must not be fed. What only
+        decides how a text is put in front of the model may differ, as the target's choice is used for both: the
+        pre-tokenizer, merges, ``add_bos``, and ``bos`` where not both files put one in front; so may ``unk`` and
+        ``pad``, which are never generated.
+
+        Args:
+            other: the draft's vocabulary.
+
+        Returns:
+            A clause for an error message, e.g. ``token 5 is 'a' in the target and 'b' in the draft``.
+        """
+        if self.kind != other.kind:
+            return f"the target's tokenizer is of the kind {self.kind!r}, the draft's {other.kind!r}"
+        shared = min(self.n_tokens, other.n_tokens)
+        i = self._first_difference(other, shared)
+        if i is not None:
+            mine, its = self._tokens[i], other._tokens[i]
+            if mine != its:
+                return f"token {i} is {mine!r} in the target and {its!r} in the draft"
+            return f"token {i} ({mine!r}) has type {self.types[i]} in the target and {other.types[i]} in the draft"
+        longer, whose = (self, "target") if self.n_tokens > other.n_tokens else (other, "draft")
+        for i in range(shared, longer.n_tokens):
+            # Gemma's larger models add marks for images; what has no text is never asked of a draft.
+            if not longer._is_padding(i) and (not longer.is_control(i) or i in longer.eog):
+                return f"token {i} is {longer._tokens[i]!r} in the {whose} and missing in the other"
+        names = {"eos": "end-of-text"} | ({"bos": "begin-of-text"} if self.add_bos and other.add_bos else {})
+        for name, words in names.items():
+            mine, its = getattr(self, name), getattr(other, name)
+            if mine != its:
+                return f"the {words} token is {self._label(mine)} in the target and {self._label(its)} in the draft"
+        if self.eog != other.eog:
+            odd = min(self.eog ^ other.eog)
+            return f"{self._label(odd)} ends an answer only in the {'target' if odd in self.eog else 'draft'}"
+        return None
+
+    def _first_difference(self, other: Vocab, shared: int) -> int | None:
+        """The first of the shared ids whose string or type differs, padding aside."""
+        mine, its = self._tokens, other._tokens
+        n_bytes = min(int(mine.offsets[shared]), int(its.offsets[shared]))
+        a, b = np.frombuffer(mine.raw, np.uint8, n_bytes), np.frombuffer(its.raw, np.uint8, n_bytes)
+        unequal = a != b
+        start = shared
+        if unequal.any():
+            start = int(np.searchsorted(mine.offsets, int(np.argmax(unequal)), side="right")) - 1
+        elif mine.offsets[shared] != its.offsets[shared]:
+            start = shared - 1
+        suspects = np.flatnonzero(self.types[:start] != other.types[:start]).tolist()
+        for i in (*suspects, *range(start, shared)):
+            same = self.types[i] == other.types[i] and mine.bytes_at(i) == its.bytes_at(i)
+            if not same and not (self._is_padding(i) and other._is_padding(i)):
+                return int(i)
+        return None
+
+    def _is_padding(self, token: int) -> bool:
+        return int(self.types[token]) == UNUSED or _PADDING.fullmatch(self._tokens[token]) is not None
+
+    def _label(self, token: int | None) -> str:
+        if token is None:
+            return "none"
+        return f"{token} {self._tokens[token]!r}" if token < self.n_tokens else str(token)
+
+
+def _check_lists(gguf: GGUFFile, n_tokens: int) -> None:
+    """Refuse what stands beside the tokens and does not fit them: engines read it without looking."""
+    for name, what, kinds in (("token_type", "token types", "iu"), ("scores", "scores", "f")):
+        stored = gguf.metadata.get(f"tokenizer.ggml.{name}")
+        if stored is None:
+            continue
+        if not isinstance(stored, np.ndarray) or stored.dtype.kind not in kinds or stored.dtype.itemsize != 4:
+            raise UnsupportedModel(f"{gguf.path.name} is damaged: its {what} are no list of 32-bit numbers")
+        if len(stored) < n_tokens:
+            raise UnsupportedModel(f"{gguf.path.name} has {n_tokens} tokens but {len(stored)} {what}")
+    merges = gguf.metadata.get("tokenizer.ggml.merges")
+    if merges is not None and not isinstance(merges, StringArray):
+        raise UnsupportedModel(f"{gguf.path.name} is damaged: its merges are no list of texts")
+
+
+@cache
+def byte_of_character() -> dict[str, bytes]:
+    """GPT-2's printable stand-ins for bytes, undone."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table: dict[str, Any] = {chr(b): bytes([b]) for b in printable}
+    for n, b in enumerate(b for b in range(256) if b not in set(printable)):
+        table[chr(256 + n)] = bytes([b])
+    return table

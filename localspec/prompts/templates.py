@@ -1,0 +1,305 @@
+"""Chat templates: messages -> the text a model was trained on.
+
+Two strangers meet here. The template comes from a model file, so it runs in a sandbox with a budget. The messages come
+from users and from what they paste, so text in them that spells a special token (``<|im_end|>``) must stay text.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import threading
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from localspec.errors import TemplateError, UsageError
+from localspec.system.forking import in_child
+
+if TYPE_CHECKING:
+    import jinja2
+
+    from localspec.model_files.vocab import Vocab
+    from localspec.prompts.template_sandbox import MeteredEnvironment
+
+MAX_SOURCE = 80_000
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+_ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MARK_OPEN, _MARK_CLOSE = "\ue0f0", "\ue0f1"
+
+
+class ChatTemplate:
+    """One model's chat format.
+
+    Args:
+        source: Jinja source, or None for ChatML.
+        bos_text: text of the begin-of-text token.
+        eos_text: text of the end-of-text token.
+        special_texts: texts that the tokenizer would read as special tokens; a message cannot forge them.
+
+    Attributes:
+        is_fallback: the file had no template, ChatML is used.
+    """
+
+    def __init__(
+        self, source: str | None, bos_text: str = "", eos_text: str = "", special_texts: Iterable[str] = ()
+    ) -> None:
+        self.is_fallback = not (source and source.strip())
+        self.source = CHATML if self.is_fallback or source is None else source
+        self._variables = {"bos_token": bos_text, "eos_token": eos_text}
+        self._guard = _Guard(special_texts)
+        self._compiled: jinja2.Template | None = None
+        self._wants_parts: bool | None = None
+        self._lock = threading.Lock()
+        in_child(self, ChatTemplate._renounce)
+
+    @classmethod
+    def for_vocab(cls, source: str | None, vocab: Vocab) -> ChatTemplate:
+        """A template whose special tokens are those of a vocabulary."""
+        from localspec.model_files import vocab as kinds
+
+        # The tokenizer reads user-defined tokens in any text, so keeping them apart would change nothing, except those
+        # that end a turn: engines make control tokens of them.
+        ids = [i for i, kind in enumerate(vocab.types.tolist()) if kind in (kinds.CONTROL, kinds.UNKNOWN)]
+        special = {vocab.token_text(i) for i in (*ids, *vocab.eog)}
+        bos, eos = ("" if i is None else vocab.token_text(i) for i in (vocab.bos, vocab.eos))
+        return cls(source, bos, eos, special)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **extra: Any,
+    ) -> str:
+        """The conversation as one text.
+
+        Args:
+            messages: mappings with ``role`` and ``content`` (a string, or a list of ``{"type": "text", "text": …}``).
+            add_generation_prompt: end with the beginning of the assistant's turn.
+            tools: JSON schemas of functions, for templates that know tools.
+            extra: further variables of the template.
+
+        Raises:
+            UsageError: the messages are malformed.
+            TemplateError: the template failed, refused the messages, or would not end.
+        """
+        variables = {"add_generation_prompt": add_generation_prompt, "tools": tools} | extra
+        return self._render(checked_messages(messages), variables)
+
+    def render_segments(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **extra: Any,
+    ) -> list[tuple[str, bool]]:
+        """The conversation in pieces to tokenise one by one: (text, whether special tokens may be read in it).
+
+        Joined, the pieces are what ``render`` returns. Where no message spells a special token there is one piece, so
+        ordinary text is tokenised as a whole. Where one does, a mark that nobody can guess is put inside of what it
+        spells before rendering, and the text is cut there afterwards: the piece is (text, False). A template that
+        strips, slices or splits the content leaves the mark where it is. Upper and lower case are not told apart, as
+        templates may change them. A template that deletes characters in the middle of a content could still be
+        used to build a special token; no known one does.
+
+        Args and Raises: as ``render``.
+        """
+        checked = checked_messages(messages)
+        variables = {"add_generation_prompt": add_generation_prompt, "tools": tools} | extra
+        mark = f"{_MARK_OPEN}{secrets.randbelow(10**18):018}{_MARK_CLOSE}"
+        marked = [self._guard.mark(message, mark) for message in checked]
+        text = self._render(marked, self._guard.mark(variables, mark))
+        return self._guard.cut(text, mark)
+
+    def _renounce(self) -> None:
+        """In a forked child: a thread of the parent may be compiling, and never be done here."""
+        self._lock = threading.Lock()
+
+    def _render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
+        with self._lock:
+            if self._compiled is None:
+                self._compiled = _compile(self.source)
+            _start(self._compiled, [messages, variables])
+            if self._wants_parts is None:
+                self._wants_parts = self._probe(self._compiled)
+            if self._wants_parts:
+                messages = [
+                    message | {"content": [{"type": "text", "text": message["content"]}]}
+                    if isinstance(message.get("content"), str)
+                    else message
+                    for message in messages
+                ]
+            return _run(self._compiled, {"messages": messages} | self._variables | dict(variables))
+
+    def _probe(self, template: jinja2.Template) -> bool:
+        """Whether the template knows contents as lists of parts only: it then loses a string."""
+        if "content" not in self.source:
+            return False
+        word = "localspecprobe"
+        for content, verdict in ((word, False), ([{"type": "text", "text": word}], True)):
+            messages = [{"role": "user", "content": content}]
+            variables = self._variables | {"messages": messages, "add_generation_prompt": True, "tools": None}
+            try:
+                if word in _run(template, variables):
+                    return verdict
+            except TemplateError:
+                continue
+        return False
+
+
+def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as plain dicts, contents as strings.
+
+    Raises:
+        UsageError: they are malformed; says which and how.
+    """
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise UsageError('messages must be a list of {"role": …, "content": …}')
+    if not messages:
+        raise UsageError("there are no messages")
+    checked = []
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise UsageError(f'message {i} must be {{"role": …, "content": …}}, not {type(message).__name__}')
+        role = message.get("role")
+        if not isinstance(role, str) or not _ROLE.fullmatch(role):
+            raise UsageError(f"message {i}: role must be a word such as 'system' or 'user', not {role!r:.80}")
+        checked.append(dict(message) | {"content": _content(message, i)})
+    return checked
+
+
+def _content(message: Mapping[str, Any], i: int) -> str | None:
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return None
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise UsageError(f"message {i}: content must be text, not {type(content).__name__}")
+    texts = []
+    for part in content:
+        text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str) or (isinstance(part, Mapping) and part.get("type", "text") != "text"):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise UsageError(f"message {i}: only text parts can be used, not {kind!r:.80}")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _compile(source: str) -> jinja2.Template:
+    from localspec.prompts.template_sandbox import LimitReached, MeteredEnvironment
+
+    if len(source) > MAX_SOURCE:
+        raise TemplateError(f"the model's chat template has {len(source)} characters; at most {MAX_SOURCE} are read")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python's own about odd expressions, meant for who wrote the template
+            return MeteredEnvironment().from_string(source)
+    except (Exception, LimitReached) as error:
+        raise _failure("cannot be read", error) from None
+
+
+def _environment(template: jinja2.Template) -> MeteredEnvironment:
+    from localspec.prompts.template_sandbox import MeteredEnvironment
+
+    environment = template.environment
+    assert isinstance(environment, MeteredEnvironment)
+    return environment
+
+
+def _start(template: jinja2.Template, inputs: Any) -> None:
+    """Give the template a fresh budget."""
+    from localspec.prompts.template_sandbox import Meter
+
+    _environment(template).meter = Meter(inputs)
+
+
+def _run(template: jinja2.Template, variables: dict[str, Any]) -> str:
+    from localspec.prompts.template_sandbox import LimitReached
+
+    environment = _environment(template)
+    pieces = []
+    try:
+        for piece in template.generate(variables):
+            environment.meter.spend(1 + len(piece))
+            pieces.append(piece)
+    except (Exception, LimitReached) as error:
+        raise _failure("was stopped" if isinstance(error, LimitReached) else "failed", error) from None
+    return "".join(pieces)
+
+
+def _failure(what: str, error: BaseException) -> TemplateError:
+    if isinstance(error, RecursionError):
+        reason = "it calls itself without end"
+    elif isinstance(error, MemoryError):
+        reason = "it asks for too much memory"
+    else:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+    line = getattr(error, "lineno", None)
+    where = f" at line {line}" if line else ""
+    return TemplateError(f"the model's chat template {what}{where}: {reason} (raw text completion works without it)")
+
+
+class _Guard:
+    """Finds special tokens spelled out in what users wrote, and keeps them text."""
+
+    def __init__(self, special_texts: Iterable[str]) -> None:
+        self._sizes: dict[str, dict[int, set[str]]] = {}
+        for text in special_texts:
+            lowered = text.lower()
+            if lowered:
+                self._sizes.setdefault(lowered[0], {}).setdefault(len(lowered), set()).add(lowered)
+        firsts = {variant for first in self._sizes for variant in (first, first.upper()) if len(variant) == 1}
+        self._first = re.compile(f"[{re.escape(''.join(sorted(firsts)))}]") if firsts else None
+
+    def _longest(self, text: str, start: int) -> int:
+        """Length of the longest special text that begins here; 0 if none does."""
+        sizes = self._sizes.get(text[start].lower(), {})
+        return max((n for n, known in sizes.items() if text[start : start + n].lower() in known), default=0)
+
+    def _spelled(self, text: str) -> Iterator[int]:
+        if self._first is not None:
+            for match in self._first.finditer(text):
+                if self._longest(text, match.start()):
+                    yield match.start()
+
+    def mark(self, value: Any, mark: str) -> Any:
+        """A copy in which every special text, in every string, has the mark after its first character."""
+        if isinstance(value, str):
+            cuts = [start + 1 for start in self._spelled(value)]
+            bounds = [0, *cuts, len(value)]
+            return mark.join(value[a:b] for a, b in pairwise(bounds)) if cuts else value
+        if isinstance(value, Mapping):
+            return {self.mark(key, mark): self.mark(item, mark) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.mark(item, mark) for item in value]
+        return value
+
+    def cut(self, text: str, mark: str) -> list[tuple[str, bool]]:
+        """The rendered text in pieces: (text, whether special tokens may be read in it)."""
+        first, *rest = text.split(mark)
+        pieces: list[tuple[str, bool]] = [(first, True)]
+        for part in rest:
+            before, special = pieces[-1]
+            # The character before the mark belongs to the spelled token, and so does the beginning of what follows.
+            n = self._longest(before[-1:] + part, 0) if before else 0
+            if n and special:
+                pieces[-1:] = [(before[:-1], True), (before[-1] + part[: n - 1], False), (part[n - 1 :], True)]
+            else:
+                pieces.append((part, True))
+        merged: list[tuple[str, bool]] = []
+        for piece, special in pieces:
+            if merged and not special and not merged[-1][1]:
+                merged[-1] = (merged[-1][0] + piece, False)
+            elif piece:
+                merged.append((piece, special))
+        return merged

@@ -1,0 +1,1 @@
+"""A loaded pair of models behind one worker thread."""

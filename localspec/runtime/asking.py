@@ -1,0 +1,166 @@
+"""The ways to ask: ``rounds``, ``stream``, ``chat``, and the same for asyncio. ``LLM`` and ``Session`` have them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+from localspec.prompts.prompts import Prompt
+from localspec.runtime.stream import AsyncRoundStream, Reply, RoundStream, Submit, aresult_of, result_of
+from localspec.sampling.logprobs import ScoredToken
+from localspec.sampling.sampling import SamplingParams
+
+Question = TypeVar("Question")
+
+
+class Asking(ABC, Generic[Question]):
+    """Turns one thing, how to queue a question, into every way to ask it."""
+
+    @abstractmethod
+    def _submitter(self, question: Question, params: SamplingParams | None, **options: Any) -> Submit:
+        """Check a question and its options, and return what queues it."""
+
+    def _as_chat(self, question: Question | str) -> Question | str:
+        """What ``chat`` makes of a question."""
+        return question
+
+    def rounds(self, question: Question, params: SamplingParams | None = None, **options: Any) -> RoundStream:
+        """Answer, round by round: the guesses and their fate.
+
+        >>> with llm.rounds(messages, params, draft_length=4, deadline=20.0) as rounds:
+        ...     for round_ in rounds:
+        ...         print([token.id for token in round_.draft], round_.verdict.n_accepted, round_.text)
+        >>> rounds.reply.stats["acceptance_rate"]
+
+        Args:
+            question: for an ``LLM`` messages for the chat template, a string to continue as it is, or token ids; for a
+                ``Session`` the next question of its conversation.
+            params: sampling parameters; None is greedy.
+            speculate: False decodes plainly, in the same loop.
+            draft_length: overrides the LLM's ``draft_length`` for this request.
+            drafters: which of the LLM's ``draft_names`` take part in this request; None is all.
+            prediction: a text that the answer is likely to repeat, such as the file to be edited: n-grams copy from it.
+            deadline: seconds from now, waiting included, after which the request ends as if it had been closed: within
+                a round, ``finish_reason`` ``cancelled`` by ``deadline``. One that is late in the queue never runs.
+            conversation: anything hashable. Requests of one conversation run in order; conversations take turns. None
+                is a conversation of its own. (A ``Session`` is one already.)
+            logprobs: judge every token of the answer: ``EmittedToken.logprobs`` holds its log-probability, and those of
+                this many most probable tokens (0 to 20). From the target's raw logits, see ``sampling.logprobs``.
+
+        Raises:
+            QueueFull: ``max_queue`` requests are waiting.
+            UsageError: an option makes no sense. What is wrong with the prompt is raised when the stream is read.
+            Closed: after ``close``.
+        """
+        return RoundStream(self._submitter(question, params, **options))
+
+    def stream(self, question: Question, params: SamplingParams | None = None, **options: Any) -> Iterator[str]:
+        """Answer piece by piece: verified text only; options as in ``rounds``.
+
+        >>> for piece in llm.stream("Once upon a time", SamplingParams(max_tokens=64)):
+        ...     print(piece, end="", flush=True)
+        """
+        with self.rounds(question, params, **options) as rounds:
+            for round_ in rounds:
+                if round_.text:
+                    yield round_.text
+
+    def chat(self, question: Question | str, params: SamplingParams | None = None, **options: Any) -> Reply:
+        """Answer a conversation, or a single question; options as in ``rounds``.
+
+        >>> llm.chat([{"role": "user", "content": "Name three rivers."}]).text
+        """
+        with self.rounds(self._as_chat(question), params, **options) as rounds:  # type: ignore[arg-type]
+            return rounds.reply
+
+    def arounds(self, question: Question, params: SamplingParams | None = None, **options: Any) -> AsyncRoundStream:
+        """As ``rounds``, for asyncio; leaving the loop or cancelling the task stops the engine within a round.
+
+        The request is queued by this call, so ``QueueFull`` comes from here.
+
+        >>> async with llm.arounds(messages, params) as rounds:
+        ...     async for round_ in rounds:
+        ...         print(round_.text, end="")
+        ...     reply = await rounds.reply()
+        """
+        return AsyncRoundStream(self._submitter(question, params, **options))
+
+    async def astream(
+        self, question: Question, params: SamplingParams | None = None, **options: Any
+    ) -> AsyncIterator[str]:
+        """As ``stream``, for asyncio."""
+        async with self.arounds(question, params, **options) as rounds:
+            async for round_ in rounds:
+                if round_.text:
+                    yield round_.text
+
+    async def achat(self, question: Question | str, params: SamplingParams | None = None, **options: Any) -> Reply:
+        """As ``chat``, for asyncio."""
+        async with self.arounds(self._as_chat(question), params, **options) as rounds:  # type: ignore[arg-type]
+            return await rounds.reply()
+
+
+class AskingModel(Asking[Prompt]):
+    """What only a model can be asked, and not a conversation."""
+
+    @abstractmethod
+    def _scorer(self, prompt: Prompt, top: int, deadline: float | None, conversation: Hashable | None) -> Submit:
+        """Check what is to be scored, and return what queues it."""
+
+    def _as_chat(self, question: Prompt | str) -> Prompt:
+        return [{"role": "user", "content": question}] if isinstance(question, str) else question
+
+    def generate(self, text: str | Sequence[int], params: SamplingParams | None = None, **options: Any) -> Reply:
+        """Continue a text as it is, without the chat template; options as in ``rounds``.
+
+        >>> llm.generate("def fibonacci(n):", SamplingParams(max_tokens=80, stop=["\\n\\n"])).text
+        """
+        with self.rounds(text, params, **options) as rounds:
+            return rounds.reply
+
+    async def agenerate(self, text: str | Sequence[int], params: SamplingParams | None = None, **options: Any) -> Reply:
+        """As ``generate``, for asyncio."""
+        async with self.arounds(text, params, **options) as rounds:
+            return await rounds.reply()
+
+    def logprobs(
+        self,
+        prompt: Prompt,
+        *,
+        top: int = 0,
+        deadline: float | None = None,
+        conversation: Hashable | None = None,
+    ) -> list[ScoredToken]:
+        """How probable the target finds each token of a given text after those before it.
+
+        >>> scored = llm.logprobs("The capital of France is Paris.")
+        >>> perplexity = math.exp(-sum(t.logprob for t in scored[1:]) / (len(scored) - 1))
+
+        Args:
+            prompt: a text (a begin-of-text token in front where the model wants one), messages, or token ids.
+            top: how many of the most probable tokens to name at each place (0 to 20).
+            deadline, conversation: as in ``rounds``.
+
+        Returns:
+            One ``ScoredToken`` per token; the first has no logprob, as nothing predicts it.
+
+        Raises:
+            PromptTooLong: it does not fit into the context.
+            Cancelled: the deadline passed first.
+            QueueFull, UsageError, Closed: as in ``rounds``.
+        """
+        scored: list[ScoredToken] = result_of(self._scorer(prompt, top, deadline, conversation))
+        return scored
+
+    async def alogprobs(
+        self,
+        prompt: Prompt,
+        *,
+        top: int = 0,
+        deadline: float | None = None,
+        conversation: Hashable | None = None,
+    ) -> list[ScoredToken]:
+        """As ``logprobs``, for asyncio."""
+        scored: list[ScoredToken] = await aresult_of(self._scorer(prompt, top, deadline, conversation))
+        return scored

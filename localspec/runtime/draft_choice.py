@@ -1,0 +1,137 @@
+"""Which copy of a draft model drafts faster: the published file, or a lighter one that agrees a little less?
+
+Both read a text of ours next to the target. With a the share of positions at which a copy's most probable token is the
+target's, a draft of k tokens yields (1 - a^(k+1)) / (1 - a) tokens in t(k + 1) + k·d (Leviathan et al. 2023, eq. 1 and
+thm. 3.8); the copy with the larger best rate is used. Measured once per target, draft and engine, and kept.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec.backends.base import Model
+from localspec.controllers.cost_model import PassTimes
+from localspec.system.steps import Steps, exhaust
+
+MAX_LENGTH = 8
+HARD_SHARE = 1 / 3
+"""Where guessing is hard nothing is drafted, so of what a copy gets wrong about a third counts."""
+
+N_STEPS = 12
+MAX_TOKENS = 400
+_PIECE = 32
+
+TEXT = """Here is a small helper that reads a settings file and falls back to defaults:
+
+```python
+import json
+from pathlib import Path
+
+DEFAULTS = {"theme": "light", "font_size": 12, "recent_files": []}
+
+def load_settings(path: Path) -> dict:
+    \"\"\"Return the user's settings, with defaults for what is missing.\"\"\"
+    if not path.exists():
+        return dict(DEFAULTS)
+    with path.open(encoding="utf-8") as file:
+        settings = json.load(file)
+    for key, value in DEFAULTS.items():
+        settings.setdefault(key, value)
+    return settings
+```
+
+The function first checks whether the file exists. If it does not, a copy of the defaults is returned, so that
+the caller can change it without changing the defaults themselves. Otherwise the file is read, and every
+missing key is added.
+
+To find the total cost, add the price of the tickets to the price of the meals. There are 4 tickets at 12
+euros each, which makes 4 * 12 = 48 euros, and 3 meals at 9 euros each, which makes 3 * 9 = 27 euros. Together
+that is 48 + 27 = 75 euros.
+
+Thank you for your message. I am sorry to hear that the delivery was late. There are a few things you can do:
+first, check the tracking page to see where the parcel is; second, call the carrier; and third, if it does not
+arrive within a week, ask for a refund. Le musée est ouvert tous les jours sauf le lundi, et l'entrée est
+gratuite pour les enfants.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A copy of the draft as measured.
+
+    Attributes:
+        agreement: share of positions at which its most probable token is the target's.
+        step_ms: time of one draft token [ms].
+        rate: best expected tokens per millisecond over all fixed draft lengths, plain decoding included.
+    """
+
+    agreement: float
+    step_ms: float
+    rate: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def tokens_of(target: Model) -> list[int]:
+    """The text in the target's tokens, which are the draft's."""
+    return target.tokenize(TEXT, add_special=True)[:MAX_TOKENS]
+
+
+def top_tokens(model: Model, tokens: Sequence[int]) -> npt.NDArray[np.int64]:
+    """The most probable token after every token of a text [n]."""
+    return exhaust(reading(model, tokens))
+
+
+def reading(model: Model, tokens: Sequence[int], n_vocab: int | None = None) -> Steps[npt.NDArray[np.int64]]:
+    """As ``top_tokens``, a pass at a time; -1 where the logits are not numbers, and nothing beyond ``n_vocab``."""
+    tops = []
+    with model.new_context(len(tokens)) as context:
+        for start in range(0, len(tokens), _PIECE):
+            logits = context.decode(tokens[start : start + _PIECE]).logits[:, :n_vocab]
+            tops.append(np.where(np.isfinite(logits.max(axis=1)), logits.argmax(axis=1), -1))
+            yield
+    return np.concatenate(tops)
+
+
+def measuring(
+    model: Model, tokens: Sequence[int], target_tops: npt.NDArray[np.int64], times: PassTimes, n_vocab: int
+) -> Steps[Candidate]:
+    """Measure one copy, a pass at a time.
+
+    Args:
+        model: the copy.
+        tokens: the text.
+        target_tops: the target's most probable tokens on it [n].
+        times: the target's t(w).
+        n_vocab: how many token ids the target takes; a draft's logits can be wider.
+    """
+    tops = yield from reading(model, tokens, n_vocab)
+    agreement = float(((tops == target_tops) & (tops >= 0)).mean())
+    with model.new_context(_PIECE + N_STEPS) as context:  # one that never handed out many rows; see FEW_ROWS
+        context.decode(tokens[:_PIECE], "none")
+        steps = []
+        for token in tokens[:N_STEPS]:
+            yield
+            started = time.perf_counter()
+            context.decode([token], "last")
+            steps.append((time.perf_counter() - started) * 1e3)
+    step_ms = statistics.median(steps)
+    return Candidate(agreement, step_ms, best_rate(1.0 - (1.0 - agreement) * HARD_SHARE, step_ms, times))
+
+
+def best_rate(acceptance: float, step_ms: float, times: PassTimes) -> float:
+    """Tokens per millisecond of the best fixed draft length, each guess being accepted with the same probability."""
+    tokens, power, best = 1.0, 1.0, 1.0 / times(1)
+    for k in range(1, MAX_LENGTH + 1):
+        power *= acceptance
+        tokens += power
+        best = max(best, tokens / (times(k + 1) + k * step_ms))
+    return best

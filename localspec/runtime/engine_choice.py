@@ -1,0 +1,126 @@
+"""Which engine is faster for a file here: measured when there is time, remembered, and followed by ``auto``.
+
+Where several engines on the CPU are usable for a file, t(w) of both is kept. What counts is the time of a nominal
+answer: reading a prompt, then decoding at the best fixed draft length, plain decoding included, with guesses that are
+right as often and cost as much as those of a small draft model typically do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from localspec.backends.base import Model
+from localspec.backends.registry import engine_module, unavailable_reason
+from localspec.backends.trust import fingerprint
+from localspec.controllers.cost_model import WIDE, PassTimes, calibrating_model, curve_key, curves
+from localspec.runtime.draft_choice import best_rate
+from localspec.system.home import home
+from localspec.system.json_store import Ledger
+from localspec.system.machine import cpu_name, default_threads
+from localspec.system.steps import Steps
+
+ENGINES = ("ik-llama", "llama-cpp")
+N_PROMPT, N_ANSWER = 256, 192
+ACCEPTANCE, STEP_SHARE = 0.7, 0.3
+"""Of a small draft model of the same family: how often its tokens are accepted, and a step's share of t(1)."""
+
+MARGIN = 1.05
+"""How much faster an engine must be to be taken before the one that is usually the faster: measurements vary."""
+
+
+def nominal_ms(times: PassTimes) -> float:
+    """Time of a nominal answer, its prompt included."""
+    reading = times(WIDE) / WIDE * N_PROMPT
+    return reading + N_ANSWER / best_rate(ACCEPTANCE, STEP_SHARE * times(1), times)
+
+
+def engines_measuring(n_ctx: int, kv_type: str) -> Callable[[Model], Steps[None]]:
+    """What measures a model on an engine and remembers the figure; see ``SecondOpinion``."""
+
+    def measuring(model: Model) -> Steps[None]:
+        key = curve_key(model, kv_type)
+        times = curves().get(key)
+        if times is None or times.quick:
+            times = yield from calibrating_model(model, n_ctx)
+            curves().put(key, times)
+        remember(model, kv_type, times)
+
+    return measuring
+
+
+def remember(model: Model, kv_type: str, times: PassTimes) -> None:
+    """Keep what a nominal answer takes on a model's engine."""
+    ledger, key = _ledger(), _key(fingerprint(model.path), model.n_threads, kv_type)
+    stored = ledger.get(key) or {}
+    figures = {**stored.get("ms", {}), model.backend: round(nominal_ms(times), 1)}
+    plain = {**stored.get("plain", {}), model.backend: round(1e3 / times(1), 2)}
+    ledger.put(key, {**stored, "ms": figures, "plain": plain})
+
+
+def measured(path: Path, n_threads: int | None, kv_type: str) -> dict[str, float]:
+    """Engine -> time of a nominal answer [ms], where it was measured with the present versions of all engines."""
+    return _figures(_ledger().get(_key(fingerprint(path), n_threads or default_threads(), kv_type)))
+
+
+def ordered(
+    names: Sequence[str],
+    path: Path,
+    *,
+    n_threads: int | None = None,
+    kv_type: str = "f16",
+    on_gpu: bool = False,
+    warn: Callable[[str], None] = lambda line: None,
+) -> list[str]:
+    """Engines in the order in which to try them.
+
+    Args:
+        names: in the usual order, see ``backends.candidates``.
+        path: the file.
+        n_threads, kv_type: as it will be loaded.
+        on_gpu: whether one of them would run it on a GPU: what was measured on the CPU says nothing then.
+        warn: takes a line when the order differs from the usual for the first time.
+    """
+    if on_gpu or not all(name in names for name in ENGINES):
+        return list(names)
+    ledger, key = _ledger(), _key(fingerprint(path), n_threads or default_threads(), kv_type)
+    stored = ledger.get(key) or {}
+    figures = _figures(stored)
+    usual = [name for name in names if name in ENGINES]
+    if any(name not in figures for name in usual):
+        return list(names)
+    first, second = usual
+    if figures[first] <= MARGIN * figures[second]:
+        return list(names)
+    if not stored.get("told"):
+        ledger.put(key, {**stored, "told": True})
+        share = figures[first] / figures[second]
+        warn(f"{second} answers {share:.2f} times as fast as {first} with {path.name} here, as measured: auto uses it")
+    return [{first: second, second: first}.get(name, name) for name in names]
+
+
+def _figures(stored: dict[str, Any] | None) -> dict[str, float]:
+    found = (stored or {}).get("ms")
+    if not isinstance(found, dict):
+        return {}
+    return {str(name): float(ms) for name, ms in found.items() if isinstance(ms, int | float) and ms > 0}
+
+
+def _ledger() -> Ledger:
+    return Ledger(home() / "engines", 1)
+
+
+def _key(digest: str, n_threads: int, kv_type: str) -> dict[str, str]:
+    return {
+        "machine": cpu_name(),
+        "engines": ", ".join(_versions()),
+        "file": digest,
+        "threads": str(n_threads),
+        "kv": kv_type,
+    }
+
+
+def _versions() -> list[str]:
+    usable = [name for name in ENGINES if unavailable_reason(name) is None]
+    return [f"{name} {engine_module(name).binding().version}" for name in usable]

@@ -1,0 +1,287 @@
+"""Work for the one thread that owns the engine: ``Job``, and ``FairQueue`` in which jobs wait; ``worker`` runs them."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from typing import Any, Literal
+
+from localspec.errors import Closed, QueueFull, UsageError
+from localspec.runtime.idle import Pause
+from localspec.system.forking import REFUSAL
+
+CancelledBy = Literal["caller", "deadline"]
+JobState = Literal["waiting", "running", "done"]
+
+
+class Job:
+    """One piece of work; it runs at most once, and not at all if it is cancelled or late before its turn.
+
+    Whoever claims a job answers for it: the worker that runs it, or whoever cancels it while it waits. Claiming takes
+    no lock that others hold, so a job may be cancelled from anywhere, a destructor included.
+
+    Args:
+        work: what to do, given the job; its result, or its exception, is delivered.
+        deliver: takes what the job gives; called from the worker's thread, or from the one that cancels. What it raises
+            ends the job, and is given to it in place of the result; if it raises again, nobody is there to take it.
+        abandoned: makes what is delivered in place of a result if the job never runs.
+        conversation: jobs of one conversation run in order; None is a conversation of its own.
+        deadline: seconds from now in which it has to be done, waiting included; None is for ever.
+
+    Raises:
+        UsageError: the deadline is not a positive number, or the conversation not hashable.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[Job], Any],
+        deliver: Callable[[Any], Any],
+        *,
+        abandoned: Callable[[Job], Any] | None = None,
+        conversation: Hashable | None = None,
+        deadline: float | None = None,
+    ) -> None:
+        if deadline is not None and not (_is_number(deadline) and math.isfinite(deadline) and deadline > 0):
+            raise UsageError(f"the deadline must be a number of seconds over 0, not {deadline!r}")
+        try:
+            hash(conversation)
+        except TypeError:
+            raise UsageError(f"a conversation must be hashable, not {type(conversation).__name__}") from None
+        self.conversation: Hashable = self if conversation is None else conversation
+        self.submitted = time.monotonic()
+        self.ends_at = None if deadline is None else self.submitted + deadline
+        self.cancelled_by: CancelledBy | None = None
+        self.state: JobState = "waiting"
+        self._work: Callable[[Job], Any] | None = work
+        self._deliver = deliver
+        self._abandoned = abandoned
+        self._refused: BaseException | None = None
+        self._claim = threading.Lock()
+        self._process = os.getpid()
+
+    def run(self) -> None:
+        """Do the work, unless somebody else has claimed the job or it is too late; called by the worker."""
+        if self.expire() or not self._claimed():
+            return
+        self.state = "running"
+        work, self._work = self._work, None
+        assert work is not None
+        self._end(lambda: work(self))
+
+    def give(self, item: Any) -> None:
+        """Hand something to whoever waits for this job; if that fails, the job ends."""
+        if self._refused is None:
+            try:
+                self._deliver(item)
+            except BaseException as error:  # the thread that works for all must outlive what one of them does
+                self._refused = error
+                self.forget()
+
+    def _end(self, make: Callable[[], Any]) -> None:
+        """Give the last thing: a result, or why there is none or it could not be delivered."""
+        try:
+            result = make()
+        except StopIteration as error:  # raised again by an iterator, it would look like a proper end
+            result = RuntimeError(f"unexpected {error!r}")
+        except BaseException as error:
+            result = error
+        self.state = "done"
+        self.give(result)
+        if self._refused is not None:
+            with suppress(BaseException):  # an event loop that is closed
+                self._deliver(self._refused)
+
+    def stopped(self) -> bool:
+        """Whether the work should end: polled by the work itself."""
+        if self.cancelled_by is None and self.ends_at is not None and time.monotonic() >= self.ends_at:
+            self.cancelled_by = "deadline"
+        return self.cancelled_by is not None
+
+    def cancel(self, by: CancelledBy = "caller") -> None:
+        """Stop the work at its next look, or keep it from ever starting."""
+        if self.state == "done":
+            return
+        if self.cancelled_by is None:
+            self.cancelled_by = by
+        if self._claimed():
+            self._work = None
+            abandoned = self._abandoned
+            if abandoned is None:
+                self.state = "done"
+            else:
+                self._end(lambda: abandoned(self))
+                if isinstance(self._refused, KeyboardInterrupt):  # it was meant for the thread that cancels
+                    raise self._refused
+
+    def expire(self) -> bool:
+        """Cancel it if it is too late; whether it is cancelled."""
+        if self.stopped():
+            self.cancel("deadline")
+        return self.cancelled_by is not None
+
+    def forget(self) -> None:
+        """Nobody waits for the result any more: stop, and deliver nothing. For destructors, so it only sets flags."""
+        if self.cancelled_by is None:
+            self.cancelled_by = "caller"
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the deadline; None if there is none."""
+        return None if self.ends_at is None else self.ends_at - time.monotonic()
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether it was queued before this process was forked: whoever would run it works in the parent."""
+        return self._process != os.getpid()
+
+    def _claimed(self) -> bool:
+        return self._claim.acquire(blocking=False)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+class FairQueue:
+    """Jobs of one conversation in order, conversations in turns: who asks ten things at once delays nobody else much.
+
+    Args:
+        max_waiting: most jobs that may wait; None is any number.
+    """
+
+    def __init__(self, max_waiting: int | None = None) -> None:
+        self.max_waiting = max_waiting
+        self._lanes: dict[Hashable, deque[Job]] = {}
+        self._served: tuple[Hashable, deque[Job]] | None = None
+        self._changed = threading.Condition()
+        self._closed: str | None = None
+        self._at_rest = False
+
+    def put(self, job: Job, *, bounded: bool = True) -> None:
+        """Add a job at the end of its conversation.
+
+        Raises:
+            QueueFull: ``max_waiting`` jobs wait already, and the job is subject to the bound.
+            Closed: the queue was closed.
+        """
+        with self._changed:
+            if self._closed:
+                raise Closed(self._closed)
+            if bounded and self.max_waiting is not None:
+                waiting = len(self)
+                if waiting >= self.max_waiting:
+                    raise QueueFull(f"{waiting} requests are waiting already; try again later")
+            if self._served is not None and self._served[0] == job.conversation:
+                self._served[1].append(job)
+            else:
+                self._lanes.setdefault(job.conversation, deque()).append(job)
+            self._prune()
+            self._stir()
+
+    def get(self, pause: Callable[[], Pause] = lambda: Pause(None, at_rest=True)) -> Job | None:
+        """The next job, once there is one; None when the queue was closed and is empty, or it is time for other work.
+
+        Args:
+            pause: when it is time for other work, where there is no job; asked again after that time and by ``stir``.
+        """
+        with self._changed:
+            while True:
+                seconds, at_rest = pause()  # before the look at what came: it is long enough for something to come
+                if self._served is not None and self._served[1]:
+                    # Its conversation had its turn, and lines up behind those that came meanwhile.
+                    self._lanes[self._served[0]] = self._served[1]
+                self._served = None
+                if self._lanes:
+                    conversation = next(iter(self._lanes))
+                    lane = self._lanes.pop(conversation)
+                    self._served = conversation, lane
+                    return lane.popleft()
+                if self._closed:
+                    return None
+                if seconds == 0:
+                    return None
+                self._at_rest = at_rest
+                self._changed.notify_all()
+                self._changed.wait(seconds)
+                self._at_rest = False
+
+    def stir(self) -> None:
+        """Have ``get`` ask its ``pause`` again."""
+        with self._changed:
+            self._stir()
+
+    def _stir(self) -> None:
+        self._at_rest = False
+        self._changed.notify_all()
+
+    def wait_at_rest(self, timeout: float | None) -> bool:
+        """Wait until ``get`` waits, having nothing to give; whether that came about in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._at_rest or self._closed is not None, timeout)
+
+    @property
+    def presses(self) -> bool:
+        """Whether somebody waits for the consumer, while it has no job: a job came, or the queue was closed."""
+        return bool(self._lanes) or self._closed is not None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the queue was closed and has nothing left."""
+        return self._closed is not None and not self._lanes and not (self._served and self._served[1])
+
+    def waiting(self) -> list[Job]:
+        """The jobs that wait and were not cancelled."""
+        with self._changed:
+            lanes = [*([self._served[1]] if self._served else []), *self._lanes.values()]
+            return [job for lane in lanes for job in lane if job.state == "waiting" and not job.stopped()]
+
+    def __len__(self) -> int:
+        return len(self.waiting())
+
+    def close(self, reason: str = "this LLM was closed") -> None:
+        """Take no more jobs, for a reason; those that wait are still handed out."""
+        with self._changed:
+            self._closed = self._closed or reason
+            self._stir()
+
+    def _prune(self) -> None:
+        """Drop jobs that were cancelled while they waited: a long answer must not let them pile up."""
+        if self._served is not None:
+            self._served = self._served[0], _alive(self._served[1])
+        for conversation, lane in list(self._lanes.items()):
+            alive = _alive(lane)
+            if not alive:
+                del self._lanes[conversation]
+            elif len(alive) < len(lane):
+                self._lanes[conversation] = alive
+
+
+def _alive(lane: deque[Job]) -> deque[Job]:
+    return deque(job for job in lane if job.cancelled_by is None)
+
+
+def wait_for(items: queue.SimpleQueue[Any], job: Job | None = None) -> Any:
+    """The next thing delivered; a job that is too late while it waits for its turn is cancelled here.
+
+    Raises:
+        Closed: nothing will be delivered, as the process was forked meanwhile.
+    """
+    while True:
+        timeout = 1.0  # a wait without one cannot be interrupted by Ctrl-C on Windows
+        if job is not None and job.state == "waiting" and job.seconds_left is not None:
+            timeout = min(timeout, max(0.01, job.seconds_left))
+        orphaned = job is not None and job.orphaned
+        try:
+            return items.get(timeout=0.0 if orphaned else timeout)
+        except queue.Empty:
+            if orphaned:
+                raise Closed(REFUSAL) from None
+            if job is not None:
+                job.expire()

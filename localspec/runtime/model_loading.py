@@ -1,0 +1,230 @@
+"""Loading the models of a pair: with the right engine, and the copy of a draft that drafts faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from localspec import backends
+from localspec.backends.base import Context, Model
+from localspec.backends.repack import lightening, lighter_copy
+from localspec.backends.trust import fingerprint, verdict_key, verdicts
+from localspec.controllers.cost_model import PassTimes
+from localspec.errors import Cancelled, LocalspecError, VocabularyMismatch
+from localspec.runtime import draft_choice
+from localspec.runtime.engine_choice import ordered
+from localspec.system.home import home
+from localspec.system.json_store import Ledger
+from localspec.system.machine import cpu_name
+from localspec.system.steps import Steps, exhaust
+
+Report = Callable[[str, "float | None"], None]
+"""Progress: what is being done, and the fraction done if it is known. Raising from it cancels."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairOptions:
+    """How to load; see ``LLM``."""
+
+    backend: str = "auto"
+    n_ctx: int | None = None
+    n_threads: int | None = None
+    n_gpu_layers: int | None = None
+    kv_type: str = "f16"
+    light_draft: bool = True
+    remember: bool = True
+    draft_backend: str | None = None
+    idle: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a draft is loaded for.
+
+    Attributes:
+        model: the target.
+        n_ctx: size of its context [tokens].
+        times: what its passes cost.
+    """
+
+    model: Model
+    n_ctx: int
+    times: PassTimes
+
+
+class Loader:
+    """Loads models as the options say.
+
+    Args:
+        options: how to load.
+        warnings: takes one-line remarks that a user should see.
+    """
+
+    def __init__(self, options: PairOptions, warnings: list[str]) -> None:
+        self.options = options
+        self.warnings = warnings
+        self._choices = Ledger(home() / "drafts", 1)
+
+    def load(self, path: Path, report: Report, *, backend: str | None = None, check: bool = True) -> Model:
+        """Load a file; see ``backends.load``. An exception from ``report`` cancels, and is raised here."""
+        cancel: list[BaseException] = []
+
+        def progress(fraction: float) -> bool:
+            try:
+                report(f"loading {path.name}", fraction)
+            except BaseException as error:  # carried around the C code that calls this
+                cancel.append(error)
+                return False
+            return True
+
+        try:
+            return backends.load(
+                path,
+                backend or self.options.backend,
+                n_threads=self.options.n_threads,
+                n_gpu_layers=self.options.n_gpu_layers,
+                kv_type=self.options.kv_type,
+                progress=progress,
+                say=lambda line: report(line, None),
+                warn=self.warnings.append,
+                check=check,
+                put_off=self.options.idle,
+                order=partial(self._in_order, path),
+            )
+        except LocalspecError:
+            if cancel:
+                raise cancel[0] from None
+            raise
+
+    def _in_order(self, path: Path, names: list[str], on_gpu: bool) -> list[str]:
+        threads, kv_type = self.options.n_threads, self.options.kv_type
+        return ordered(names, path, n_threads=threads, kv_type=kv_type, on_gpu=on_gpu, warn=self.warnings.append)
+
+    def load_draft(self, path: Path, target: Target, report: Report) -> tuple[Model, Context]:
+        """Load a draft model: the copy of it that drafts faster here; see ``draft_choice``.
+
+        Raises:
+            VocabularyMismatch: it numbers its tokens differently from the target.
+        """
+        key = self._choice_key(path, target)
+        known = self._choices.get(key) if self.options.light_draft else None
+        if known is not None and known.get("light"):
+            light = lighter_copy(path, key["draft"], lambda line: report(line, None))
+            if light is not None:
+                return self._open_draft(light, target, report, check=False)
+        published = self._open_draft(path, target, report, check=not self.options.idle or self._is_known_wrong(path))
+        if self.options.idle or not self.may_be_lighter(path, published[0], target):
+            return published
+        try:
+            prefers_light = exhaust(
+                self.choosing(path, published[0], target, report), lambda: report("measuring", None)
+            )
+            lighter = self._open_lighter(path, target, report) if prefers_light else None
+        except BaseException:
+            close_both(*published)
+            raise
+        if lighter is None:
+            return published
+        close_both(*published)
+        return lighter
+
+    def _is_known_wrong(self, path: Path) -> bool:
+        """Whether an engine was found to compute a draft wrongly: then one, or a copy, that is right is looked for."""
+        backend, digest = self.options.draft_backend or self.options.backend, fingerprint(path)
+        names = backends.candidates(self.options.n_gpu_layers) if backend == "auto" else [backend]
+        found = (verdicts().get(verdict_key(name, self.engine_options, digest)) for name in names)
+        return any(verdict is not None and not verdict["holds"] for verdict in found)
+
+    @property
+    def engine_options(self) -> dict[str, Any]:
+        """What the engines' ``load`` is given, for llama.cpp's family."""
+        options = self.options
+        return {"n_threads": options.n_threads, "n_gpu_layers": options.n_gpu_layers, "kv_type": options.kv_type}
+
+    def may_be_lighter(self, path: Path, model: Model, target: Target) -> bool:
+        """Whether it is not known yet if a lighter copy of a draft would draft faster."""
+        on_cpu = model.capabilities.device == "cpu" and not model.capabilities.batch_invariant
+        known = self._choices.get(self._choice_key(path, target)) is not None
+        return self.options.light_draft and on_cpu and model.path == path and not known
+
+    def choosing(self, path: Path, published: Model, target: Target, report: Report) -> Steps[bool]:
+        """Make the lighter copy of a draft, compare it with the published file, and remember which drafts faster.
+
+        Returns:
+            Whether the copy does.
+        """
+        key = self._choice_key(path, target)
+        lighter: tuple[Model, Context] | None = None
+        try:
+            light = yield from lightening(path, key["draft"], lambda line: report(line, None))
+            if light is None:
+                return False
+            lighter = self._open_draft(light, target, report, check=False)
+            report(f"comparing {path.name} with its lighter copy (once)", None)
+            tokens = draft_choice.tokens_of(target.model)
+            tops = yield from draft_choice.reading(target.model, tokens)
+            one = yield from draft_choice.measuring(published, tokens, tops, target.times, target.model.n_vocab)
+            two = yield from draft_choice.measuring(lighter[0], tokens, tops, target.times, target.model.n_vocab)
+        except Cancelled:
+            raise
+        except LocalspecError:
+            return False  # not worth failing over: an engine that cannot run the copy drafts with the published file
+        finally:
+            if lighter is not None:
+                close_both(*lighter)
+        self._choices.put(key, {"light": two.rate > one.rate, "published": one.as_dict(), "lighter": two.as_dict()})
+        return two.rate > one.rate
+
+    def _open_lighter(self, path: Path, target: Target, report: Report) -> tuple[Model, Context] | None:
+        light = lighter_copy(path, fingerprint(path), lambda line: report(line, None))
+        return None if light is None else self._open_draft(light, target, report, check=False)
+
+    def _choice_key(self, path: Path, target: Target) -> dict[str, str]:
+        key = {
+            "engine": target.model.engine,
+            "machine": cpu_name(),
+            "threads": str(target.model.n_threads),
+            "target": fingerprint(target.model.path),
+            "draft": fingerprint(path),
+        }
+        if self.options.draft_backend is not None:
+            key["draft engine"] = self.options.draft_backend
+        return key
+
+    def _open_draft(self, path: Path, target: Target, report: Report, *, check: bool = True) -> tuple[Model, Context]:
+        model = self.load(path, report, backend=self.options.draft_backend, check=check)
+        try:
+            self._check_draft(model, target.model)
+            return model, model.new_context(target.n_ctx)
+        except BaseException:
+            model.close()
+            raise
+
+    def _check_draft(self, draft: Model, target: Model) -> None:
+        difference = target.vocab.difference(draft.vocab)
+        if difference:
+            raise VocabularyMismatch(f"{draft.path.name} cannot draft for {target.path.name}: {difference}")
+        if draft.size_bytes > target.size_bytes:
+            self.warnings.append(
+                f"the draft {draft.path.name} is larger than the target {target.path.name}: "
+                "it will cost more than it saves"
+            )
+
+
+def giving_way(stopped: Callable[[], bool]) -> Report:
+    """What makes a load end with ``Cancelled`` once it is to stop."""
+
+    def report(what: str, fraction: float | None) -> None:
+        if stopped():
+            raise Cancelled(f"{what}: stopped")
+
+    return report
+
+
+def close_both(model: Model, context: Context) -> None:
+    """Free a context, then its model."""
+    context.close()
+    model.close()

@@ -1,0 +1,155 @@
+"""What a loaded pair still has to find out or make, done in idle time: nothing of it is needed to be right.
+
+Calibration, the check of a draft model, the choice between a draft and its lighter copy, another engine's opinion. Each
+is work in steps; a request that comes waits for one step at most, and finds what was known before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from localspec.backends.second_opinion import SecondOpinion
+from localspec.backends.trust import checking, fingerprint, verdict_key, verdicts
+from localspec.controllers.cost_model import PassTimes, calibrating_model, curves
+from localspec.errors import Cancelled, LocalspecError
+from localspec.runtime.engine_choice import ENGINES, engines_measuring, measured
+from localspec.runtime.idle import Stopped
+from localspec.runtime.model_loading import giving_way
+from localspec.system.steps import Steps
+
+if TYPE_CHECKING:
+    from localspec.backends.base import Context, Model
+    from localspec.runtime.pair import Pair
+
+log = logging.getLogger("localspec")
+
+Work = Callable[[Stopped], Steps[None]]
+
+ORDER = ("draft", "target curve", "draft curve", "draft check", "other engine", "draft copy")
+"""What is done first: what brings most, and quickly."""
+
+
+@dataclass(slots=True)
+class _Item:
+    kind: str
+    work: Work
+    steps: Steps[None] | None = None
+
+
+class Preparation:
+    """An idle task made of several; see ``idle.IdleTask``. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._items: list[_Item] = []
+        self._at_work: _Item | None = None
+        self._stopped: Stopped = lambda: False
+
+    def add(self, kind: str, work: Work) -> None:
+        """Have work done.
+
+        Args:
+            kind: one of ``ORDER``.
+            work: makes the steps, given what says that they are to stop; made again after a step raised ``Cancelled``.
+        """
+        self._items.append(_Item(kind, work))
+        self._items.sort(key=lambda item: ORDER.index(item.kind))
+
+    def drop(self, *kinds: str) -> None:
+        """Forget work, and free what it holds."""
+        for item in [item for item in self._items if item.kind in kinds]:
+            self._end(item)
+
+    def clear(self) -> None:
+        """Forget all work."""
+        self.drop(*ORDER)
+
+    def __call__(self, stopped: Stopped) -> bool:
+        if not self._items:
+            return False
+        item, self._stopped = self._items[0], stopped
+        self._at_work = item
+        try:
+            if item.steps is None:
+                item.steps = item.work(lambda: self._stopped())
+            next(item.steps)
+        except StopIteration:
+            self._end(item)
+        except Cancelled:
+            item.steps = None
+            raise
+        except LocalspecError as error:
+            log.debug("idle work %r failed: %s", item.kind, error)
+            self._end(item)
+        finally:
+            self._at_work = None
+        return bool(self._items)
+
+    def _end(self, item: _Item) -> None:
+        if item in self._items:
+            self._items.remove(item)
+        if item.steps is not None and item is not self._at_work:
+            item.steps.close()  # within its own steps, as when a draft is replaced, it ends by itself
+
+
+def calibrating_into(times: PassTimes, model: Model, n_ctx: int, key: dict[str, str]) -> Steps[None]:
+    """Measure a curve, keep it, and use it from now on."""
+    measured = yield from calibrating_model(model, n_ctx)
+    curves().put(key, measured)
+    times.replace(measured)
+
+
+def checking_draft(pair: Pair, model: Model) -> Steps[None]:
+    """Check a draft model; one that its engine computes wrongly only costs time, so it drafts no more."""
+    options = pair.loader.engine_options
+    key = verdict_key(model.backend, options, fingerprint(model.path))
+    if model.capabilities.batch_invariant or verdicts().get(key) is not None:
+        return
+    found = yield from checking(model)
+    why = "" if found.holds else "its batches differ from its single tokens, "
+    verdicts().put(key, {"holds": found.holds, "why": f"{why}KL {found.mean_kl:.2g} nats"})
+    if not found.holds:
+        pair.warnings.append(
+            f"{model.engine} computes the draft {model.path.name} wrongly in batches: it is not drafted with now; the "
+            "next start finds another way"
+        )
+        pair.drop_draft(model)
+
+
+def prepare_draft(pair: Pair, path_key: str, model: Model, context: Context) -> None:
+    """Queue what is to be found out about a draft model that was just loaded."""
+    path, target = Path(path_key), pair.as_target
+    pair.preparation.add("draft check", lambda stopped: checking_draft(pair, model))
+    if pair.loader.may_be_lighter(path, model, target):
+
+        def choosing(stopped: Stopped) -> Steps[None]:
+            report = giving_way(stopped)
+            if (yield from pair.loader.choosing(path, model, target, report)):
+                pair.reload_draft(path_key, report)
+
+        pair.preparation.add("draft copy", choosing)
+
+
+def ask_another_engine(pair: Pair, path: Path) -> None:
+    """Queue the comparison with another engine, of results and of times, where there is one and it was not made."""
+    opinion = second_opinion(pair, path)
+    if opinion.waits:
+        pair.preparation.add("other engine", opinion.steps)
+
+
+def second_opinion(pair: Pair, path: Path) -> SecondOpinion:
+    """What another engine has to say of a pair's target, a file as the user named it."""
+    target, options = pair.target, pair.options
+    known = measured(path, options.n_threads, options.kv_type)
+    comparable = target.capabilities.device == "cpu" and options.backend == "auto"
+    return SecondOpinion(
+        target,
+        path,
+        pair.loader.engine_options,
+        pair.refuse,
+        engines_measuring(pair.context.n_ctx, options.kv_type),
+        measured=not comparable or all(name in known for name in ENGINES),
+    )

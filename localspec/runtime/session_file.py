@@ -1,0 +1,184 @@
+"""The file of a saved session: the conversation as text, and what the models held of it.
+
+::
+
+    localspec-session 1\\n              format and version
+    <bytes> <digest>\\n                 of the text part: 16 bytes of BLAKE2b in hexadecimal
+    {...}                              the text part: JSON in UTF-8, which also lists the arrays that follow
+    ...                                the arrays, one after the other; each has its own digest in the list
+
+The text comes first and is checked apart, so a chat survives any damage to what follows: then it is read by the models
+again. The digests guard against accidents, not against somebody who forges a file: engines check little of what they
+are given, so load sessions only from where you would run programs from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec.backends.base import ContextState
+from localspec.errors import SessionFileError
+from localspec.runtime.saved_state import Memory
+
+MAGIC = b"localspec-session "
+VERSION = 1
+MAX_TEXT_BYTES = 1 << 28
+
+_STALE_SECONDS = 3600.0
+"""A temporary file this old was left by a process that was killed."""
+
+
+def write(path: Path, text: Mapping[str, Any], memories: Sequence[Memory]) -> None:
+    """Save a session: complete under its name, or not at all.
+
+    Raises:
+        SessionFileError: it cannot be written, or the name belongs to a file that is not a saved session.
+    """
+    try:
+        if path.exists() and path.stat().st_size:
+            with path.open("rb") as file:
+                _read_version(path, file)
+    except SessionFileError:
+        raise SessionFileError(f"{path} exists and is not a saved session; choose another name") from None
+    except OSError as error:
+        raise SessionFileError(f"cannot write {path}: {error.strerror or error}") from error
+    arrays: list[npt.NDArray[Any]] = []
+    listed = []
+    for memory in memories:
+        entries = []
+        for name, array in memory.state.arrays.items():
+            array = np.ascontiguousarray(array)
+            arrays.append(array)
+            entries.append(
+                {"name": name, "dtype": array.dtype.str, "shape": list(array.shape), "digest": _digest(_bytes(array))}
+            )
+        held = None if list(memory.state.tokens) == list(memory.tokens) else list(memory.state.tokens)
+        listed.append({"maker": dict(memory.maker), "tokens": list(memory.tokens), "held": held, "arrays": entries})
+    try:
+        document = json.dumps({**text, "memories": listed}, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:  # a lone surrogate, or a value of some other kind
+        raise SessionFileError(f"cannot write {path}: what was said is not JSON ({error})") from error
+    _remove_stale(path)
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".tmp")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(MAGIC + b"%d\n%d %s\n" % (VERSION, len(document), _digest(document).encode()))
+                file.write(document)
+                for array in arrays:
+                    file.write(_bytes(array))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+        _sync_folder(path.parent)
+    except (OSError, ValueError) as error:  # ValueError: no name for a file, as with a NUL in it
+        reason = getattr(error, "strerror", None) or error
+        raise SessionFileError(f"cannot write {path}: {reason}") from error
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[Memory], str | None]:
+    """Read a saved session.
+
+    Returns:
+        The text part; the memories; and, if those are damaged, one line that says so (there are none then).
+
+    Raises:
+        SessionFileError: missing, foreign, from another version, or damaged in its text.
+    """
+    try:
+        with path.open("rb") as file:
+            _read_version(path, file)
+            text = _read_text(path, file)
+            try:
+                return text, [_read_memory(listed, file) for listed in text.pop("memories")], None
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+                text.pop("memories", None)
+                return text, [], f"the memory saved in {path.name} is damaged ({error})"
+    except (OSError, ValueError) as error:
+        if isinstance(error, SessionFileError):
+            raise
+        raise SessionFileError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _read_version(path: Path, file: BinaryIO) -> None:
+    line = file.readline(64)
+    if not line.startswith(MAGIC) or not line.endswith(b"\n"):
+        raise SessionFileError(f"{path} is not a saved session")
+    version = line[len(MAGIC) : -1].decode("ascii", "replace")
+    if version != str(VERSION):
+        raise SessionFileError(f"{path} has format version {version!r}; this localspec reads version {VERSION}")
+
+
+def _read_text(path: Path, file: BinaryIO) -> dict[str, Any]:
+    damaged = SessionFileError(f"{path} is damaged: its text cannot be read")
+    size, _, digest = file.readline(64).partition(b" ")
+    if not size.isdigit() or len(size) > 12 or int(size) > MAX_TEXT_BYTES:
+        raise damaged
+    document = file.read(int(size))
+    if len(document) != int(size) or _digest(document).encode() != digest.rstrip(b"\n"):
+        raise damaged
+    try:
+        text = json.loads(document)
+    except (ValueError, RecursionError):
+        raise damaged from None
+    if not isinstance(text, dict):
+        raise damaged
+    return text
+
+
+def _read_memory(listed: Mapping[str, Any], file: BinaryIO) -> Memory:
+    arrays = {}
+    for entry in listed["arrays"]:
+        dtype, shape = np.dtype(entry["dtype"]), tuple(int(n) for n in entry["shape"])
+        n_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        left = os.fstat(file.fileno()).st_size - file.tell()
+        if dtype.hasobject or n_bytes < 0 or n_bytes > left:
+            raise ValueError("it is cut short")
+        data = np.empty(n_bytes, dtype=np.uint8)
+        file.readinto(_bytes(data))  # type: ignore[attr-defined]
+        if _digest(_bytes(data)) != entry["digest"]:
+            raise ValueError("its digest is wrong")
+        arrays[str(entry["name"])] = data.view(dtype).reshape(shape)
+    tokens = [int(token) for token in listed["tokens"]]
+    held = tokens if listed["held"] is None else [int(token) for token in listed["held"]]
+    return Memory(dict(listed["maker"]), tokens, ContextState(tuple(held), arrays))
+
+
+def _bytes(array: npt.NDArray[Any]) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _digest(data: bytes | memoryview) -> str:
+    return blake2b(data, digest_size=16).hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the new name itself survive a power failure, where folders can be opened."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _remove_stale(path: Path) -> None:
+    with suppress(OSError):
+        for temporary in path.parent.glob(f".{path.name}-*.tmp"):
+            if time.time() - temporary.stat().st_mtime > _STALE_SECONDS:
+                temporary.unlink()

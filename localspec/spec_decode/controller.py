@@ -1,0 +1,43 @@
+"""How much to draft, and from which drafter: what the decoder asks of a controller."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from localspec.sampling.sampling import Row, SamplingParams
+from localspec.spec_decode.drafters.base import Plan
+from localspec.spec_decode.rounds import Round
+
+
+class Controller(ABC):
+    """Decides, round by round, how far to draft; learns from every round."""
+
+    def begin(self, params: SamplingParams, n_prompt: int) -> None:  # noqa: B027 - optional hook
+        """A new request starts."""
+
+    def may_use(self, source: str) -> bool:
+        """Whether a drafter may be asked at all, as things stand; if not, it need not keep up with the conversation."""
+        return True
+
+    @abstractmethod
+    def plan(self, room: int, n_past: int) -> Plan:
+        """The permission to draft in the next round.
+
+        Args:
+            room: most tokens that can be drafted within the token budget and the context.
+            n_past: tokens in the target's memory.
+        """
+
+    def watch(self, row: Row) -> None:  # noqa: B027 - optional hook
+        """The logits [n_vocab] that the target just chose a token from; ``update`` follows."""
+
+    def lose(self, source: str) -> None:  # noqa: B027 - optional hook
+        """A drafter failed and will make no more guesses."""
+
+    @abstractmethod
+    def update(self, round_: Round) -> None:
+        """Learn from a finished round, and note in it why it drafted as it did."""
+
+    @abstractmethod
+    def explain(self) -> str:
+        """One sentence: why the runtime is or is not drafting."""

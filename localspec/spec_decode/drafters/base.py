@@ -1,0 +1,157 @@
+"""What a drafter must provide. A drafter guesses; it can never change what is said, only how fast.
+
+Being wrong is cheap, being *dishonest about randomness* is not: whether a guess that was **sampled** is sent to the
+target must not depend on which token came out (dropping unlikely samples would skew the law of what remains). So
+``Plan.keep`` is asked before a sample is drawn, with a confidence computed from the distribution alone. Guesses made
+deterministically, or with the target's own noise, may be dropped at will.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+from localspec.backends.base import Forward
+from localspec.sampling.sampling import Distribution, Noise, Row, SamplingParams
+from localspec.spec_decode.rounds import DraftToken
+
+
+class DrafterFailed(Exception):
+    """A drafter cannot go on; the answer can. ``str(error)`` says why, in a clause without a subject."""
+
+
+class Plan(Protocol):
+    """The controller's permission to guess in this round; drafters ask it token by token."""
+
+    @property
+    def room(self) -> int:
+        """How many more tokens may be drafted in this round."""
+
+    def more(self, source: str, pending: int = 0) -> bool:
+        """Whether one more step of this drafter is worth its time; asked before the step.
+
+        Args:
+            source: the drafter's name.
+            pending: tokens it must decode for the step; 0 when a step costs no pass of a model.
+        """
+
+    def piece(self, source: str, pending: int) -> int:
+        """How many of ``pending`` tokens to read before ``more`` is asked again for the rest; 1 to ``pending``."""
+
+    def spent(self, source: str, n_tokens: int, ms: float) -> None:
+        """A pass over ``n_tokens`` tokens of the drafter's own model, and a guess made of it, took so long."""
+
+    def samples(self, source: str, confidence: float) -> bool:
+        """Whether a guess should be sampled from the draft's distribution, or be its most probable token.
+
+        Asked before ``keep``, and only where a request samples with fresh noise. Both are verified exactly.
+        """
+
+    def nothing(self, source: str) -> None:
+        """The drafter, asked for a guess, has none."""
+
+    def witness(self, source: str, confidence: float, right: bool) -> None:
+        """A guess that the drafter would have made for a token settled since, and whether it would have been right."""
+
+    def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
+        """Whether the token at hand is worth a row of the target's pass.
+
+        Args:
+            source: the drafter's name.
+            confidence: its own estimate, in [0, 1], that its most probable token is right.
+            sampled: whether the guess will be a sample instead.
+
+        Returns:
+            The calibrated probability of acceptance if the token should be sent, else None.
+        """
+
+
+class Proposer(Protocol):
+    """How a draft model's logits become a guess, so that drafters need not know about sampling.
+
+    Attributes:
+        params: the request's sampling parameters.
+        noise: the request's randomness.
+        n_vocab: how many token ids the target takes; no other may be guessed.
+    """
+
+    params: SamplingParams
+    noise: Noise
+    n_vocab: int | None
+
+    def n_legal(self, guesses: Sequence[int]) -> int:
+        """How many of these guesses, from the first, the target takes and a grammar, if there is one, allows here."""
+
+    def extend(self, guess: int) -> bool:
+        """The guess is part of the draft. Returns whether no other can follow it."""
+
+    def confidence(self, row: Row, history: Sequence[int], behind: int = 0) -> float:
+        """The draft's confidence [0, 1] in the guess that ``choose`` would make; independent of fresh randomness.
+
+        0 is no guess at all: what the request bans leaves the draft model nothing to say.
+
+        Args:
+            row: the draft model's logits [n], which can be more or fewer than the target's.
+            history: the tokens before the one to guess.
+            behind: how many tokens are known already from that one on; 0 guesses the next.
+
+        Raises:
+            DrafterFailed: the logits are not numbers.
+        """
+
+    def best(self) -> int:
+        """The most probable token of the row last given to ``confidence``."""
+
+    @property
+    def has_fresh_noise(self) -> bool:
+        """Whether guesses may be sampled with noise of their own: at a temperature, without a seed."""
+
+    def choose(self, position: int, *, sampled: bool = True) -> tuple[int, Distribution | None]:
+        """The guess for the row last given to ``confidence``, and the law it was sampled from (None: deterministic)."""
+
+
+class Drafter(ABC):
+    """One source of guesses.
+
+    Attributes:
+        source: its name in rounds, statistics and ``--draft``: ``model``, ``ngram``, …
+        failed: whether it has raised ``DrafterFailed``; it is then done without.
+    """
+
+    source: str
+    failed: bool = False
+
+    _name: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What people call it: its source, or the file of a draft model."""
+        return self._name or self.source
+
+    @name.setter
+    def name(self, name: str | None) -> None:
+        self._name = name
+
+    def begin(self, tokens: Sequence[int]) -> None:  # noqa: B027 - optional hook
+        """A new request starts; ``tokens`` is its whole prompt. Keep what earlier requests share with it."""
+
+    def process(self, tokens: Sequence[int], forward: Forward | None) -> None:  # noqa: B027 - optional hook
+        """The target decoded ``tokens`` (prefill, with forward None, or a verification pass)."""
+
+    @abstractmethod
+    def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
+        """Guess what follows ``tokens``: everything settled, then what other drafters guessed already in this round.
+
+        Returns:
+            At most ``plan.room`` guesses; empty when this drafter has nothing worth trying.
+
+        Raises:
+            DrafterFailed: it cannot go on; it is not asked again.
+        """
+
+    def accept(self, emitted: Sequence[int]) -> None:  # noqa: B027 - optional hook
+        """The round is over: these tokens were settled."""
+
+    def close(self) -> None:  # noqa: B027 - optional hook
+        """Free what the drafter holds; safe to call twice."""

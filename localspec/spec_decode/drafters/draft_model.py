@@ -1,0 +1,146 @@
+"""A draft model: a smaller model with the target's vocabulary, in a context of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+from localspec.backends.base import FEW_ROWS, Context, FloatArray, shared_prefix
+from localspec.errors import EngineError
+from localspec.sampling.sampling import Row
+from localspec.spec_decode.drafters.base import Drafter, DrafterFailed, Plan, Proposer
+from localspec.spec_decode.rounds import DraftToken
+
+MAX_WITNESS = 24
+"""Guesses judged after the fact when a draft model catches up; each takes a row of its output head."""
+
+
+N_HEAD = 4
+N_TAIL = 48
+MAX_ABRIDGED = 144
+"""Of a new prompt of up to ``MAX_ABRIDGED`` tokens only the first ``N_HEAD`` and the last ``N_TAIL`` are read, where
+reading it all is not worth its time.
+
+Reading is most of what a draft costs in a short answer, and after a few words it is mostly the answer that guesses are
+made from. On the tuning prompts of 83 to 112 tokens (code, mathematics, chat, stories; Qwen2.5-Coder) 0.80 of the
+guesses were right after the whole and 0.77 so. Longer prompts bring a text that the answer reworks, and what is missing
+is what matters: 0.64 and 0.36 in translations of 187 to 253 tokens, 0.96 and 0.73 in edits and extractions.
+"""
+
+
+class DraftModelDrafter(Drafter):
+    """Guesses one token a call, from a context that first decodes whatever it has not seen.
+
+    That catch-up is all there is to it: the token after a fully accepted draft, the guesses of another drafter and a
+    whole prompt are the same case. Nothing is decoded until the controller wants a guess, so a draft model that does
+    not pay costs nothing.
+
+    Args:
+        context: of the draft model.
+        source: see ``Drafter``.
+        name: what people call it; None is ``source``.
+    """
+
+    def __init__(self, context: Context, source: str = "model", name: str | None = None) -> None:
+        self.context = context
+        self.source = source
+        self._name = name
+        self._n_prompt = self._n_settled = 0
+        self._n_hidden = 0
+        self._n_hideable = 0
+
+    def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
+        position = len(tokens)
+        if position > self.context.n_ctx:
+            return []
+        tokens, known = self._what_to_read(tokens, plan)
+        if known is None:
+            return []
+        started = time.perf_counter()
+        # What it would have guessed for the last settled tokens that it is reading only now shows how it is doing here.
+        n_settled, n_prompt = self._n_settled - self._n_hidden, self._n_prompt - self._n_hidden
+        n_witness = min(n_settled - max(known, n_prompt - 1) - 1, MAX_WITNESS)
+        row = self._read(tokens, known, n_witness if len(tokens) - known > 2 else 0, plan, proposer)
+        confidence = proposer.confidence(row, tokens)
+        plan.spent(self.source, len(tokens) - known, (time.perf_counter() - started) * 1e3)
+        if not confidence:
+            return []
+        sampled = proposer.has_fresh_noise and plan.samples(self.source, confidence)
+        expected = plan.keep(self.source, confidence, sampled=sampled)
+        if expected is None:
+            return []
+        token, dist = proposer.choose(position, sampled=sampled)
+        prob = confidence if dist is None else dist.prob(token)
+        return [DraftToken(token, self.source, prob, dist, expected)]
+
+    def _what_to_read(self, tokens: Sequence[int], plan: Plan) -> tuple[Sequence[int], int | None]:
+        """The text as this model sees it, and how much of that it knows; None if the rest is not worth reading."""
+        for n_hidden in (0, self._n_hideable) if self._n_hideable else (self._n_hidden,):
+            seen = [*tokens[:N_HEAD], *tokens[N_HEAD + n_hidden :]] if n_hidden else tokens
+            known = self._reuse(seen[:-1])
+            if max(seen[known:]) >= self.context.model.n_vocab:  # the target's padding can be wider than the draft's
+                continue
+            pending = len(seen) - known
+            if plan.more(self.source, pending):
+                self._n_hidden, self._n_hideable = n_hidden, 0
+                return seen, self._probe(seen, known, plan)
+        return tokens, None
+
+    def _probe(self, tokens: Sequence[int], known: int, plan: Plan) -> int | None:
+        """Read first pieces, if the plan wants to see what reading costs now; None if the rest is not worth it."""
+        while (piece := plan.piece(self.source, len(tokens) - known)) < len(tokens) - known:
+            started = time.perf_counter()
+            self.context.decode(tokens[known : known + piece], "none")
+            plan.spent(self.source, piece, (time.perf_counter() - started) * 1e3)
+            known += piece
+            if not plan.more(self.source, len(tokens) - known):
+                return None
+        return known
+
+    def _read(self, tokens: Sequence[int], known: int, n_witness: int, plan: Plan, proposer: Proposer) -> Row:
+        """Decode ``tokens[known:]`` and return the logits behind the last; judge guesses for settled ones on the way.
+
+        Args:
+            n_witness: how many of the last settled tokens to judge a guess for; none if not positive.
+        """
+        if n_witness <= 0:
+            last: Row = self._decode(tokens[known:], "last")[0]
+            return last
+        first = self._n_settled - self._n_hidden - n_witness - 1  # its logits predict the first token to be judged
+        if first > known:
+            self._decode(tokens[known:first], "none")
+        for start in range(first, len(tokens), FEW_ROWS):
+            logits = self._decode(tokens[start : start + FEW_ROWS], "all")
+            for at in range(start + 1, min(start + FEW_ROWS, first + n_witness) + 1):
+                confidence = proposer.confidence(logits[at - start - 1], tokens[:at], behind=len(tokens) - at)
+                if confidence:
+                    plan.witness(self.source, confidence, proposer.best() == tokens[at])
+        behind_last: Row = logits[-1]
+        return behind_last
+
+    # The answer does not need a draft model: where its engine fails, it is done without.
+
+    def _decode(self, tokens: Sequence[int], rows: Literal["all", "last", "none"]) -> FloatArray:
+        try:
+            return self.context.decode(tokens, rows).logits
+        except EngineError as error:
+            raise DrafterFailed(f"failed: {error}") from error
+
+    def _reuse(self, tokens: Sequence[int]) -> int:
+        try:
+            return self.context.reuse(tokens)
+        except EngineError as error:
+            raise DrafterFailed(f"failed: {error}") from error
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        self._n_prompt = self._n_settled = len(tokens)
+        known = shared_prefix(self.context.tokens, tokens)
+        is_short = len(tokens) <= MAX_ABRIDGED and len(tokens) - known > N_HEAD + N_TAIL + N_TAIL // 4
+        self._n_hidden, self._n_hideable = 0, len(tokens) - N_HEAD - N_TAIL if is_short else 0
+
+    def accept(self, emitted: Sequence[int]) -> None:
+        self._n_settled += len(emitted)
+
+    def close(self) -> None:
+        self.context.close()

@@ -1,0 +1,88 @@
+"""Several drafters as one: the cheapest that is confident enough guesses next, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from localspec.backends.base import Forward
+from localspec.errors import EngineError
+from localspec.spec_decode.drafters.base import Drafter, DrafterFailed, Plan, Proposer
+from localspec.spec_decode.rounds import Draft, DraftToken
+
+
+class DrafterGroup:
+    """Asks its drafters in order, before every guess: whoever has one the plan wants continues the draft.
+
+    So a run that an n-gram recognises is copied for free in the middle of what a model began, and the model takes over
+    again where the copy ends.
+
+    Args:
+        drafters: in the order they are asked.
+        lost: takes a drafter that failed, which is not asked again, and why.
+    """
+
+    def __init__(
+        self, drafters: Sequence[Drafter], lost: Callable[[Drafter, str], None] = lambda drafter, why: None
+    ) -> None:
+        self.drafters = list(drafters)
+        self._lost = lost
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        for drafter in self.drafters:
+            drafter.begin(tokens)
+
+    def process(self, tokens: Sequence[int], forward: Forward | None) -> None:
+        for drafter in self.drafters:
+            drafter.process(tokens, forward)
+
+    def draft(
+        self, tokens: list[int], plan: Plan, proposer: Proposer, end_tokens: frozenset[int] = frozenset()
+    ) -> Draft:
+        """Guess what follows ``tokens`` (left as it was on return), up to an end token: nothing counts behind one."""
+        settled = len(tokens)
+        draft = Draft()
+        try:
+            while plan.room > 0:
+                for drafter in list(self.drafters):
+                    guesses = _legal(self._ask(drafter, tokens, plan, proposer), proposer)
+                    if guesses:
+                        break
+                else:
+                    break
+                for guess in guesses:
+                    draft.append(guess)
+                    tokens.append(guess.id)
+                    if proposer.extend(guess.id) or guess.id in end_tokens:
+                        return draft
+        finally:
+            del tokens[settled:]
+        return draft
+
+    def _ask(self, drafter: Drafter, tokens: list[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
+        try:
+            return drafter.draft(tokens, plan, proposer)
+        except DrafterFailed as error:
+            drafter.failed = True
+            self.drafters.remove(drafter)
+            self._lost(drafter, str(error))
+            return []
+
+    def accept(self, emitted: Sequence[int]) -> None:
+        for drafter in self.drafters:
+            drafter.accept(emitted)
+
+    def close(self) -> None:
+        for drafter in self.drafters:
+            drafter.close()
+
+
+def _legal(guesses: list[DraftToken], proposer: Proposer) -> list[DraftToken]:
+    """Guesses up to the first that the target does not take or the grammar forbids.
+
+    Dropping a guess for what it is leaves the law alone only if it was not sampled; a sample comes from a masked
+    distribution and cannot be forbidden.
+    """
+    n = proposer.n_legal([guess.id for guess in guesses]) if guesses else 0
+    if n < len(guesses) and guesses[n].dist is not None:
+        raise EngineError(f"the drafter {guesses[n].source} sampled a token that may not come")
+    return guesses[:n]

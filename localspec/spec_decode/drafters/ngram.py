@@ -1,0 +1,144 @@
+"""Guesses copied from what was said before: the n-gram drafter."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from localspec.backends.base import shared_prefix
+from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
+from localspec.spec_decode.drafters.suffix_automaton import SuffixAutomaton
+from localspec.spec_decode.rounds import DraftToken
+
+# Lower ends of the ranges of match lengths, and how often a continuation was right for each on 59,000 tokens of code
+# and prose (Qwen2.5 tokens): seen once; seen several times, always the same; in at least half of the cases; in fewer.
+_LENGTHS = (1, 2, 3, 4, 5, 6, 9, 13, 21)
+_PRIORS = (
+    (0.20, 0.28, 0.38, 0.48, 0.54, 0.65, 0.71, 0.79, 0.90),
+    (0.58, 0.67, 0.75, 0.78, 0.85, 0.90, 0.92, 0.95, 0.96),
+    (0.29, 0.30, 0.30, 0.32, 0.30, 0.35, 0.35, 0.35, 0.40),
+    (0.12, 0.14, 0.15, 0.15, 0.16, 0.18, 0.18, 0.20, 0.20),
+)
+PRIOR_WEIGHT = 12.0
+MEMORY = 100.0
+
+LEAD = 16
+"""Tokens of the prompt's end that are put in front of an expected text: what follows them is then its beginning."""
+
+_BREAK = 1 << 40
+"""Stands between an expected text and the prompt; no vocabulary has such a token."""
+
+
+class NgramDrafter(Drafter):
+    """Copies what followed the longest recent suffix when it occurred earlier, in prompt or conversation.
+
+    The suffix automaton has the match at hand, so a guess costs no search and no pass of a model (about 5 µs). Every
+    guess carries an estimate of being right: how often guesses with such a match were, counted in this conversation on
+    top of a prior. Every settled token is compared with the guess for it, whether that was drafted or only would have
+    been; so the estimate is learned even while the controller does not draft.
+
+    Args:
+        min_match: shortest suffix, in tokens, that is worth looking up.
+    """
+
+    source = "ngram"
+
+    def __init__(self, min_match: int = 1) -> None:
+        self.min_match = max(1, min_match)
+        self._automaton = SuffixAutomaton()
+        self._tokens: list[int] = []
+        self._expected: list[int] = []
+        self._n_ahead = 0
+        self._hits = _HitRates()
+
+    def expect(self, text: Sequence[int]) -> None:
+        """Take a text that the next answers are likely to repeat, from its beginning, as one to copy from; [] ends it.
+
+        Takes effect with ``begin``. It is read as if it had once followed the end of the prompt.
+        """
+        self._expected = list(text)
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Read a prompt. What it shares with what was read before stays; only the rest is undone and read."""
+        ahead = [*tokens[-LEAD:], *self._expected, _BREAK] if self._expected else []
+        self._n_ahead = len(ahead)
+        tokens = [*ahead, *tokens]
+        shared = shared_prefix(self._tokens, tokens)
+        n_stale = len(self._tokens) - shared
+        # Taking a token back costs about as much as adding it.
+        if n_stale > self._automaton.n_undoable or n_stale > shared:
+            self._automaton, self._tokens, shared = SuffixAutomaton(), [], 0
+        else:
+            for _ in range(n_stale):
+                self._automaton.pop()
+            del self._tokens[shared:]
+        for token in tokens[shared:]:
+            self._automaton.push(token)
+        self._tokens = tokens
+
+    def accept(self, emitted: Sequence[int]) -> None:
+        """Read what was settled, and learn from every token whether the guess for it was, or would have been, right."""
+        for token in emitted:
+            guess = self._automaton.continuation(*self._automaton.match())
+            if guess is not None and guess[0] != _BREAK:
+                self._hits.learn(_kind(*guess[1:]), guess[0] == token)
+            self._automaton.push(token)
+            self._tokens.append(token)
+
+    def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
+        """Guess on from the end of ``tokens``; those after the settled ones are others' guesses of this round."""
+        automaton = self._automaton
+        state, length = automaton.match()
+        for token in tokens[len(self._tokens) - self._n_ahead :]:
+            state, length = automaton.step(state, length, token)
+        guesses: list[DraftToken] = []
+        while plan.room > 0 and plan.more(self.source):
+            found = automaton.continuation(state, length)
+            if found is None or found[3] < self.min_match or found[0] == _BREAK:
+                plan.nothing(self.source)
+                break
+            token = found[0]
+            run = [*(guess.id for guess in guesses), token]
+            if proposer.n_legal(run) < len(run):
+                plan.nothing(self.source)
+                break
+            confidence = self._hits.rate(_kind(*found[1:]))
+            expected = plan.keep(self.source, confidence)
+            if expected is None:
+                break
+            guesses.append(DraftToken(token, self.source, confidence, None, expected))
+            state, length = automaton.step(state, length, token)
+        return guesses
+
+    def close(self) -> None:
+        self._automaton, self._tokens = SuffixAutomaton(), []
+        self._n_ahead = 0
+
+
+class _HitRates:
+    """How often guesses of each kind were right; old evidence fades, a prior stands in for missing evidence."""
+
+    def __init__(self) -> None:
+        self._right = [[prior * PRIOR_WEIGHT for prior in row] for row in _PRIORS]
+        self._total = [[PRIOR_WEIGHT] * len(row) for row in _PRIORS]
+
+    def rate(self, kind: tuple[int, int]) -> float:
+        row, column = kind
+        return self._right[row][column] / self._total[row][column]
+
+    def learn(self, kind: tuple[int, int], right: bool) -> None:
+        row, column = kind
+        fade = 1.0 - 1.0 / MEMORY
+        self._right[row][column] = self._right[row][column] * fade + right
+        self._total[row][column] = self._total[row][column] * fade + 1.0
+
+
+def _kind(times: int, total: int, length: int) -> tuple[int, int]:
+    """The cell of the table for a continuation seen ``times`` of ``total`` after a context of ``length`` tokens."""
+    if total == 1:
+        row = 0
+    elif times == total:
+        row = 1
+    else:
+        row = 2 if 2 * times >= total else 3
+    return row, bisect_right(_LENGTHS, length) - 1

@@ -1,0 +1,112 @@
+"""How a draft model's logits become a guess."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from localspec.errors import UsageError
+from localspec.sampling.sampling import (
+    Distribution,
+    Noise,
+    Row,
+    SamplingParams,
+    distribution,
+    edit_logits,
+    top_probability,
+)
+from localspec.spec_decode.drafters.base import DrafterFailed
+from localspec.spec_decode.verification import STREAM_DRAFT, STREAM_TARGET
+
+if TYPE_CHECKING:
+    from localspec.sampling.structured.constraint import Constraint
+
+
+class SamplingProposer:
+    """Turns logits into guesses in the way that the request's verification accepts most often.
+
+    * Greedy: the argmax.
+    * With a fixed seed: the draft's own distribution q, drawn with the *target's* noise. Where q and p are alike, the
+      same noise picks the same token (a Gumbel coupling); and since the target's draw does not depend on the guess,
+      the text is a function of the seed alone.
+    * Without a seed: a sample from q with noise of its own, for rejection sampling, which accepts it with probability
+      sum(min(p, q)); or the most probable token, accepted with p(x). Which is more depends on how alike p and q are and
+      how peaked; the plan says which to take.
+
+    Where the answer follows a grammar, q is masked by it as the target's p is: a guess never breaks it, and a sampled
+    one stays honest about its law. For the same reason what the target has no row for is cut off before q is made: a
+    draft's logits can be wider, by padding or by tokens that only it has.
+
+    Args:
+        params: the request's.
+        noise: the request's.
+        constraint: the grammar that the answer follows.
+        n_vocab: how many token ids the target takes; None is as many as the draft model.
+    """
+
+    def __init__(
+        self, params: SamplingParams, noise: Noise, constraint: Constraint | None = None, n_vocab: int | None = None
+    ) -> None:
+        self.params = params
+        self.noise = noise
+        self.constraint = constraint
+        self.n_vocab = n_vocab
+        self._guess: int | Distribution = 0
+        self._n_sampled = 0
+
+    def n_legal(self, guesses: Sequence[int]) -> int:
+        """How many of these guesses, from the first, may follow the draft so far."""
+        if self.n_vocab is not None and guesses and not 0 <= min(guesses) <= max(guesses) < self.n_vocab:
+            n_vocab = self.n_vocab
+            guesses = guesses[: next(i for i, guess in enumerate(guesses) if not 0 <= guess < n_vocab)]
+        return len(guesses) if self.constraint is None else self.constraint.n_legal(guesses)
+
+    def extend(self, guess: int) -> bool:
+        """The guess is part of the draft. Returns whether no other can follow it."""
+        if self.constraint is None:
+            return False
+        self.constraint.advance(guess)
+        return self.constraint.complete
+
+    def confidence(self, row: Row, history: Sequence[int], behind: int = 0) -> float:
+        """The draft's probability for its most probable token, in [0, 1]; see ``drafters.base.Proposer``."""
+        row = row[: self.n_vocab]
+        if not math.isfinite(row.max()):  # NaN anywhere is the maximum
+            raise DrafterFailed("computed logits that are not numbers")
+        if self.constraint is not None:
+            row = self.constraint.masked(row, behind)
+        if self.params.greedy:
+            row = edit_logits(row, history, self.params)
+            self._guess = int(np.argmax(row))
+            return top_probability(row) if row[self._guess] > -math.inf else 0.0
+        try:
+            q = distribution(row, history, self.params)
+        except UsageError:  # banned, all of them; the target may have more
+            return 0.0
+        self._guess = q
+        return float(q.probs.max())
+
+    def best(self) -> int:
+        """The most probable token of the row last given to ``confidence``."""
+        return self._guess if isinstance(self._guess, int) else self._guess.argmax()
+
+    @property
+    def has_fresh_noise(self) -> bool:
+        return not self.params.greedy and self.params.seed is None
+
+    def choose(self, position: int, *, sampled: bool = True) -> tuple[int, Distribution | None]:
+        """The guess for the row last given to ``confidence``, and the law it was sampled from, if it was."""
+        guess = self._guess
+        if isinstance(guess, int):
+            return guess, None
+        if self.params.seed is not None:
+            return guess.sample(self.noise, position, STREAM_TARGET), None
+        if not sampled:
+            return guess.argmax(), None
+        # Addressed by count: after a rejection a position is drafted again, perhaps only because of what the controller
+        # learned from the guess before. Drawn with the same noise, the new guess would not follow q given that.
+        self._n_sampled += 1
+        return guess.sample(self.noise, self._n_sampled, STREAM_DRAFT), guess

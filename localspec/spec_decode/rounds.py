@@ -1,0 +1,285 @@
+"""What happens in a round of speculative decoding, as data: ``Draft`` -> ``Verdict`` -> ``Round`` -> ``SpecStats``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from localspec.sampling.logprobs import TokenLogprobs
+from localspec.sampling.sampling import Distribution
+
+TokenKind = Literal["accepted", "recovered", "bonus", "plain"]
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftToken:
+    """One guess.
+
+    Attributes:
+        id: token id.
+        source: the drafter that made it, e.g. ``"model"`` or ``"ngram"``.
+        prob: the drafter's own confidence in [0, 1]; a model's probability, an n-gram's estimate.
+        dist: the distribution the token was *sampled* from; None when it was chosen deterministically (a point mass).
+        expected: the controller's calibrated probability that it is accepted, given that the ones before it were.
+    """
+
+    id: int
+    source: str
+    prob: float
+    dist: Distribution | None = None
+    expected: float = 0.0
+
+
+class Draft(Sequence[DraftToken]):
+    """The guesses of one round, in order; empty means plain decoding."""
+
+    __slots__ = ("_tokens",)
+
+    def __init__(self, tokens: Sequence[DraftToken] = ()) -> None:
+        self._tokens = list(tokens)
+
+    @property
+    def ids(self) -> list[int]:
+        return [token.id for token in self._tokens]
+
+    def append(self, token: DraftToken) -> None:
+        self._tokens.append(token)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __iter__(self) -> Iterator[DraftToken]:
+        return iter(self._tokens)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._tokens[index]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the target said of a draft.
+
+    Attributes:
+        n_accepted: how many guesses, from the first, the target accepted.
+        next_token: the token that the target itself adds after them.
+        kind: ``recovered`` replaces a rejected guess, ``bonus`` follows a fully accepted draft, ``plain`` had no draft.
+    """
+
+    n_accepted: int
+    next_token: int
+    kind: TokenKind
+
+
+@dataclass(frozen=True, slots=True)
+class EmittedToken:
+    """One verified token. ``text`` is what it adds to the text (a half-finished character adds nothing yet).
+
+    ``logprobs`` is what the target thought of it, for requests that ask for that.
+    """
+
+    id: int
+    kind: TokenKind
+    source: str = "target"
+    text: str = ""
+    logprobs: TokenLogprobs | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The token as the JSON object of ``--format events``."""
+        event: dict[str, Any] = {"id": self.id, "text": self.text, "kind": self.kind, "source": self.source}
+        if self.logprobs is not None:
+            event["logprob"] = self.logprobs.logprob
+            event["top_logprobs"] = [{"id": token, "logprob": logprob} for token, logprob in self.logprobs.top]
+        return event
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A piece of verified text released to the user, with the token kind and source it came from."""
+
+    text: str
+    kind: TokenKind
+    source: str
+
+
+@dataclass(slots=True)
+class Round:
+    """One round: the guesses, their fate, what was emitted and what it took.
+
+    ``draft`` holds the rejected guesses too. ``emitted`` ends early at an end token, a stop string or the token budget,
+    so it can be shorter than ``verdict.n_accepted + 1``. ``spans`` is the text that became safe to show in this round:
+    text that may still turn out to be a stop string, or half of a character, waits for a later one. Where an answer is
+    broken off while text waits, one more round brings it; it has no guesses and no tokens, and statistics do not count
+    it.
+
+    Times are in milliseconds. ``ms_verify`` is the target's pass; ``ms_verify_expected`` is what the cost model said it
+    would take, None where there is none.
+    """
+
+    index: int
+    draft: Draft
+    verdict: Verdict
+    emitted: list[EmittedToken]
+    ms_draft: float
+    ms_verify: float
+    ms_other: float = 0.0
+    ms_verify_expected: float | None = None
+    n_past: int = 0
+    draft_texts: list[str] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    reason: str = ""
+    finish_reason: FinishReason | None = None
+
+    @classmethod
+    def of_rest(cls, index: int, spans: list[Span], finish_reason: FinishReason) -> Round:
+        """What closes an answer that was broken off while some of its text was held back: no guesses, no tokens."""
+        nothing = Verdict(0, -1, "plain")
+        return cls(index, Draft(), nothing, [], 0.0, 0.0, spans=spans, finish_reason=finish_reason)
+
+    @property
+    def text(self) -> str:
+        """The verified text that this round released."""
+        return "".join(span.text for span in self.spans)
+
+    @property
+    def tokens_expected(self) -> float:
+        """Tokens that the round was expected to emit, the target's own included: 1 + a_1 + a_1·a_2 + …"""
+        total = reach = 1.0
+        for guess in self.draft:
+            reach *= guess.expected
+            total += reach
+        return total
+
+    @property
+    def accepted(self) -> list[bool]:
+        """For each drafted token, whether it was accepted."""
+        return [i < self.verdict.n_accepted for i in range(len(self.draft))]
+
+    def as_event(self) -> dict[str, Any]:
+        """The round as the JSON object of ``--format events`` (documented in shared/DESIGN.md and the README)."""
+        texts = self.draft_texts or [""] * len(self.draft)
+        return {
+            "type": "round",
+            "index": self.index,
+            "draft": [
+                {
+                    "id": token.id,
+                    "text": text,
+                    "source": token.source,
+                    "prob": round(token.prob, 6),
+                    "expected": round(token.expected, 4),
+                    "accepted": accepted,
+                }
+                for token, text, accepted in zip(self.draft, texts, self.accepted, strict=True)
+            ],
+            "emitted": [token.as_dict() for token in self.emitted],
+            "text": self.text,
+            "ms_draft": round(self.ms_draft, 3),
+            "ms_verify": round(self.ms_verify, 3),
+            "ms_other": round(self.ms_other, 3),
+            "tokens_expected": round(self.tokens_expected, 3),
+            "ms_verify_expected": None if self.ms_verify_expected is None else round(self.ms_verify_expected, 3),
+            "reason": self.reason,
+        }
+
+
+class SpecStats(Mapping[str, Any]):
+    """Counters of one answer, under vLLM's names; a read-only mapping once the answer is complete.
+
+    Denominators:
+
+    * ``num_rounds``: target passes that emitted at least one token (prefill is not a round).
+    * ``num_draft_tokens``: guesses sent to the target; ``num_accepted_tokens``: those it accepted. A guess that was
+      accepted but lies behind an end token, stop string or the budget counts as accepted: the target did accept it.
+    * ``acceptance_rate``: accepted / drafted tokens; 0 when nothing was drafted.
+    * ``mean_acceptance_length``: completion tokens / rounds, the target's own token included: plain decoding is 1.
+    * ``accepted_per_position[i]``: rounds in which the guess at position i was accepted;
+      ``drafted_per_position[i]``: rounds that had a guess there.
+    * ``tokens_per_second``: completion tokens / (seconds_draft + seconds_verify + seconds_other); prompt excluded.
+    * ``estimated_plain_tokens_per_second``: 1 / t(1), t(1) being the time of a one-token pass as this answer's own
+      passes went: what they took, by the cost model's ratio of their widths to one token. ``estimated_speedup`` is the
+      ratio of the two. None where t(1) is not known.
+    """
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.completion_tokens = 0
+        self.num_rounds = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
+        self.drafted_per_position: list[int] = []
+        self.accepted_per_position: list[int] = []
+        self.seconds_prompt = 0.0
+        self.seconds_draft = 0.0
+        self.seconds_verify = 0.0
+        self.seconds_other = 0.0
+        self.time_to_first_token_s: float | None = None
+        self.seconds_plain_token: float | None = None
+        self.by_source: dict[str, dict[str, int]] = {}
+        self.reason = ""
+
+    def add(self, round_: Round) -> None:
+        """Count one finished round; what only brings the rest of the text is none."""
+        if not round_.emitted:
+            return
+        self.num_rounds += 1
+        self.completion_tokens += len(round_.emitted)
+        self.num_draft_tokens += len(round_.draft)
+        self.num_accepted_tokens += round_.verdict.n_accepted
+        missing = len(round_.draft) - len(self.drafted_per_position)
+        self.drafted_per_position.extend([0] * missing)
+        self.accepted_per_position.extend([0] * missing)
+        for i, (token, accepted) in enumerate(zip(round_.draft, round_.accepted, strict=True)):
+            self.drafted_per_position[i] += 1
+            self.accepted_per_position[i] += accepted
+            counts = self.by_source.setdefault(token.source, {"num_draft_tokens": 0, "num_accepted_tokens": 0})
+            counts["num_draft_tokens"] += 1
+            counts["num_accepted_tokens"] += accepted
+        self.seconds_draft += round_.ms_draft / 1e3
+        self.seconds_verify += round_.ms_verify / 1e3
+        self.seconds_other += round_.ms_other / 1e3
+        self.reason = round_.reason
+
+    @property
+    def seconds_decode(self) -> float:
+        return self.seconds_draft + self.seconds_verify + self.seconds_other
+
+    def as_dict(self) -> dict[str, Any]:
+        speed = self.completion_tokens / self.seconds_decode if self.seconds_decode else 0.0
+        plain = 1.0 / self.seconds_plain_token if self.seconds_plain_token else None
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "completion_tokens": self.completion_tokens,
+            "num_rounds": self.num_rounds,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_accepted_tokens": self.num_accepted_tokens,
+            "drafted_per_position": list(self.drafted_per_position),
+            "accepted_per_position": list(self.accepted_per_position),
+            "acceptance_rate": self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0,
+            "mean_acceptance_length": self.completion_tokens / self.num_rounds if self.num_rounds else 0.0,
+            "tokens_per_second": speed,
+            "time_to_first_token_s": self.time_to_first_token_s,
+            "seconds_prompt": self.seconds_prompt,
+            "seconds_draft": self.seconds_draft,
+            "seconds_verify": self.seconds_verify,
+            "seconds_other": self.seconds_other,
+            "estimated_plain_tokens_per_second": plain,
+            "estimated_speedup": speed / plain if plain and speed else None,
+            "by_source": {source: dict(counts) for source, counts in self.by_source.items()},
+            "reason": self.reason,
+        }
+
+    def __getitem__(self, key: str) -> Any:
+        return self.as_dict()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.as_dict())
+
+    def __len__(self) -> int:
+        return len(self.as_dict())
+
+    def __repr__(self) -> str:
+        return f"SpecStats({self.as_dict()!r})"

@@ -1,0 +1,1 @@
+"""Printing on a terminal, and reading from it, safely."""

@@ -1,0 +1,183 @@
+"""Every quantised type in MLX's format, against gguf-py's dequantiser."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+mx = pytest.importorskip("mlx.core")
+
+from localspec.backends.mlx.blocks import _N_THREADS, BLOCK_TYPES, repack  # noqa: E402
+from localspec.backends.mlx.weights import read_tensor  # noqa: E402
+from localspec.errors import UnsupportedModel  # noqa: E402
+from localspec.model_files.gguf_file import GGUFFile  # noqa: E402
+from localspec.model_files.gguf_types import TENSOR_TYPES  # noqa: E402
+from tests.support.mlx_ggufs import Sizes, TinyFile, random_blocks, values  # noqa: E402
+
+EXACT = [name for name, kind in BLOCK_TYPES.items() if kind.exact]
+# Relative root mean square error on random blocks, where every bit of every code and scale is in use.
+ROUNDED = {"Q6_K": 4e-3, "Q2_K": 3e-3}
+
+
+def as_mlx_sees_it(kind: str, rows: np.ndarray, dtype: Any = None) -> np.ndarray:
+    """Blocks repacked, and unpacked again by MLX."""
+    matrix = repack(BLOCK_TYPES[kind], rows)
+    scales, biases = mx.array(matrix.scales), mx.array(matrix.biases)
+    if dtype is not None:
+        scales, biases = scales.astype(dtype).astype(mx.float32), biases.astype(dtype).astype(mx.float32)
+    codes = mx.array(matrix.codes)
+    return np.array(mx.dequantize(codes, scales, biases, group_size=matrix.group, bits=matrix.bits))
+
+
+def relative_error(got: np.ndarray, want: np.ndarray) -> float:
+    return float(np.sqrt(np.square(got - want).sum() / np.square(want).sum()))
+
+
+def test_every_type_is_described_as_the_format_has_it() -> None:
+    by_name = {name: sizes for name, *sizes in TENSOR_TYPES.values()}
+    assert {name: [kind.block, kind.n_bytes] for name, kind in BLOCK_TYPES.items()} == {
+        name: by_name[name] for name in BLOCK_TYPES
+    }
+    assert sorted([*EXACT, *ROUNDED]) == sorted(BLOCK_TYPES)
+
+
+@pytest.mark.parametrize("n_columns", [256, 768, 4096])
+@pytest.mark.parametrize("kind", EXACT)
+def test_exact_types_keep_every_bit(kind: str, n_columns: int) -> None:
+    rows = random_blocks(kind, 96, n_columns, np.random.default_rng(n_columns))
+    assert np.array_equal(as_mlx_sees_it(kind, rows), values(kind, rows))
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_exact_types_keep_every_bit_at_the_ends_of_what_a_block_can_hold(kind: str) -> None:
+    n_bytes = BLOCK_TYPES[kind].n_bytes
+    rng = np.random.default_rng(0)
+    extreme = np.concatenate([np.full((8, n_bytes), fill, np.uint8) for fill in (0, 255, 128, 127, 15, 240)])
+    # Whatever the codes are, scales run from the smallest subnormal half to the largest.
+    scales = np.array([0, 1, 0x03FF, 0x0400, 0x3C00, 0xBC00, 0x7BFF, 0x8001], np.uint16)
+    for at in {"Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q4_1": (0, 2), "Q5_1": (0, 2)}.get(kind, (0,)):
+        extreme[:, at : at + 2] = rng.permuted(np.tile(scales, 6)).reshape(-1, 1).view(np.uint8)
+    rows = np.concatenate([extreme] * (256 // BLOCK_TYPES[kind].block), axis=1)
+    got, want = as_mlx_sees_it(kind, rows), values(kind, rows)
+    assert np.isfinite(want).all()
+    assert np.array_equal(got, want)
+
+
+@pytest.mark.parametrize("kind", ROUNDED)
+def test_rounded_types_err_by_no_more_than_stated(kind: str) -> None:
+    rows = random_blocks(kind, 256, 4096, np.random.default_rng(1))
+    got, want = as_mlx_sees_it(kind, rows), values(kind, rows)
+    error = relative_error(got, want)
+    assert ROUNDED[kind] / 3 < error < ROUNDED[kind]
+
+
+def test_q6_k_keeps_the_half_of_a_group_with_the_larger_scale_and_rounds_the_other_to_an_eighth_of_it() -> None:
+    rows = random_blocks("Q6_K", 256, 4096, np.random.default_rng(2))
+    blocks = rows.reshape(-1, 210)
+    d = blocks[:, 208:].copy().view(np.float16).astype(np.float64)
+    scales = np.abs(blocks[:, 192:208].view(np.int8).astype(np.float64)).reshape(-1, 8, 2)
+    error = np.abs(as_mlx_sees_it("Q6_K", rows) - values("Q6_K", rows)).reshape(-1, 8, 2, 16)
+    larger = np.abs(d[:, :, None]) * scales.max(axis=2, keepdims=True)  # [n, 8, 1]: the resolution of that half
+    first, second = scales[..., 0], scales[..., 1]
+    kept = np.where((first >= second)[..., None], error[:, :, 0], error[:, :, 1])
+    assert (kept <= 1e-5 * larger).all()
+    opposite_ends = scales[..., 0] == scales[..., 1]  # codes of 256 do not exist: a step too low there
+    rounded = error.max(axis=(2, 3))[~opposite_ends]
+    assert (rounded <= larger[..., 0][~opposite_ends] / 8 * 1.001).all()
+    assert (error <= larger[..., None] / 4 * 1.001).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "exact"),
+    [(kind, kind not in ("Q4_K", "Q5_K", "Q6_K", "Q2_K", "IQ4_XS")) for kind in BLOCK_TYPES],
+)
+def test_half_precision_scales_are_exact_where_the_file_has_halves(kind: str, exact: bool, tmp_path: Path) -> None:
+    path = TinyFile("llama", types={"attn_q.weight": kind}).write(tmp_path / "model.gguf")
+    with GGUFFile(path) as file:
+        info = file.tensors["blk.0.attn_q.weight"]
+        stored = read_tensor(file, info, mx.float16)
+        assert stored.format.exact is exact
+        want = values(kind, file.tensor_bytes(info.name).reshape(info.shape[1], -1))
+    scales, biases = stored.scales.astype(mx.float32), stored.biases.astype(mx.float32)
+    got = np.array(
+        mx.dequantize(stored.weight, scales, biases, group_size=stored.format.group, bits=stored.format.bits)
+    )
+    # A scale is rounded by at most 2^-11 of it, and so are biases, which are up to 8 times the weights' deviation.
+    limit = 0.0 if exact else ROUNDED.get(kind, 0.0) + 8 * 2**-11
+    assert relative_error(got, want) <= limit
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+def test_plain_numbers(kind: str, dtype: str, tmp_path: Path) -> None:
+    path = TinyFile("llama", types={"attn_q.weight": kind}).write(tmp_path / "model.gguf")
+    with GGUFFile(path) as file:
+        info = file.tensors["blk.1.attn_q.weight"]
+        stored = read_tensor(file, info, getattr(mx, dtype))
+        raw = file.tensor_bytes(info.name).reshape(info.shape[1], -1)
+        want = np.asarray(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind]))
+        # float16 has room for bfloat16's digits, but not for all of its range: these weights lie inside.
+        fits = dtype == "float32" or dtype.upper().replace("FLOAT", "F") == kind
+    got = np.array(stored.weight.astype(mx.float32))
+    assert np.array_equal(got, want) is stored.format.exact
+    assert stored.format.exact or not fits
+    assert relative_error(got, want) < 2**-8
+
+
+def test_numbers_that_a_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
+    tiny = TinyFile("llama", extra={"output_norm.weight": np.full(256, 1e5, np.float32)})
+    with GGUFFile(tiny.write(tmp_path / "model.gguf")) as file:
+        info = file.tensors["output_norm.weight"]
+        read_tensor(file, info, mx.bfloat16)
+        with pytest.raises(UnsupportedModel, match=r"output_norm.weight holds numbers too large for float16"):
+            read_tensor(file, info, mx.float16)
+
+
+@pytest.mark.parametrize("kind", ["TQ2_0", "TQ1_0", "MXFP4"])
+def test_other_types_are_refused_by_name(kind: str, tmp_path: Path) -> None:
+    path = TinyFile("llama", types={"blk.1.ffn_up.weight": kind}).write(tmp_path / "model.gguf")
+    with GGUFFile(path) as file, pytest.raises(UnsupportedModel, match=rf"blk\.1\.ffn_up\.weight as {kind}, only as"):
+        read_tensor(file, file.tensors["blk.1.ffn_up.weight"], mx.float32)
+
+
+PEAK = """
+import sys, tracemalloc
+from localspec.backends.mlx.network import load_network
+import mlx.core as mx
+load_network(sys.argv[1])  # what is allocated once and kept, by imports for example, is there now
+mx.clear_cache()
+mx.reset_peak_memory()
+tracemalloc.start()
+def resident():
+    with open("/proc/self/status") as status:
+        return next(1024 * int(line.split()[1]) for line in status if line.startswith("RssFile"))
+before, mapped = resident(), []
+network = load_network(sys.argv[1], progress=lambda done: mapped.append(resident()) or True)
+largest = max(each.n_bytes for each in network.formats.values())
+print(network.size_bytes, largest, mx.get_peak_memory(), tracemalloc.get_traced_memory()[1], max(mapped) - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_loading_needs_the_model_and_one_tensor(tmp_path: Path) -> None:
+    types = dict.fromkeys(("attn_q.weight", "attn_k.weight", "attn_v.weight", "attn_output.weight"), "Q5_0")
+    types |= {"ffn_gate.weight": "Q4_K", "ffn_up.weight": "Q4_K", "ffn_down.weight": "Q6_K"}
+    path = TinyFile("llama", types=types, sizes=Sizes(n_layer=12, n_embd=1024, n_ff=2048)).write(
+        tmp_path / "model.gguf"
+    )
+    environment = {"MLX_DISABLE_COMPILE": "1", "PATH": ""}
+    command = [sys.executable, "-c", PEAK, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=Path.cwd())
+    size, largest, in_mlx, in_numpy, mapped = map(int, done.stdout.split())
+    # NumPy's copy of a tensor lives beside the model's while it is handed over, and each thread has working memory.
+    working = _N_THREADS * (8 << 20)
+    assert in_mlx + in_numpy < size + largest + working
+    assert mapped < largest + (8 << 20)
+    if _N_THREADS <= 2:
+        assert size > 2 * (largest + working)  # or this would show little

@@ -1,0 +1,417 @@
+"""GGUF files as mlx-lm models: the logits of every architecture against llama.cpp's, and all that must be refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("MLX_DISABLE_COMPILE", "1")
+mx = pytest.importorskip("mlx.core")
+
+from mlx.utils import tree_flatten  # noqa: E402
+
+from localspec.backends.mlx.architecture import ARCHITECTURES  # noqa: E402
+from localspec.backends.mlx.network import Network, load_network  # noqa: E402
+from localspec.backends.mlx.sizes import bytes_per_token, model_bytes  # noqa: E402
+from localspec.backends.trust import agreement  # noqa: E402
+from localspec.errors import EngineError, ModelFileError, UnsupportedModel, UsageError  # noqa: E402
+from localspec.model_files.gguf_file import GGUFFile  # noqa: E402
+from tests.conftest import TinyFiles, open_backend  # noqa: E402
+from tests.support.gguf_vocabs import bpe_vocab  # noqa: E402
+from tests.support.mlx_ggufs import Sizes, TinyFile  # noqa: E402
+from tests.support.mlx_products import numpy_products  # noqa: E402
+
+FACTORS = np.linspace(1, 8, 32).astype(np.float32)
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 512}
+BIASES = {
+    f"blk.{i}.{part}.bias": np.linspace(-0.5, 0.5, 256 if part in ("attn_q", "attn_output") else 128, dtype=np.float32)
+    for i in range(4)
+    for part in ("attn_q", "attn_k", "attn_v", "attn_output")
+}
+QUANTISED = {
+    "token_embd.weight": "Q4_K",
+    "output.weight": "Q6_K",
+    "attn_q.weight": "Q5_0",
+    "attn_k.weight": "IQ4_NL",
+    "attn_v.weight": "Q6_K",
+    "attn_output.weight": "IQ4_XS",
+    "ffn_gate.weight": "Q3_K",
+    "ffn_up.weight": "Q5_K",
+    "ffn_down.weight": "Q2_K",
+}
+OLD_TYPES = {
+    "token_embd.weight": "Q4_1",
+    "output.weight": "Q8_0",
+    "attn_q.weight": "Q4_0",
+    "attn_k.weight": "Q5_1",
+    "attn_v.weight": "F16",
+    "attn_output.weight": "BF16",
+    "ffn_gate.weight": "Q4_1",
+    "ffn_down.weight": "Q8_0",
+}
+EXPERTS = {"ffn_gate_exps.weight": "Q4_K", "ffn_up_exps.weight": "Q5_0", "ffn_down_exps.weight": "Q4_1"}
+
+LLAMA = TinyFile("llama")
+FILES = {name: TinyFile(name) for name in ARCHITECTURES} | {
+    "llama, linear scaling": TinyFile("llama", {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}),
+    "llama, Llama 3's factors": TinyFile("llama", extra={"rope_freqs.weight": FACTORS}),
+    "llama, YaRN": TinyFile("llama", YARN | {"rope.scaling.attn_factor": 1.3}),
+    "llama, tied": TinyFile("llama", omit=("output.weight",)),
+    "llama, biases": TinyFile("llama", extra=BIASES),
+    "llama, types of 32": TinyFile("llama", types=OLD_TYPES),
+    "llama, types of 256": TinyFile("llama", types=QUANTISED),
+    "qwen2, YaRN": TinyFile("qwen2", YARN),
+    "qwen3moe, quantised": TinyFile("qwen3moe", types=EXPERTS, sizes=Sizes(n_ff=256)),
+    "gemma3, linear scaling": TinyFile("gemma3", {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}),
+    "gemma3, no window": TinyFile("gemma3", {"attention.sliding_window": 0}),
+    "phi3, long and short factors": TinyFile(
+        "phi3",
+        {"rope.scaling.original_context_length": 256, "rope.scaling.attn_factor": 1.2},
+        extra={"rope_factors_long.weight": FACTORS[:24], "rope_factors_short.weight": FACTORS[8:]},
+    ),
+}
+
+
+def tokens_for(n_vocab: int, n: int = 40) -> list[int]:
+    return [int(token) for token in np.random.default_rng(1).integers(5, n_vocab, n)]
+
+
+def logits_of(network: Network, tokens: list[int]) -> np.ndarray:
+    return np.array(network.module(mx.array([tokens])).astype(mx.float32))[0]
+
+
+def llama_cpp_logits(path: Path, tokens: list[int]) -> np.ndarray:
+    with (
+        open_backend("llama-cpp").load(path, n_threads=1, n_gpu_layers=0) as model,
+        model.new_context(len(tokens)) as context,
+    ):
+        return context.decode(tokens).logits.copy()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_logits_are_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
+    path = FILES[name].write(tmp_path / "model.gguf")
+    network = load_network(path, compute_dtype="float32")
+    tokens = tokens_for(network.n_vocab)
+    ours = logits_of(network, tokens)
+    with numpy_products(network, as_llama_cpp=True):
+        rounded = logits_of(network, tokens)
+    # What llama.cpp's own rounding does to these logits is the size that a difference may have; tables of halves (its
+    # GELU) and experts changing places add a little.
+    noise = agreement(rounded, ours).mean_kl
+    found = agreement(llama_cpp_logits(path, tokens), ours)
+    print(f"{name}: KL {found.mean_kl:.2e}, from rounding alone {noise:.2e}, top-1 {found.top1:.2f}")
+    assert found.mean_kl <= 4 * noise + 5e-5
+    assert found.mean_kl < 0.05
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, linear scaling", "llama, Llama 3's factors", "llama, types of 32"])
+def test_logits_are_those_of_the_float64_reference(name: str, tmp_path: Path) -> None:
+    path = FILES[name].write(tmp_path / "model.gguf")
+    network = load_network(path, compute_dtype="float32")
+    tokens = tokens_for(network.n_vocab)
+    with open_backend("reference").load(path) as model, model.new_context(len(tokens)) as context:
+        exact = context.decode(tokens).logits.copy()
+    assert np.abs(logits_of(network, tokens) - exact).max() < 1e-3  # of logits with a deviation of 3
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "granite", "mamba", "qwen3moe"])
+def test_hidden_states_then_logits_is_the_whole_model(name: str, tmp_path: Path) -> None:
+    network = load_network(FILES[name].write(tmp_path / "model.gguf"))
+    tokens = mx.array([tokens_for(network.n_vocab, 12)])
+    cache = network.make_cache()
+    hidden = network.hidden(tokens, cache)
+    assert hidden.shape == (1, 12, network.n_embd)
+    assert mx.array_equal(network.logits(hidden[:, -1:]), network.module(tokens, cache=network.make_cache())[:, -1:])
+
+
+def test_a_plain_memory_serves_a_sliding_window_as_well(tiny: TinyFiles) -> None:
+    network = load_network(tiny.sliding)
+    assert network.layer_windows == (32, 32, 32, 32, 32, None)
+    tokens = tokens_for(network.n_vocab, 80)
+    whole = logits_of(network, tokens)
+    plain, forgetting = network.make_plain_cache(), network.make_cache()
+    for cache in (plain, forgetting):
+        parts = [network.module(mx.array([tokens[i : i + 8]]), cache=cache) for i in range(0, 80, 8)]
+        assert np.abs(np.array(mx.concatenate(parts, axis=1))[0] - whole).max() < 1e-3
+
+
+def test_gemma_without_its_window_is_another_model(tmp_path: Path) -> None:
+    with_window = load_network(FILES["gemma3"].write(tmp_path / "a.gguf"))
+    without = load_network(FILES["gemma3, no window"].write(tmp_path / "b.gguf"))
+    tokens = tokens_for(with_window.n_vocab)
+    difference = np.abs(logits_of(with_window, tokens) - logits_of(without, tokens)).max(axis=1)
+    assert difference[20:].min() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "limit"), [("float16", "llama, types of 256", 0.02), ("bfloat16", "llama", 0.1)]
+)
+def test_half_precision(dtype: str, name: str, limit: float, tmp_path: Path) -> None:
+    path = FILES[name].write(tmp_path / "model.gguf")
+    exact, half = load_network(path, compute_dtype="float32"), load_network(path, compute_dtype=dtype)
+    tokens = tokens_for(exact.n_vocab, 12)
+    logits = half.module(mx.array([tokens]))
+    assert logits.dtype == getattr(mx, dtype)
+    assert agreement(np.array(logits.astype(mx.float32))[0], logits_of(exact, tokens)).mean_kl < limit
+    assert half.size_bytes < exact.size_bytes
+    assert not half.formats["blk.0.ffn_up.weight"].exact
+    assert exact.formats["blk.0.ffn_up.weight"].exact
+
+
+def test_layer_states_end_in_the_hidden_state(tmp_path: Path) -> None:
+    network = load_network(FILES["qwen2"].write(tmp_path / "model.gguf"))
+    tokens = mx.array([tokens_for(network.n_vocab, 8)])
+    states = network.layer_states(tokens)
+    assert [state.shape for state in states] == [(1, 8, network.n_embd)] * network.n_layer
+    assert mx.array_equal(network.module.model.norm(states[-1]), network.hidden(tokens))
+    assert mx.array_equal(network.module(tokens), network.logits(network.hidden(tokens)))  # the taps are gone
+
+
+def test_the_default_precision_depends_on_the_device_the_file_and_its_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = FILES["llama, types of 32"].write(tmp_path / "usual.gguf")
+    modest = replace(LLAMA, types={"ffn_up.weight": "Q4_0"}).write(tmp_path / "modest.gguf")
+    # Norms this large make states of 10^5, which float16 does not hold.
+    large = replace(LLAMA, extra={f"blk.{i}.ffn_norm.weight": np.full(256, 3e2, np.float32) for i in range(4)})
+    gemma, huge = FILES["gemma3"].write(tmp_path / "gemma3.gguf"), large.write(tmp_path / "huge.gguf")
+    files = (usual, modest, huge, gemma)
+    assert [load_network(path).compute_dtype for path in files] == [mx.float32] * 4
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    dtypes = [load_network(path).compute_dtype for path in files]
+    assert dtypes == [mx.bfloat16, mx.float16, mx.float32, mx.float32]
+
+
+def test_formats_say_what_became_of_every_tensor(tmp_path: Path) -> None:
+    network = load_network(FILES["llama, types of 256"].write(tmp_path / "model.gguf"))
+    assert {name for name, format_ in network.formats.items() if not format_.exact} == {
+        "output.weight",
+        *(f"blk.{i}.{part}.weight" for i in range(4) for part in ("attn_v", "ffn_down")),
+    }
+    format_ = network.formats["blk.2.ffn_gate.weight"]
+    assert (format_.ggml_type, format_.bits, format_.group) == ("Q3_K", 8, 128)
+    assert format_.parameter == "model.layers.2.mlp.gate_proj.weight"
+    assert network.size_bytes == sum(format_.n_bytes for format_ in network.formats.values())
+
+
+def test_bytes_that_a_token_costs(tmp_path: Path) -> None:
+    path = FILES["qwen3moe"].write(tmp_path / "model.gguf")
+    n_vocab = len(bpe_vocab())
+    layer = 256 * (384 + 384 + 192 + 192) + 2 * 256 + 2 * 96 + 8 * 256  # attention, norms and the router
+    experts = 3 * 3 * 256 * 64  # 3 of 8 experts, of 3 matrices each
+    weights = 256 + n_vocab * 256 + 256 + 4 * (layer + experts)  # a row of the embedding, output, norm
+    with GGUFFile(path) as file:
+        assert bytes_per_token(file) == 4 * weights
+        assert bytes_per_token(file, "float16") == 2 * weights
+    assert load_network(path, compute_dtype="float32").bytes_per_token == 4 * weights
+    tied = load_network(FILES["llama, tied"].write(tmp_path / "tied.gguf"))
+    assert tied.bytes_per_token == tied.size_bytes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("name", ["llama, types of 32", "llama, types of 256", "llama, Llama 3's factors", "mamba"])
+def test_the_header_tells_how_large_a_model_will_be(name: str, dtype: str, tmp_path: Path) -> None:
+    path = FILES[name].write(tmp_path / "model.gguf")
+    network = load_network(path, compute_dtype=dtype)
+    arrays = [array for _, array in tree_flatten(network.module.parameters())]
+    with GGUFFile(path) as file:
+        assert model_bytes(file, dtype) == network.size_bytes == sum(array.nbytes for array in arrays)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[TinyFile, str]] = {
+    "unknown tensor": (
+        replace(LLAMA, extra={"blk.1.attn_sinks.weight": np.ones(4, np.float32)}),
+        r"no place for blk\.1\.attn_sinks\.weight in a llama model",
+    ),
+    "norms of another architecture": (
+        replace(LLAMA, extra={"blk.0.attn_q_norm.weight": np.ones(64, np.float32)}),
+        r"no place for blk\.0\.attn_q_norm\.weight",
+    ),
+    "layer that the header does not count": (
+        replace(LLAMA, settings={"block_count": 3}),
+        r"no place for blk\.3\.attn_k\.weight, .* and 6 more tensors",
+    ),
+    "missing tensor": (replace(LLAMA, omit=("blk.2.ffn_up.weight",)), r"lacks blk\.2\.ffn_up\.weight$"),
+    "missing norm": (replace(LLAMA, omit=("output_norm.weight",)), r"lacks output_norm\.weight$"),
+    "wrong shape": (
+        replace(LLAMA, settings={"feed_forward_length": 1024}),
+        r"blk\.\d\.ffn_\w+\.weight is \w+ where \w+ is needed",
+    ),
+    "unknown setting": (
+        replace(LLAMA, settings={"attention.temperature_scale": 0.1}),
+        r"does not know the llama setting attention\.temperature_scale",
+    ),
+    "experts in a llama": (replace(LLAMA, settings={"expert_count": 8}), r"llama\.expert_count = 8 is not handled"),
+    "unknown scaling": (replace(LLAMA, settings={"rope.scaling.type": "su"}), r"unknown rope scaling 'su'"),
+    "YaRN with another ramp": (
+        replace(LLAMA, settings=YARN | {"rope.scaling.yarn_beta_fast": 64.0}),
+        r"yarn_beta_fast = 64\.0 is not handled",
+    ),
+    "factors of another width": (
+        replace(LLAMA, extra={"rope_freqs.weight": FACTORS[:20]}),
+        r"rope factors do not fit 64 rotating channels",
+    ),
+    "head of a width that mlx-lm does not expect": (
+        TinyFile("qwen2", {"attention.key_length": 96, "attention.value_length": 96}),
+        r"4 heads of 96 channels do not make the 256",
+    ),
+    "heads that do not divide": (replace(LLAMA, settings={"attention.head_count_kv": 3}), r"do not fit together"),
+    "window pattern out of order": (
+        TinyFile("gemma3", {"attention.sliding_window_pattern": [True, False, True, True, False, True]}),
+        r"in no order that mlx-lm can compute",
+    ),
+    "no head count": (replace(LLAMA, settings={"attention.head_count": "many"}), r"is 'many', not a whole number"),
+    "a ternary tensor": (
+        replace(LLAMA, types={"ffn_down.weight": "TQ2_0"}),
+        r"cannot read blk\.0\.ffn_down\.weight as TQ2_0, only as Q4_0, .*BF16",
+    ),
+    "a quantised norm": (
+        replace(LLAMA, types={"attn_norm.weight": "Q8_0"}),
+        r"blk\.0\.attn_norm\.weight as Q8_0, only as F32, F16, BF16",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_file_that_would_be_computed_wrongly_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    tiny, message = REFUSED[name]
+    path = tiny.write(tmp_path / "model.gguf")
+    with pytest.raises(UnsupportedModel, match=message) as caught:
+        load_network(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_architecture_is_told_what_there_is(tiny: TinyFiles, tmp_path: Path) -> None:
+    path = TinyFile("starcoder2").write(tmp_path / "model.gguf")
+    with pytest.raises(UnsupportedModel, match=r"'starcoder2' \(it knows gemma, gemma3, granite, llama, .*qwen3"):
+        load_network(path)
+    with pytest.raises(ModelFileError, match="embedding model"):
+        load_network(tiny.embedding)
+
+
+def test_arguments_and_cancelling(tmp_path: Path) -> None:
+    path = LLAMA.write(tmp_path / "model.gguf")
+    with pytest.raises(UsageError, match="compute_dtype must be one of float32, float16, bfloat16, not 'int8'"):
+        load_network(path, compute_dtype="int8")
+    seen: list[float] = []
+
+    def stop_half_way(done: float) -> bool:
+        seen.append(done)
+        return done < 0.5
+
+    with pytest.raises(EngineError, match="cancelled"):
+        load_network(path, progress=stop_half_way)
+    assert seen == sorted(seen)
+    assert 0.5 <= seen[-1] < 1
+
+
+def test_an_open_file_stays_open_and_usable(tmp_path: Path) -> None:
+    with GGUFFile(LLAMA.write(tmp_path / "model.gguf")) as file:
+        first, again = load_network(file), load_network(file)
+        assert file.tensor_bytes("output_norm.weight").size == 4 * 256
+    tokens = tokens_for(first.n_vocab, 4)
+    assert np.array_equal(logits_of(first, tokens), logits_of(again, tokens))
+
+
+def test_a_long_context_of_phi_is_known_to_be_another_model(tmp_path: Path) -> None:
+    assert load_network(FILES["phi3, long and short factors"].write(tmp_path / "a.gguf")).max_context == 256
+    assert load_network(FILES["phi3"].write(tmp_path / "b.gguf")).max_context is None
+
+
+def test_model_classes_are_imported_without_the_rest_of_mlx_lm(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from localspec.backends.mlx.network import load_network\n"
+        f"load_network({str(LLAMA.write(tmp_path / 'model.gguf'))!r})\n"
+        "assert 'transformers' not in sys.modules\n"
+        "import mlx_lm\n"
+        "assert mlx_lm.models.llama.Model and mlx_lm.__name__ == 'mlx_lm' and not hasattr(mlx_lm, '__nothing__')\n"
+        "from mlx_lm import stream_generate\n"
+        "assert callable(mlx_lm.load)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=Path.cwd())
+    assert done.returncode == 0, done.stderr
+
+
+# -- real models -------------------------------------------------------------------------------------------------------
+
+REAL = ["smollm2-135m", "gemma3-270m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"]
+PROMPT = """A binary search keeps two bounds and halves what lies between them:
+
+def find(items, wanted):
+    low, high = 0, len(items)
+    while low < high:
+        middle = (low + high) // 2
+        if items[middle] < wanted:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+Its time grows with the logarithm of the number of items, so doubling the list costs one more comparison."""
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", REAL)
+def test_real_weights_are_the_files_own(name: str, real_model: Callable[[str], Path]) -> None:
+    """The first 512 rows of every kind of tensor, unpacked by MLX and by gguf-py."""
+    import gguf
+
+    from localspec.backends.mlx.blocks import BLOCK_TYPES, repack
+
+    worst: dict[str, float] = {}
+    with GGUFFile(real_model(name)) as file:
+        for info in file.tensors.values():
+            kind = BLOCK_TYPES.get(info.type_name)
+            if kind is None:
+                continue
+            rows = file.tensor_bytes(info.name).reshape(info.shape[1], -1)[:512]
+            want = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[info.type_name])
+            matrix = repack(kind, rows)
+            arrays = [mx.array(each) for each in (matrix.codes, matrix.scales, matrix.biases)]
+            got = np.array(mx.dequantize(*arrays, group_size=matrix.group, bits=matrix.bits))
+            error = float(np.sqrt(np.square(got - want).sum() / np.square(want).sum()))
+            worst[info.type_name] = max(worst.get(info.type_name, 0.0), error)
+    print(name, worst)
+    assert all(error == 0.0 for kind_name, error in worst.items() if BLOCK_TYPES[kind_name].exact)
+    assert worst.get("Q6_K", 0.0) < 7e-3
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", REAL)
+def test_real_logits_are_those_of_llama_cpp(name: str, real_model: Callable[[str], Path]) -> None:
+    path = real_model(name)
+    network = load_network(path, compute_dtype="float32")
+    with (
+        open_backend("llama-cpp").load(path, n_gpu_layers=0) as model,
+        model.new_context(256) as context,
+    ):
+        tokens = model.tokenize(PROMPT, add_special=True)
+        theirs = context.decode(tokens).logits.copy()
+        context.truncate(0)
+        in_fours = np.concatenate([context.decode(tokens[i : i + 4]).logits.copy() for i in range(0, len(tokens), 4)])
+    with numpy_products(network):
+        ours = logits_of(network, tokens)
+    with numpy_products(network, as_llama_cpp=True):
+        rounded = logits_of(network, tokens)
+    noise, found, own = agreement(rounded, ours), agreement(theirs, ours), agreement(theirs, in_fours)
+    print(
+        f"{name}, {len(tokens)} tokens: KL {found.mean_kl:.2e}, top-1 {found.top1:.3f}; rounding alone: KL "
+        f"{noise.mean_kl:.2e}, top-1 {noise.top1:.3f}; llama.cpp against itself in fours: KL {own.mean_kl:.2e}; "
+        f"{path.stat().st_size / 1e6:.0f} MB file, {network.size_bytes / 1e6:.0f} MB in memory, "
+        f"{network.bytes_per_token / 1e6:.0f} MB a token"
+    )
+    assert found.mean_kl <= 3 * noise.mean_kl
+    assert found.top1 >= noise.top1 - 3 * np.sqrt(2 * max(1 - noise.top1, 0.02) / len(tokens))
+    few = tokens[:4]
+    assert np.abs(logits_of(network, few) - ours[:4]).max() < 1e-2  # MLX's own kernels

@@ -1,0 +1,301 @@
+"""The tokenizer built from a GGUF alone, against llama.cpp's on the same file, token for token.
+
+The tiny vocabularies join any two neighbouring letters, so that a word that is cut at another place shows at once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from localspec.backends.base import Model
+from localspec.errors import UnsupportedModel
+from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.vocab import Vocab
+from tests.conftest import REAL_MODELS, open_backend
+from tests.support import ggufs
+from tests.support.gguf_vocabs import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, TinyVocab, byte_symbols
+
+pytest.importorskip("tokenizers")
+
+from localspec.backends.mlx.tokenizer import Tokenizer
+from localspec.backends.mlx.word_split import known_splits
+
+PIECES = [
+    " ", "  ", "\t", "\n", "\r\n", "\r", "\u00a0", "\u3000", "\x85", "\x1c", "\u2028", "\u200b", "\u200d", "\ufeff",
+    "a", "b", "S", "Z", "é", "É", "ß", "ǅ", "e\u0301", "日", "本語", "한", "ไทย", "ا", "अ", "ि",
+    "😀", "👨‍👩‍👧", "\U0001e030",
+    "'s", "'LL", "'ſ", "'", "1", "23", "456789", "４", "²", "Ⅷ", "٣", "!", "?!",
+    "_", '"', "<", "|", ">", "$", "+=", "~", "\\",
+    "the", "ing", "sab", "def ", "(x)", "{", "}", "==", "\x00", "\x7f", "\ufffd", "\uffff", "\ue000", "\U0010ffff",
+    "▁", "▁▁", "Ġ",
+    "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<s>", "</s>", "<unk>", "<0x0A>", "<mark>", "<mark><", "k>", "[x]",
+]  # fmt: skip
+"""Ingredients that tokenizers are known to treat each in its own way."""
+
+
+def mixtures(n: int, seed: int = 0) -> Iterator[str]:
+    """Random texts from the pieces, and from code points of all planes."""
+    rng = random.Random(seed)
+    for i in range(n):
+        if i % 4:
+            yield "".join(rng.choice(PIECES) for _ in range(rng.randint(1, 30)))
+        else:
+            ranges = [(0, 0x7F), (0, 0x7FF), (0, 0xD7FF), (0xE000, 0x10FFFF)]
+            yield "".join(chr(rng.randint(*rng.choice(ranges))) for _ in range(rng.randint(1, 40)))
+
+
+def all_of_unicode(step: int = 1) -> Iterator[str]:
+    """Every code point, among letters and among marks.
+
+    Args:
+        step: leave out all but one in so many blocks of those planes where next to nothing is assigned.
+    """
+    for i, start in enumerate(range(0, 0x110000, 0x200)):
+        empty = start >= 0x33400 and not 0xE0000 <= start < 0xE0200
+        chars = [chr(code) for code in range(start, start + 0x200) if not 0xD800 <= code < 0xE000]
+        if chars and not (empty and i % step):
+            yield "a".join(chars)
+            yield "!".join(chars)
+
+
+def runs() -> Iterator[str]:
+    for n in (1, 2, 3, 4, 5, 7, 15, 16, 17, 33, 64, 257):
+        for piece in (" ", "\n", "\t", "\r\n", " \n", "a", "ab ", "0123456789", "!", "日", "▁", "é", "'s"):
+            yield piece * n
+        yield "x" + " " * n + "y" + "\n" * n + "z"
+
+
+def pair_vocab(pre: str) -> TinyVocab:
+    """Byte-level BPE in which any two letters, digits, marks or blanks that meet in a word are one token."""
+    symbols = byte_symbols()
+    tokens = list(symbols)
+    used = [symbols[byte] for byte in b" \n\rabsSzZtl'0123456789!?$+<|>\xc3\xa9\xe6\x97\xa5"]
+    merges = [f"{left} {right}" for left in used for right in used]
+    tokens += [left + right for left in used for right in used]
+    # A merge of merges, and one whose product has no token.
+    merges += ["ab ab", "zz zz"]
+    tokens.append("abab")
+    # No merges lead here: only splits that take whole words as they are find it.
+    tokens.append("sab")
+    types = [NORMAL] * len(tokens)
+    special = {"<|endoftext|>": CONTROL, "<|im_end|>": NORMAL, "<mark>": USER_DEFINED, "<mark><mark>": USER_DEFINED}
+    tokens += special
+    types += special.values()
+    end = tokens.index("<|endoftext|>")
+    return TinyVocab("gpt2", tokens, types, merges=merges, pre=pre, bos=end, eos=end)
+
+
+def every_pair_vocab(pre: str) -> TinyVocab:
+    """Byte-level BPE with a token for any two bytes: where a word begins shows in how its bytes pair up."""
+    symbols = byte_symbols()
+    merges = [f"{left} {right}" for left in symbols for right in symbols]
+    tokens = [*symbols, *(merge.replace(" ", "") for merge in merges), "<|endoftext|>"]
+    types = [NORMAL] * (len(tokens) - 1) + [CONTROL]
+    return TinyVocab("gpt2", tokens, types, merges=merges, pre=pre, bos=len(types) - 1, eos=len(types) - 1)
+
+
+def score_vocab() -> TinyVocab:
+    """SentencePiece with several ways to the same token, equal scores, and runs of spaces as tokens."""
+    special = ["<unk>", "<s>", "</s>"]
+    tokens = special + [f"<0x{i:02X}>" for i in range(256)]
+    types = [UNKNOWN, CONTROL, CONTROL] + [BYTE] * 256
+    pieces = [
+        "▁",
+        *"abst01<>x0A",
+        "▁▁",
+        "▁▁▁",
+        "▁▁▁▁",
+        "ab",
+        "ba",
+        "aba",
+        "bab",
+        "abab",
+        "▁a",
+        "▁ab",
+        "▁t",
+        "st",
+        "日",
+        "é",
+    ]
+    pieces = list(dict.fromkeys(pieces))
+    tokens += pieces
+    types += [NORMAL] * len(pieces)
+    scores = [0.0] * 259 + [-float(i // 2) for i in range(len(pieces))]
+    tokens.append("<mark>")
+    types.append(USER_DEFINED)
+    return TinyVocab("llama", tokens, types, [*scores, 0.0], bos=1, eos=2, unk=0, add_bos=True)
+
+
+class Both:
+    """Our tokenizer and llama.cpp's, for one file."""
+
+    def __init__(self, path: Path) -> None:
+        with GGUFFile(path) as file:
+            self.vocab = Vocab.from_gguf(file)
+            self.ours = Tokenizer(file, self.vocab)
+        self.theirs: Model = open_backend("llama-cpp").load(path, n_gpu_layers=0)
+
+    def check(self, text: str, special: Sequence[bool] = (False, True)) -> None:
+        for parse_special in special:
+            ours = self.ours.encode(text, add_special=True, parse_special=parse_special)
+            theirs = self.theirs.tokenize(text, add_special=True, parse_special=parse_special)
+            if ours != theirs:
+                at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), 0)
+                spelled = [[self.vocab.token_text(token) for token in each[at : at + 5]] for each in (ours, theirs)]
+                pytest.fail(f"{text[:200]!r}: at {at} ours {spelled[0]}, llama.cpp's {spelled[1]}")
+
+
+def tiny_file(folder: Path, vocab: TinyVocab, name: str) -> Path:
+    shape = ggufs.Shape(n_layer=1, n_embd=32, n_head=2, n_head_kv=1, n_ff=32)
+    return ggufs.write_llama(folder / f"{name}.gguf", shape, vocab)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tokenizers")
+
+
+@pytest.fixture(scope="module")
+def byte_level(folder: Path) -> Iterator[Both]:
+    both = Both(tiny_file(folder, pair_vocab("qwen2"), "byte-level"))
+    yield both
+    both.theirs.close()
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(folder: Path) -> Iterator[Both]:
+    both = Both(tiny_file(folder, score_vocab(), "sentencepiece"))
+    yield both
+    both.theirs.close()
+
+
+@pytest.mark.parametrize("pre", known_splits())
+def test_every_split_that_is_known_cuts_as_llama_cpp_does(folder: Path, pre: str) -> None:
+    both = Both(tiny_file(folder, pair_vocab(pre), pre))
+    for text in (*mixtures(70, seed=len(pre)), *list(runs())[::9]):
+        both.check(text)
+    both.theirs.close()
+
+
+@pytest.mark.parametrize("pre", ["qwen2", "deepseek-v3"])
+def test_all_of_unicode(folder: Path, pre: str) -> None:
+    """The two splits use all the classes of characters that there are."""
+    both = Both(tiny_file(folder, every_pair_vocab(pre), f"unicode-{pre}"))
+    for text in all_of_unicode(step=16):
+        both.check(text, [False])
+    both.theirs.close()
+
+
+@pytest.mark.parametrize("add_space_prefix", [True, False])
+def test_sentencepiece(folder: Path, add_space_prefix: bool) -> None:
+    vocab = replace(score_vocab(), add_space_prefix=add_space_prefix)
+    both = Both(tiny_file(folder, vocab, f"spm-{add_space_prefix}"))
+    for text in (*mixtures(400), *runs(), *list(all_of_unicode(step=64))[::4]):
+        both.check(text)
+    both.theirs.close()
+
+
+def test_sentencepiece_with_tokens_across_words(folder: Path) -> None:
+    """Where a token has a space inside, words cannot be looked at one by one."""
+    vocab = score_vocab()
+    vocab = replace(
+        vocab,
+        tokens=[*vocab.tokens, "a▁", "a▁b"],
+        types=[*vocab.types, NORMAL, NORMAL],
+        scores=[*vocab.scores, -0.1, -0.2],
+    )
+    both = Both(tiny_file(folder, vocab, "spm-across"))
+    both.check("a b a b  a ba b")
+    assert vocab.id("a▁b") in both.ours.encode("xa b")
+    for text in (*mixtures(200), *runs()):
+        both.check(text)
+    both.theirs.close()
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.text(max_size=60) | st.lists(st.sampled_from(PIECES), max_size=20).map("".join))
+@example("")
+@example("abababab<mark><mark>ab")
+def test_texts_that_hypothesis_makes(byte_level: Both, sentencepiece: Both, text: str) -> None:
+    byte_level.check(text)
+    sentencepiece.check(text)
+
+
+def test_special_tokens_swallow_blanks_where_the_model_is_a_phi_3(folder: Path) -> None:
+    vocab = score_vocab()
+    vocab = replace(
+        vocab,
+        tokens=[*vocab.tokens, "<|endoftext|>"],
+        types=[*vocab.types, CONTROL],
+        scores=[*vocab.scores, 0.0],
+    )
+    shape = ggufs.Shape(n_layer=1, n_embd=32, n_head=2, n_head_kv=1, n_ff=32)
+    metadata = ggufs.llama_metadata(shape, len(vocab)) | ggufs.vocab_metadata(vocab)
+    path = write_named(folder / "phi.gguf", "Tiny Phi-3", metadata, ggufs.llama_weights(shape, len(vocab)))
+    both = Both(path)
+    for text in ("</s>  \n ab", "<s> ab", "<mark>\t ab <mark> ", "a</s>\u00a0b", *mixtures(100)):
+        both.check(text)
+    assert both.ours.encode("</s>  ab", parse_special=True) == both.ours.encode("</s>ab", parse_special=True)
+    both.theirs.close()
+
+
+def write_named(path: Path, name: str, metadata: dict[str, object], weights: ggufs.Weights) -> Path:
+    import gguf
+
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name(name)
+    for key, value in metadata.items():
+        ggufs._add(writer, key, value)
+    for tensor, weight in weights.items():
+        writer.add_tensor(tensor, weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_vocabulary_that_lacks_bytes_drops_them(folder: Path) -> None:
+    """As llama.cpp does; SmolLM2 has no token for 21 of the 256 bytes."""
+    vocab = pair_vocab("gpt-2")
+    missing = {byte_symbols()[0], byte_symbols()[0xC0], byte_symbols()[0xF5], "q"}
+    kept = [i for i, token in enumerate(vocab.tokens) if token not in missing]
+    vocab = replace(
+        vocab, tokens=[vocab.tokens[i] for i in kept], types=[vocab.types[i] for i in kept], bos=None, eos=0
+    )
+    both = Both(tiny_file(folder, vocab, "lacking"))
+    for text in ("\x00", "a\x00b", "quick", "zzzz", "a q b", *mixtures(200)):
+        both.check(text)
+    both.theirs.close()
+
+
+def test_an_unknown_split_is_named(folder: Path) -> None:
+    path = tiny_file(folder, pair_vocab("never-heard-of"), "unknown")
+    with GGUFFile(path) as file, pytest.raises(UnsupportedModel, match=r"unknown\.gguf .*'never-heard-of'.*llama-cpp"):
+        Tokenizer(file, Vocab.from_gguf(file))
+
+
+def test_speed_does_not_fall_with_length(byte_level: Both, sentencepiece: Both) -> None:
+    """A hundred thousand letters without a space, and as many spaces: no quadratic work (pytest's timeout fails it)."""
+    for both in (byte_level, sentencepiece):
+        for text in ("ab" * 50_000, " " * 100_000, "\n" * 100_000, "1" * 100_000):
+            assert both.ours.encode(text)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", ["qwen2.5-coder-0.5b", "smollm2-135m", "gemma3-270m"])
+def test_real_vocabularies(name: str, real_model: Callable[[str], Path]) -> None:
+    both = Both(real_model(name))
+    root = Path(__file__).parents[2]
+    code = [path.read_text() for path in sorted(root.rglob("test_*.py"))[::3]]
+    for text in (*mixtures(1500), *runs(), *code, *all_of_unicode()):
+        both.check(text)
+    both.theirs.close()
+    assert name in REAL_MODELS

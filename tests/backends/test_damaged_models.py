@@ -1,0 +1,152 @@
+"""Damaged files that once ended the process, or raised what was no error of ours; found by ``tests/fuzz``."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localspec.backends import reference
+from localspec.errors import LocalspecError, ModelFileError, NotGGUF, UnsupportedModel
+from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.inspection import inspect
+from localspec.model_files.vocab import Vocab
+from tests.conftest import open_backend
+from tests.fuzz.engines import Engine
+from tests.fuzz.gguf_cases import Builder
+
+FIRST_TENSOR, NORM = 0.0, 0.09
+"""Where the embedding and the first norm stand among the tensors."""
+
+U32, U64, TEXT = 4, 10, 8
+
+CASES: dict[str, tuple[str, list[Any]]] = {
+    "a size of 0": ("bpe", [("dim", FIRST_TENSOR, 0, 0)]),
+    "sizes whose product overflows": ("bpe", [("type", FIRST_TENSOR, 43), ("dims", FIRST_TENSOR, [1 << 40, 1 << 40])]),
+    "a tensor of no known type": ("bpe", [("type", FIRST_TENSOR, 1 << 31)]),
+    "a type without blocks": ("bpe", [("type", FIRST_TENSOR, 40)]),
+    "weights of integers": ("bpe", [("type", FIRST_TENSOR, 24)]),
+    "weights of F64": ("bpe", [("dims", FIRST_TENSOR, [64, 100]), ("type", FIRST_TENSOR, 28)]),
+    "a norm that is F16": ("bpe", [("type", NORM, 1)]),
+    "two equal tokens": ("bpe", [("item", "tokenizer.ggml.tokens", 0.0, 6)]),
+    "tokens that are equal up to a zero byte": ("bpe", [("text", "tokenizer.ggml.tokens", 0.5, b"!\0x")]),
+    "a merge of nothing": ("bpe", [("text", "tokenizer.ggml.merges", 0.0, b"llama")]),
+    "tensors anywhere": (
+        "bpe",
+        [("set", "general.alignment", (U32, struct.pack("<I", 1))), ("rename", "general.name", b"n")],
+    ),
+    "token types that are a text": ("bpe", [("set", "tokenizer.ggml.token_type", (TEXT, struct.pack("<Q", 1) + b"k"))]),
+    "five tokens": ("bpe", [("shorter", "tokenizer.ggml.tokens", 5)]),
+    "more experts used than there are": ("bpe", [("set", "llama.expert_used_count", (U32, struct.pack("<I", 1)))]),
+    "too many experts": ("bpe", [("number", "llama.expert_count", 1 << 31)]),
+    "a file type of 64 bits": ("bpe", [("set", "general.file_type", (U64, struct.pack("<Q", 0)))]),
+    "no layers": ("bpe", [("number", "llama.block_count", 0)]),
+    "no feed-forward channels": ("bpe", [("number", "llama.feed_forward_length", 0)]),
+    "a single number for the embedding": ("bpe", [("dims", FIRST_TENSOR, [])]),
+    "a name of two lines": ("bpe", [("tensor name", 0.99, b"\n\x1b[31m")]),
+    "rows that are no whole blocks": ("bpe", [("type", 0.5, 137)]),
+}
+
+HARMLESS = {
+    "llama-cpp": {"a norm that is F16", "no feed-forward channels", "a merge of nothing"},
+    "ik-llama": {"no feed-forward channels", "a merge of nothing", "tensors anywhere"},
+    "mlx": {
+        "a norm that is F16",
+        "a merge of nothing",
+        "tensors anywhere",
+        "two equal tokens",
+        "tokens that are equal up to a zero byte",
+        "five tokens",
+        "a file type of 64 bits",
+    },
+}
+"""What an engine can do with all the same, or refuses for a reason of its own."""
+
+
+@pytest.fixture(scope="module", params=["ik-llama", "llama-cpp", "mlx"])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    open_backend(request.param)
+    loaded = Engine(request.param, tmp_path_factory.mktemp("engine") / "log")
+    yield loaded
+    loaded.close()
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Builder:
+    return Builder(tmp_path_factory.mktemp("damaged"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_engine_dies_of_it(engine: Engine, build: Builder, name: str) -> None:
+    answer = engine.ask(build(CASES[name]))  # fails where the process ended
+    if "error" not in answer:
+        assert name in HARMLESS[engine.backend]
+        return
+    assert {"ModelFileError", "EngineError"} & set(answer["kinds"]), answer
+    assert answer["error"].isprintable(), answer
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ([("dims", FIRST_TENSOR, [])], "token_embd.weight is"),
+        ([("dim", FIRST_TENSOR, 0, 32)], "token_embd.weight is"),
+        ([("swap", FIRST_TENSOR, NORM)], "where the header says"),
+        ([("type", FIRST_TENSOR, 99)], "cannot unpack"),
+        ([("number", "llama.attention.head_count", 0)], "0 heads"),
+        ([("number", "llama.attention.head_count", 3)], "where the header says|some channels"),
+        ([("number", "llama.attention.key_length", 31)], "31 channels|some channels"),
+        ([("set", "llama.block_count", (TEXT, struct.pack("<Q", 1) + b"k"))], "no size"),
+        ([("set", "llama.rope.scaling.type", (9, struct.pack("<IQ", 4, 2) + bytes(8)))], "rope scaling"),
+        ([("set", "tokenizer.ggml.scores", (TEXT, struct.pack("<Q", 1) + b"k"))], "scores"),
+        ([("set", "tokenizer.ggml.merges", (U32, bytes(4)))], "merges"),
+        ([("set", "tokenizer.ggml.token_type", (U32, bytes(4)))], "token types"),
+    ],
+)
+def test_the_reference_backend_names_what_does_not_fit(build: Builder, changes: list[Any], words: str) -> None:
+    with pytest.raises(ModelFileError, match=words) as caught:
+        reference.load(build(("bpe", changes)))
+    assert str(caught.value).isprintable()
+
+
+def test_characters_that_a_vocabulary_cannot_spell_become_its_unknown_token(build: Builder) -> None:
+    with reference.load(build(("spm", []))) as whole, GGUFFile(whole.path) as file:
+        shorter = file.metadata["tokenizer.ggml.tokens"]
+        n_special = list(shorter).index("<0x00>")
+    # Byte tokens gone: their texts are others now.
+    renamed = [
+        ("text", "tokenizer.ggml.tokens", (i + 0.5) / 300, b"no%d" % i) for i in range(n_special, n_special + 256)
+    ]
+    with reference.load(build(("spm", renamed))) as model:
+        assert model.vocab.unk == 0
+        assert 0 in model.tokenize("😀")
+
+
+def test_a_single_number_is_a_tensor_of_one_value(build: Builder) -> None:
+    with GGUFFile(build(("bpe", [("dims", NORM, [])]))) as file:
+        assert (1,) in [tensor.shape for tensor in file.tensors.values()]
+
+
+@pytest.mark.parametrize("dims", [[0], [64, 0], [1 << 32, 1 << 32], [1 << 63, 2]])
+def test_impossible_sizes_are_refused_whatever_the_type(build: Builder, dims: list[int]) -> None:
+    with pytest.raises(NotGGUF, match="sizes"):
+        GGUFFile(build(("bpe", [("type", FIRST_TENSOR, 43), ("dims", FIRST_TENSOR, dims)])))
+
+
+@pytest.mark.parametrize("read", [inspect, lambda path: Vocab.from_gguf(GGUFFile(path))])
+def test_scores_must_be_as_many_as_tokens(build: Builder, read: Callable[[Path], Any]) -> None:
+    path = build(("spm", [("shorter", "tokenizer.ggml.scores", 5)]))
+    if read is inspect:
+        assert read(path)["vocabulary"] is None
+    else:
+        with pytest.raises(UnsupportedModel, match="300 tokens but 5 scores"):
+            read(path)
+
+
+def test_an_error_is_one_printable_line_whatever_it_quotes() -> None:
+    error = LocalspecError("a\nb\x1b[31m\r\n\tc \udc80 é😀")
+    assert str(error) == "a b\\x1b[31m c \\udc80 é😀"
+    assert str(error).encode()

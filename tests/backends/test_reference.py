@@ -1,0 +1,251 @@
+"""The reference backend computes what llama.cpp computes, and computes it alike whatever the width of the pass."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from localspec.backends import reference
+from localspec.backends.base import FloatArray
+from localspec.errors import NotGGUF, UnsupportedModel, UsageError
+from tests.backends.test_backends import some_tokens
+from tests.conftest import Backend, TinyFiles, open_backend
+from tests.support import ggufs
+
+
+def reference_logits(path: Path, tokens: list[int]) -> FloatArray:
+    with reference.load(path) as model, model.new_context(len(tokens)) as context:
+        return context.decode(tokens).logits
+
+
+def llama_cpp_logits(path: Path, tokens: list[int]) -> FloatArray:
+    """llama.cpp at its most exact: keys and values in float32, no flash attention (which rounds them to 16 bits)."""
+    open_backend("llama-cpp")
+    import llama_cpp
+
+    lib: Any = llama_cpp
+    model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
+    assert model
+    n_vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
+    params = lib.llama_context_default_params()
+    params.n_ctx = params.n_batch = 256
+    params.n_threads = params.n_threads_batch = 1
+    params.type_k = params.type_v = 0
+    params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    context = lib.llama_init_from_model(model, params)
+    batch = lib.llama_batch_init(len(tokens), 0, 1)
+    batch.n_tokens = len(tokens)
+    for i, token in enumerate(tokens):
+        batch.token[i], batch.pos[i], batch.logits[i] = token, i, 1
+        batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+    assert lib.llama_decode(context, batch) == 0
+    pointer = ctypes.cast(lib.llama_get_logits(context), ctypes.POINTER(ctypes.c_float))
+    logits = np.ctypeslib.as_array(pointer, (len(tokens), n_vocab)).copy()
+    lib.llama_batch_free(batch)
+    lib.llama_free(context)
+    lib.llama_model_free(model)
+    return logits
+
+
+VARIANTS: dict[str, tuple[ggufs.Shape, dict[str, Any]]] = {
+    "grouped": (ggufs.Shape(), {}),
+    "one key head": (ggufs.Shape(n_head_kv=1), {}),
+    "all key heads": (ggufs.Shape(n_head_kv=4), {}),
+    "tied": (ggufs.Shape(tied=True), {}),
+    "rope base": (ggufs.Shape(rope_base=500000.0), {}),
+    "linear scaling": (ggufs.Shape(), {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}),
+    "norm epsilon": (ggufs.Shape(), {"llama.attention.layer_norm_rms_epsilon": 0.5}),
+    "deep": (ggufs.Shape(n_layer=6), {}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_equal_llama_cpp(tmp_path: Path, variant: str) -> None:
+    """To 1e-3, of logits whose standard deviation is 3: what float32 leaves of float64."""
+    shape, extra = VARIANTS[variant]
+    path = ggufs.write_llama(tmp_path / "model.gguf", shape, extra=extra)
+    tokens = some_tokens(60)
+    assert np.abs(reference_logits(path, tokens) - llama_cpp_logits(path, tokens)).max() < 1e-3
+
+
+def test_the_variants_differ(tmp_path: Path) -> None:
+    """Each variant above tests something: computed as the plain model, it would be far off."""
+    tokens = some_tokens(60)
+    plain = reference_logits(ggufs.write_llama(tmp_path / "plain.gguf"), tokens)
+    for variant in ("rope base", "linear scaling", "norm epsilon"):
+        shape, extra = VARIANTS[variant]
+        path = ggufs.write_llama(tmp_path / "variant.gguf", shape, extra=extra)
+        assert np.abs(plain - reference_logits(path, tokens)).max() > 0.1, variant
+
+
+def test_rope_frequency_factors(tmp_path: Path) -> None:
+    weights = ggufs.llama_weights(ggufs.Shape(), 384)
+    weights["rope_freqs.weight"] = np.linspace(1, 8, 16).astype(np.float32)
+    path = ggufs.write_llama(tmp_path / "model.gguf", weights=weights)
+    tokens = some_tokens(60)
+    assert np.abs(reference_logits(path, tokens) - llama_cpp_logits(path, tokens)).max() < 1e-3
+
+
+@pytest.mark.parametrize("tensor_type", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_quantised_weights_are_read_exactly(tmp_path: Path, tensor_type: str) -> None:
+    """A quantised file and an F32 file of its unpacked values give equal logits, to the bit."""
+    kind = gguf.GGMLQuantizationType[tensor_type]
+    weights = ggufs.llama_weights(ggufs.Shape(), 384)
+    unpacked = {
+        name: gguf.quants.dequantize(gguf.quants.quantize(w, kind), kind).reshape(w.shape) if w.ndim > 1 else w
+        for name, w in weights.items()
+    }
+    packed = ggufs.write_llama(tmp_path / "packed.gguf", weights=weights, tensor_type=tensor_type)
+    plain = ggufs.write_llama(tmp_path / "plain.gguf", weights=unpacked)
+    tokens = some_tokens(20)
+    assert np.array_equal(reference_logits(packed, tokens), reference_logits(plain, tokens))
+
+
+def test_logits_do_not_depend_on_the_width_of_a_pass(tiny: TinyFiles) -> None:
+    """Forty ways to cut the same 80 tokens into passes, in contexts of any size: equal to the bit."""
+    tokens = some_tokens(80)
+    wanted = reference_logits(tiny.spm, tokens)
+    rng = np.random.default_rng(0)
+    with reference.load(tiny.spm) as model:
+        for _ in range(40):
+            with model.new_context(int(rng.integers(80, 400))) as context:
+                rows = []
+                while context.n_past < len(tokens):
+                    width = int(rng.integers(1, rng.integers(2, 30)))
+                    rows.append(context.decode(tokens[context.n_past : context.n_past + width]).logits)
+            assert np.array_equal(np.concatenate(rows), wanted)
+
+
+# Tokenising.
+
+ATOMS = ["the ", "and", " of", "  ", "   \n", "\n\n", "<|im_start|>", "<|im_end|>", "<s>", "é", "ü", "😀", "日本"]
+ATOMS += ["12345", "it's", " he'll", "!?", " $+", "\t", "x", "▁", "²½", "I'VE\r\n", "a", "b", " ", "\x00", "\x85"]
+ATOMS += ["\u3000", "\x1c", "ÉÜ", "👨‍👩‍👧", "the", "<unk>", "<0x41>", "ſ", "ǆ", "Ⅷ", "٣", "\u200b", "\u0301"]
+
+
+def random_texts(n: int, seed: int = 1) -> list[str]:
+    rng = random.Random(seed)
+    return ["", " ", "  the and"] + ["".join(rng.choices(ATOMS, k=rng.randint(1, 14))) for _ in range(n)]
+
+
+@pytest.mark.parametrize("pre", ["spm", "spm without prefix", "gpt-2", "default", "qwen2", "smollm", "llama-bpe"])
+def test_tokenising_equals_the_engines(fast_backend: Backend, tmp_path: Path, pre: str) -> None:
+    vocab = ggufs.spm_vocab() if pre.startswith("spm") else ggufs.bpe_vocab(pre=pre)
+    extra = {"tokenizer.ggml.add_space_prefix": False} if pre == "spm without prefix" else {}
+    path = ggufs.write_llama(tmp_path / "model.gguf", vocab=vocab, extra=extra)
+    with reference.load(path) as ours, fast_backend.load(path) as theirs:
+        for text in random_texts(400):
+            for options in ({}, {"add_special": True}, {"parse_special": True}):
+                expected = theirs.tokenize(text, **options)
+                assert ours.tokenize(text, **options) == expected, (text, options)
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"llama.expert_count": 4}, "mixture of experts"),
+        ({"llama.rope.dimension_count": 16}, "rotation of some channels only"),
+        ({"llama.rope.scaling.type": "yarn"}, "rope scaling 'yarn'"),
+        ({"llama.attention.head_count_kv": [2, 2]}, "layers of different widths"),
+        ({"tokenizer.ggml.model": "t5"}, "tokeniser of kind 't5'"),
+    ],
+)
+def test_what_it_does_not_compute_is_refused(tmp_path: Path, extra: dict[str, Any], words: str) -> None:
+    path = ggufs.write_llama(tmp_path / "model.gguf", extra=extra)
+    with pytest.raises(UnsupportedModel, match=words) as error:
+        reference.load(path)
+    assert "--backend" in str(error.value)
+
+
+def test_other_files_are_refused(tiny: TinyFiles, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="architecture 'gemma3'"):
+        reference.load(tiny.sliding)
+    with pytest.raises(UnsupportedModel, match="word split 'tekken'"):
+        reference.load(ggufs.write_llama(tmp_path / "pre.gguf", vocab=ggufs.bpe_vocab(pre="tekken")))
+    weights = ggufs.llama_weights(ggufs.Shape(), 384)
+    del weights["blk.1.ffn_up.weight"]
+    with pytest.raises(UnsupportedModel, match=r"lacks the tensor blk\.1\.ffn_up\.weight"):
+        reference.load(ggufs.write_llama(tmp_path / "lacking.gguf", weights=weights))
+    (tmp_path / "empty.gguf").touch()
+    with pytest.raises(NotGGUF):
+        reference.load(tmp_path / "empty.gguf")
+    with pytest.raises(UsageError, match="--gpu-layers"):
+        reference.load(tiny.spm, n_gpu_layers=1)
+
+
+# A real model.
+
+
+SMALL = ggufs.Shape(n_layer=1, n_embd=32, n_head=2, n_head_kv=1, n_ff=32)
+
+
+def test_tensors_whose_sizes_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    vocab = ggufs.bpe_vocab(300)
+    weights = ggufs.llama_weights(SMALL, len(vocab))
+    for name, weight in weights.items():
+        for wrong in (weight[:-1], weight[..., :-2], weight[None]):
+            if wrong.shape[0] < 2 and weight.ndim > 1:
+                wrong = np.concatenate([wrong, wrong])
+            path = ggufs.write_llama(tmp_path / "odd.gguf", SMALL, vocab, weights=weights | {name: wrong})
+            # Of the rows of the gate, the other matrices of the block are the ones that are wrong.
+            named = "ffn_up" if "ffn_gate" in name and len(wrong) == len(weight) - 1 else name
+            with pytest.raises(UnsupportedModel, match=rf"odd.gguf: \S*{named}\S* is .* where the header says"):
+                reference.load(path)
+    factors = {"rope_freqs.weight": np.ones(3, np.float32)}
+    path = ggufs.write_llama(tmp_path / "odd.gguf", SMALL, vocab, weights=weights | factors)
+    with pytest.raises(UnsupportedModel, match="rope_freqs"):
+        reference.load(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("embedding_length", 0),
+        ("embedding_length", "many"),
+        ("attention.head_count", 0),
+        ("attention.head_count", "x"),
+        ("attention.head_count", [2]),
+        ("attention.head_count_kv", 0),
+        ("attention.head_count_kv", 3),
+        ("attention.key_length", 15),
+        ("block_count", 0),
+        ("block_count", -1),
+        ("rope.freq_base", 0.0),
+        ("rope.freq_base", float("nan")),
+        ("rope.freq_base", "x"),
+        ("attention.layer_norm_rms_epsilon", 0.0),
+        ("attention.layer_norm_rms_epsilon", "x"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(tmp_path: Path, key: str, value: Any) -> None:
+    value = np.int32(value) if value == -1 else value
+    path = ggufs.write_llama(tmp_path / "odd.gguf", SMALL, ggufs.bpe_vocab(300), extra={f"llama.{key}": value})
+    with pytest.raises(UnsupportedModel) as error:
+        reference.load(path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.real
+def test_a_real_model_says_what_llama_cpp_says(real_model: Callable[[str], Path]) -> None:
+    """SmolLM2-135M, Q4_1: llama.cpp also rounds activations, which leaves a divergence of a few hundredths of a nat."""
+    path = real_model("smollm2-135m")
+    text = "The capital of France is Paris. In 1789, the people of the city"
+    with reference.load(path) as model, model.new_context(64) as context:
+        tokens = model.tokenize(text)
+        with open_backend("llama-cpp").load(path) as other:
+            assert other.tokenize(text) == tokens
+        ours = context.decode(tokens).logits.astype(np.float64)
+    theirs = llama_cpp_logits(path, tokens).astype(np.float64)
+    p, q = (x - np.logaddexp.reduce(x, axis=1, keepdims=True) for x in (ours, theirs))
+    assert (np.exp(p) * (p - q)).sum(axis=1).mean() < 0.05
+    assert (p.argmax(axis=1) == q.argmax(axis=1)).mean() > 0.8

@@ -1,0 +1,386 @@
+"""The check that an engine computes a file rightly: wrong kernels never reach an answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localspec import LLM, EngineMismatch, SamplingParams, backends
+from localspec.backends import builds, ik_llama, llama_cpp, repack, trial, trust
+from localspec.backends.base import Forward
+from localspec.errors import Cancelled, EngineError, LocalspecError, UnsupportedModel, UsageError
+from localspec.model_files.gguf_file import GGUFFile
+from localspec.system.steps import exhaust
+from tests.conftest import TinyFiles, open_backend
+from tests.support import ggufs
+from tests.support.gguf_vocabs import vocab_metadata
+
+
+@pytest.fixture
+def ik() -> None:
+    open_backend("ik-llama")
+
+
+def test_a_sound_file_passes_on_every_engine(fast_backend: Any, tiny: TinyFiles) -> None:
+    with fast_backend.load(tiny.bpe) as model:
+        assert trust.check_model(model).holds
+
+
+def test_a_defective_batch_is_found(fast_backend: Any, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of wide passes that belong to the wrong token are far outside the noise."""
+    with fast_backend.load(tiny.bpe) as model:
+        kind = type(model.new_context(8))
+        original = kind._decode
+
+        def shifted(self: Any, tokens: Any, logits: Any) -> Any:
+            forward = original(self, tokens, logits)
+            if len(tokens) > 8:
+                return Forward(np.roll(forward.logits, 1, axis=0))
+            return forward
+
+        monkeypatch.setattr(kind, "_decode", shifted)
+        assert not trust.check_model(model).holds
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 6, 7, 8, 40])
+def test_a_defect_of_one_width_is_found(
+    fast_backend: Any, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    """Kernels are chosen by width, so each that the check looks at is looked at for itself."""
+    with fast_backend.load(tiny.bpe, n_threads=1) as model:
+        kind = type(model.new_context(8))
+        original = kind._decode
+
+        def defective(self: Any, tokens: Any, logits: Any) -> Any:
+            forward = original(self, tokens, logits)
+            return Forward(np.roll(forward.logits, 7, axis=1)) if len(tokens) == width else forward
+
+        monkeypatch.setattr(kind, "_decode", defective)
+        assert not trust.check_model(model).holds
+
+
+def test_a_doubt_is_settled_by_more_passes(fast_backend: Any, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[int] = []
+    with fast_backend.load(tiny.bpe, n_threads=1) as model:
+        kind = type(model.new_context(8))
+        original = kind._decode
+
+        def counted(self: Any, tokens: Any, logits: Any) -> Any:
+            passes.append(len(tokens))
+            return original(self, tokens, logits)
+
+        monkeypatch.setattr(kind, "_decode", counted)
+        assert trust.check_model(model).holds
+        few = len(passes)
+        monkeypatch.setattr(trust, "DOUBTFUL_KL", -1.0)
+        assert trust.check_model(model).holds
+    assert few < 25
+    assert len(passes) > 2 * few + 20
+
+
+@pytest.mark.usefixtures("ik")
+def test_a_file_that_ik_llama_computes_wrongly_is_repacked_once(tiny: TinyFiles, isolated_home: Path) -> None:
+    with ik_llama.load(tiny.trap) as wrong:
+        assert not trust.check_model(wrong).holds
+    said: list[str] = []
+    warned: list[str] = []
+    with backends.load(tiny.trap, "ik-llama", say=said.append, warn=warned.append) as model:
+        assert model.path != tiny.trap
+        assert trust.check_model(model).holds
+        repacked = model.path
+    assert any("repacking" in line for line in said)
+    assert any("wrongly" in line for line in warned)
+    with GGUFFile(repacked) as copy, GGUFFile(tiny.trap) as original:
+        assert copy.metadata[repack.MARK] == trust.fingerprint(tiny.trap)
+        assert set(copy.tensors) == set(original.tensors)
+        for key, value in original.metadata.items():
+            copied = copy.metadata[key]
+            assert value == copied if isinstance(value, str | int | float) else list(value) == list(copied), key
+    stamp = repacked.stat().st_mtime_ns
+    said.clear()
+    with backends.load(tiny.trap, "ik-llama", say=said.append) as again:
+        assert again.path == repacked
+    assert repacked.stat().st_mtime_ns == stamp
+    assert not any("checking" in line or "repacking" in line for line in said)
+
+
+@pytest.mark.usefixtures("ik")
+def test_the_repacked_copy_says_what_the_file_says(tiny: TinyFiles) -> None:
+    open_backend("llama-cpp")
+    with llama_cpp.load(tiny.trap, n_gpu_layers=0) as truth, backends.load(tiny.trap, "ik-llama") as copy:
+        found = trust.compare_models(truth, copy)
+    assert found.mean_kl < 0.01
+
+
+@pytest.mark.usefixtures("ik")
+def test_the_engine_that_is_right_is_not_blamed_for_the_other(tiny: TinyFiles) -> None:
+    open_backend("llama-cpp")
+    with backends.load(tiny.trap, "llama-cpp") as model:
+        assert model.path == tiny.trap
+
+
+@pytest.mark.usefixtures("ik")
+def test_auto_never_answers_with_wrong_kernels(tiny: TinyFiles) -> None:
+    with LLM(tiny.trap, draft=None, n_ctx=256) as llm, backends.load(tiny.trap, "reference") as truth:
+        text = "the quick brown fox jumps over the lazy dog " * 3
+        reply = llm.generate(text, SamplingParams(max_tokens=1))
+        with truth.new_context(256) as context:
+            row = context.decode(truth.tokenize(text, add_special=True), "last").logits[0]
+        assert row[reply.token_ids[0]] >= row.max() - 0.5
+
+
+@pytest.mark.usefixtures("ik")
+def test_where_no_copy_helps_the_engine_is_refused(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repack, "copies", lambda *args: iter(()))
+    with pytest.raises(EngineMismatch, match=r"computes .* wrongly"):
+        backends.load(tiny.trap, "ik-llama")
+
+
+def test_the_verdict_is_remembered_by_engine_and_file(
+    fast_backend: Any, tiny: TinyFiles, isolated_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks: list[str] = []
+    original = trust.check_model
+    monkeypatch.setattr(trust, "check_model", lambda model: (checks.append(model.engine), original(model))[1])
+    for _ in range(2):
+        backends.load(tiny.bpe, fast_backend.name).close()
+    assert len(checks) == 1
+    (stored,) = (json.loads(path.read_text()) for path in (isolated_home / "trust").iterdir())
+    assert stored["value"]["holds"] is True
+    assert fast_backend.name in stored["key"]["engine"]
+    # A damaged entry is a missing one.
+    next((isolated_home / "trust").iterdir()).write_text("{")
+    backends.load(tiny.bpe, fast_backend.name).close()
+    assert len(checks) == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system may refuse a changed library")
+@pytest.mark.usefixtures("ik")
+def test_what_is_known_of_one_build_is_not_taken_for_another(tiny: TinyFiles, tmp_path: Path) -> None:
+    """A library compiled for this CPU bears the wheel's version. Here it is the wheel's with a byte more at its end."""
+    installed = Path(ik_llama.binding().lib._name).parent
+    other = tmp_path / "other/ik_llama_cpp/lib"
+    shutil.copytree(installed, other)
+    bundled = installed.parent.parent / "ik_llama_cpp_python.libs"
+    if bundled.is_dir():  # what a wheel's libraries load
+        shutil.copytree(bundled, tmp_path / "other" / bundled.name)
+    with (other / "libggml.so").open("ab") as file:
+        file.write(b"\0")
+    code = (
+        "import sys\nfrom localspec import LLM\n"
+        "with LLM(sys.argv[1], draft=None, backend='ik-llama', n_ctx=128) as llm:\n    print(llm.engine)"
+    )
+    engines, known = [], []
+    for library in ({}, {"IK_LLAMA_CPP_LIB_PATH": str(other / "libllama.so")}, {}):
+        environment = os.environ | library | {"LOCALSPEC_HOME": str(tmp_path / "home")}
+        command = [sys.executable, "-c", code, str(tiny.bpe)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        engines.append(done.stdout.strip())
+        known.append([len(list((tmp_path / "home" / folder).glob("*.json"))) for folder in ("trust", "calibration")])
+    assert engines[0] == engines[2] != engines[1]
+    assert all(engine.startswith(f"ik-llama {ik_llama.VERSION}+") for engine in engines)
+    assert known == [[1, 1], [2, 2], [2, 2]]
+
+
+def test_builds_are_told_apart_by_any_of_their_libraries(tmp_path: Path) -> None:
+    (tmp_path / "libllama.so").write_bytes(b"interface")
+    (tmp_path / "libggml.so").write_bytes(bytes(1 << 20))
+    (tmp_path / "readme").write_text("not a library")
+    first = builds.digest(tmp_path)
+    (tmp_path / "readme").write_text("changed")
+    assert builds.digest(tmp_path) == first
+    (tmp_path / "libggml.so").write_bytes(bytes(1 << 19) + b"k" * (1 << 19))
+    assert builds.digest(tmp_path) != first
+    assert len(first) == 8
+
+
+def test_a_build_for_another_cpu_is_known_before_it_computes() -> None:
+    assert builds.foreign_features(["AVX2", "AVX-512", "AVX512-VNNI"], ["AVX2"]) == ["AVX-512", "AVX512-VNNI"]
+    assert builds.foreign_features(["AVX2", "AVX-512"], ["AVX2", "AVX-512"]) == []
+    assert builds.foreign_features(["AVX2", "AVX-512"], []) == []  # it is not told what this CPU has
+
+
+def test_fingerprints_differ_where_files_do(tiny: TinyFiles, tmp_path: Path) -> None:
+    data = bytearray(tiny.bpe.read_bytes())
+    copy = tmp_path / "copy.gguf"
+    copy.write_bytes(data)
+    assert trust.fingerprint(copy) == trust.fingerprint(tiny.bpe)
+    data[-1] ^= 1
+    copy.write_bytes(data)
+    assert trust.fingerprint(copy) != trust.fingerprint(tiny.bpe) or len(data) > 1 << 20
+
+
+def test_a_model_in_parts_has_the_fingerprint_of_all_of_them(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    parts = ggufs.write_in_parts(tmp_path)
+    others = ggufs.write_in_parts(tmp_path / "other", seed=5)
+    assert parts[0].read_bytes() == others[0].read_bytes()
+    prints = {trust.fingerprint(each[0]) for each in (parts, others)}
+    parts[1].unlink()
+    assert len({*prints, trust.fingerprint(parts[0])}) == 3
+
+
+def test_fingerprints_of_single_files_stay(tmp_path: Path) -> None:
+    """Calibrations, verdicts and saved conversations are kept by them."""
+    path = tmp_path / "file.gguf"
+    path.write_bytes(bytes(range(256)) * 20)
+    assert trust.fingerprint(path) == "b833fbe216957019a7d244b4edfa095c"
+
+
+@pytest.mark.parametrize("name", ["ik-llama", "llama-cpp", "reference"])
+def test_a_model_in_parts_is_as_large_as_they_are(name: str, tmp_path: Path) -> None:
+    parts = ggufs.write_in_parts(tmp_path, n_parts=3)
+    with open_backend(name).load(parts[0]) as model:
+        assert model.size_bytes == sum(path.stat().st_size for path in parts)
+        with model.new_context(16) as context:
+            assert len(context.decode([1, 2, 3])) == 3
+
+
+@pytest.mark.usefixtures("ik")
+def test_copies_of_a_model_in_parts_are_one_file_each(tmp_path: Path) -> None:
+    """The repacked copy of one that ik-llama computes wrongly, and the lighter copy of a draft."""
+    shape = ggufs.Shape(n_embd=96, n_head=3, n_head_kv=1)
+    parts = ggufs.write_in_parts(tmp_path, shape=shape, tensor_type="Q4_1")
+    with backends.load(parts[0], "ik-llama") as model, GGUFFile(parts[0]) as original, GGUFFile(model.path) as copy:
+        assert model.path != parts[0]
+        assert set(copy.tensors) == set(original.tensors)
+        assert not [key for key in copy.metadata if key.startswith("split.")]
+    parts = ggufs.write_in_parts(tmp_path, tensor_type="Q8_0")
+    light = repack.lighter_copy(parts[0], trust.fingerprint(parts[0]), lambda line: None)
+    assert light is not None
+    with backends.load(light, "ik-llama", check=False) as model:
+        assert model.size_bytes < sum(path.stat().st_size for path in parts)
+
+
+def test_a_copy_of_a_copy_can_be_opened(tmp_path: Path) -> None:
+    path = ggufs.write_llama(tmp_path / "tiny.gguf", tensor_type="Q8_0")
+    with GGUFFile(path) as file:
+        exhaust(repack.writing_copy(file, tmp_path / "once.gguf", {}, {repack.MARK: "first"}))
+    with GGUFFile(tmp_path / "once.gguf") as file:
+        exhaust(repack.writing_copy(file, tmp_path / "twice.gguf", {}, {repack.MARK: "second"}))
+    with GGUFFile(tmp_path / "twice.gguf") as file:
+        assert file.metadata[repack.MARK] == "second"
+
+
+# Files that would end the process.
+
+AUTO = """
+import sys
+if "alone" in sys.argv:
+    sys.modules["llama_cpp"] = None  # as if it were not installed
+from localspec import LLM, LocalspecError, SamplingParams
+try:
+    with LLM(sys.argv[1], draft=None, backend=sys.argv[2], n_threads=1, n_ctx=128) as llm:
+        print(llm.backend_name, len(llm.generate([5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True)).token_ids))
+except LocalspecError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def answered(path: Path, backend: str, *more: str) -> str:
+    """What a process of its own says, which an engine may take with it."""
+    done = subprocess.run(
+        [sys.executable, "-c", AUTO, str(path), backend, *more], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip()
+
+
+@pytest.mark.usefixtures("ik")
+def test_no_engine_takes_the_process_with_it(tiny: TinyFiles) -> None:
+    """With ik-llama alone a Mamba is refused; ik-llama aborted the process."""
+    for backend in ("auto", "ik-llama"):
+        said = answered(tiny.recurrent, backend, "alone")
+        assert said.startswith("UnsupportedModel tiny-mamba.gguf: ik-llama 0.1.5 does not compute this 'mamba' model")
+        assert "\n" not in said
+
+
+@pytest.mark.usefixtures("ik")
+def test_the_next_engine_takes_what_one_does_not_compute(tiny: TinyFiles) -> None:
+    open_backend("llama-cpp")
+    for backend in ("auto", "llama-cpp"):
+        assert answered(tiny.recurrent, backend) == "llama-cpp 4"
+
+
+@pytest.mark.usefixtures("ik")
+def test_a_file_is_tried_once_and_only_if_it_is_of_an_unfamiliar_kind(
+    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+    run = trial._run
+    monkeypatch.setattr(trial, "_run", lambda path, *rest: (tried.append(path.name), run(path, *rest))[1])
+    for _ in range(2):
+        ik_llama.load(tiny.bpe).close()
+        ik_llama.load(tiny.hybrid).close()
+        with pytest.raises(UnsupportedModel, match="does not compute this 'mamba' model"):
+            ik_llama.load(tiny.recurrent)
+    assert tried == [tiny.hybrid.name, tiny.recurrent.name]
+
+
+@pytest.mark.usefixtures("ik")
+def test_a_child_that_was_killed_says_nothing_of_the_file(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trial._run
+    monkeypatch.setattr(trial, "_run", lambda *_: -int(signal.SIGTERM))
+    with pytest.raises(UnsupportedModel):
+        ik_llama.load(tiny.hybrid)
+    monkeypatch.setattr(trial, "_run", run)
+    ik_llama.load(tiny.hybrid).close()
+
+
+@pytest.mark.usefixtures("ik")
+def test_a_trial_can_be_cancelled(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_POLL_S", 0.0)
+    with pytest.raises(Cancelled):
+        ik_llama.load(tiny.hybrid, progress=lambda fraction: False)
+    ik_llama.load(tiny.hybrid).close()
+
+
+@pytest.mark.usefixtures("ik")
+def test_what_no_engine_knows_is_one_clear_error(tmp_path: Path) -> None:
+    vocab = ggufs.bpe_vocab()
+    weights = {"token_embd.weight": np.zeros((len(vocab), 32), np.float32)}
+    path = ggufs.write_gguf(tmp_path / "odd.gguf", "nonsense", vocab_metadata(vocab), weights)
+    with pytest.raises(LocalspecError, match=r"odd\.gguf.*'nonsense'") as caught:
+        backends.load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_errors_of_all_engines_are_told_once_each(tiny: TinyFiles) -> None:
+    same = [UnsupportedModel("it is no model"), UnsupportedModel("it is no model")]
+    assert backends._only_error(tiny.bpe, list(same)) is same[0]
+    error = backends._only_error(tiny.bpe, [UnsupportedModel("a: no"), EngineError("b: no")])
+    assert isinstance(error, UnsupportedModel)
+    assert str(error) == f"no engine here can run {tiny.bpe.name}: a: no; b: no"
+
+
+@pytest.mark.parametrize("name", ["ik-llama", "llama-cpp"])
+def test_heads_that_do_not_divide_into_the_blocks_of_a_quantised_cache(name: str, tmp_path: Path) -> None:
+    """ik-llama aborts the process on them."""
+    backend = open_backend(name)
+    path = ggufs.write_llama(tmp_path / "odd.gguf", ggufs.Shape(n_embd=96, n_head=4, n_head_kv=2))
+    for kv_type in ("q8_0", "q4_0"):
+        with pytest.raises(UsageError, match=f"--kv-cache {kv_type} divides .* blocks of 32, .* 24 wide"):
+            backend.load(path, kv_type=kv_type)
+    with backend.load(path) as model, model.new_context(16) as context:
+        context.decode([1, 2, 3])
+
+
+@pytest.mark.real
+@pytest.mark.usefixtures("ik")
+def test_smollm2_is_right_on_ik_llama_after_all(real_model: Callable[[str], Path]) -> None:
+    path = real_model("smollm2-135m")
+    with ik_llama.load(path) as wrong:
+        assert trust.check_model(wrong).mean_kl > 0.5
+    with backends.load(path, "ik-llama") as model:
+        assert trust.check_model(model).holds

@@ -1,0 +1,177 @@
+"""The page of ``localspec bench`` in a real Chromium: it shows everything, reaches for nothing, and fits any window."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localspec.commands.bench.page import render
+from localspec.commands.bench.record import Engine, ModelFile, Record
+from localspec.commands.bench.results import analyse
+from localspec.commands.bench.svg import PALETTE, Scale, ticks
+from tests.commands.bench.test_bench import SETTINGS, answer, run_of, session
+from tests.commands.replay.test_replay_page import HOSTILE
+from tests.support.browsing import PATIENCE, chromium
+
+ARMS = ["plain", "auto", "model:4"]
+
+
+def record(hostile: str = "") -> Record:
+    """A run of two categories and three arms, with everything that a page can show."""
+    samples = []
+    for i in range(14):
+        category = f"{('code', 'chat')[i % 2]}{hostile}"
+        for arm, gain in zip(ARMS, (1.0, 1.4 + 0.02 * i, 0.8), strict=True):
+            drafted = {} if arm == "plain" else {
+                "num_rounds": 5, "num_draft_tokens": 8, "num_accepted_tokens": 5, "drafted_per_position": [5, 3],
+                "accepted_per_position": [3, 2],
+                "by_source": {"model": {"num_draft_tokens": 8, "num_accepted_tokens": 5}},
+                "judged": [["model", 0, 0.1 * (k + 0.5), k % 2] for k in range(10)],
+                "rounds": [[5.0, 60.0 / gain, 0.3, 2, 1, 2]] * 5,
+            }  # fmt: skip
+            samples.append(answer(f"q{i}{hostile}", arm, 10 * gain, category=category, joules=2.0, **drafted))
+    models = [ModelFile("target", f"target{hostile}", f"t{hostile}.gguf", 1000, "0" * 64, 10),
+              ModelFile("model", "draft", "d.gguf", 100, "1" * 64, 10)]  # fmt: skip
+    times = {str(width): 40.0 + 8.0 * width for width in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)}
+    engine = Engine("reference", f"v{hostile}", "cpu", 2, 64, models, ["model"], times, {"model": 10.0}, "now")
+    settings = replace(SETTINGS, arms=ARMS)
+    return run_of(
+        samples, engines=[engine], settings=settings, sessions=[session(command=f"x{hostile}", throttled=True)]
+    )
+
+
+def write(path: Path, found: Record) -> Path:
+    path.write_text(render(found, analyse(found)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as running:
+        yield running
+
+
+class Opened:
+    """A page, what it asked for, and what it complained about."""
+
+    def __init__(self, browser: Any, path: Path, width: int = 1180, scheme: str = "light") -> None:
+        self._context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
+        self._context.set_default_timeout(PATIENCE)
+        self.page = self._context.new_page()
+        self.requests: list[str] = []
+        self.complaints: list[str] = []
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.goto(path.as_uri())
+        self.requests.remove(path.as_uri())
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._context.close()
+        assert self.requests == []
+        assert self.complaints == []
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("page") / "run.html", record())
+
+
+def test_every_plot_is_drawn_and_says_what_it_is(made: Path, browser: Any) -> None:
+    with Opened(browser, made) as opened:
+        titles = opened.page.eval_on_selector_all("svg", "all => all.map(each => each.getAttribute('aria-label'))")
+        for part in ("Speed over plain", "Time of a pass", "Break-even", "by position", "Reliability", "Rounds of"):
+            assert any(part in title for title in titles), part
+        sizes = opened.page.eval_on_selector_all(
+            "figure svg", "all => all.map(each => each.getBoundingClientRect().height)"
+        )
+        assert min(sizes) > 100
+        # Interval and mark of every arm in every category, and the line of plain decoding through all of them.
+        plot = opened.page.locator("svg").first
+        assert plot.locator("title").count() == 3 * 2
+        assert plot.locator(".even").count() >= 1
+        assert "×1." in opened.page.locator(".verdicts .faster b").inner_text()
+        assert opened.page.locator(".verdicts .slower b").inner_text() == "×0.80"
+        assert "slowed by heat" in opened.page.locator(".note").inner_text()
+
+
+def test_text_stays_within_its_plot(made: Path, browser: Any) -> None:
+    with Opened(browser, made) as opened:
+        outside = opened.page.eval_on_selector_all(
+            "svg",
+            """all => all.filter(svg => svg.getClientRects().length).flatMap(svg => {
+                const frame = svg.getBoundingClientRect();
+                return [...svg.querySelectorAll('text')].filter(text => {
+                    const box = text.getBoundingClientRect();
+                    return box.left < frame.left - 1 || box.right > frame.right + 1 || box.bottom > frame.bottom + 1;
+                }).map(text => text.textContent);
+            })""",
+        )
+        assert outside == []
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1180, "dark"), (1600, "light")])
+def test_it_fits_the_window_in_both_schemes(width: int, scheme: str, made: Path, browser: Any) -> None:
+    with Opened(browser, made, width, scheme) as opened:
+        assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
+        ground = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, re.findall(r"\d+", ground)[:3])) < 150) == (scheme == "dark")
+
+
+def test_the_rounds_of_another_category_open_by_keyboard(made: Path, browser: Any) -> None:
+    with Opened(browser, made) as opened:
+        opened.page.locator("details summary", has_text="chat: q1").focus()
+        opened.page.keyboard.press("Enter")
+        assert opened.page.locator("details[open]", has_text="chat: q1").locator("svg").is_visible()
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_names_are_shown_and_not_obeyed(text: str, tmp_path: Path, browser: Any) -> None:
+    with Opened(browser, write(tmp_path / "run.html", record(text.replace("\ud800", "")))) as opened:
+        assert opened.page.evaluate("window.hacked") is None
+        assert opened.page.locator("script, img, textarea").count() == 0
+        shown = opened.page.locator("h1").inner_text()
+        assert " ".join(text.replace("\ud800", "").replace("\u2028", "↵").split()) in " ".join(shown.split())
+
+
+def contrast(a: str, b: str) -> float:
+    def light(colour: str) -> float:
+        digits = colour.lstrip("#")
+        digits = "".join(2 * digit for digit in digits) if len(digits) == 3 else digits
+        shares = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+        linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    bright, dark = sorted((light(a), light(b)), reverse=True)
+    return (bright + 0.05) / (dark + 0.05)
+
+
+def test_text_and_marks_stand_out_in_both_schemes() -> None:
+    """WCAG: 4.5 for text, 3 for graphics."""
+    for scheme in PALETTE.split("@media"):
+        colours = dict(re.findall(r"--([\w-]+): (#\w+)", scheme))
+        for text in ("text", "muted", "good", "bad", "s0", "s1", "s2", "s3", "s4", "s5"):
+            for ground in ("ground", "panel"):
+                assert contrast(colours[text], colours[ground]) >= 4.5, (text, ground)
+        for mark in ("draft", "verify", "other"):
+            assert contrast(colours[mark], colours["ground"]) >= 2.9, mark
+        assert contrast(colours["note-text"], colours["note"]) >= 4.5
+
+
+def test_axes_have_round_numbers_within_their_range() -> None:
+    assert ticks(0, 1, most=5) == [0, 0.2, 0.4, 0.6, 0.8, 1]
+    assert ticks(0.83, 2.21) == [1, 1.25, 1.5, 1.75, 2] or ticks(0.83, 2.21) == [1, 1.2, 1.4, 1.6, 1.8, 2, 2.2]
+    for low, high in ((0, 3e-4), (0, 2.7e5), (0.97, 1.01), (5, 5)):
+        found = ticks(low, high)
+        assert 1 <= len(found) <= 9
+        assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in found)
+    scale = Scale(0, 10, 100, 200)
+    assert (scale(0), scale(5), scale(10), scale(99), scale(-1)) == (100, 150, 200, 200, 100)

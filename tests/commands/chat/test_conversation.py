@@ -1,0 +1,381 @@
+"""What was said: its file, and the commands that change it. The screen here is a pipe and the LLM a script."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localspec.commands.chat import conversation
+from localspec.commands.chat.chat import Chat
+from localspec.commands.chat.commands import COMMANDS, complete, is_command, run_command
+from localspec.commands.chat.conversation import ChatFileError, Conversation, SavedChat, Turn, load, save, set_parameter
+from localspec.commands.chat.figures import histogram, total
+from localspec.commands.chat.lane import lane_line
+from localspec.commands.chat.screen import Screen
+from localspec.commands.chat.status import status_line
+from localspec.errors import PromptTooLong, UsageError
+from localspec.model_files.catalog import short_name
+from localspec.sampling.sampling import SamplingParams
+from localspec.terminal.text import width
+from tests.support.scripted_llm import ScriptedLLM, make_round, speak
+
+
+class Scripted:
+    """A chat over a script; ``out`` and ``errors`` are what it printed since they were last read."""
+
+    def __init__(self, *answers: str) -> None:
+        self.llm = ScriptedLLM([speak(answer) for answer in answers or ("one two three four five",)])
+        self._out, self._errors = io.StringIO(), io.StringIO()
+        llm: Any = self.llm
+        self.chat = Chat(llm, Screen(self._out, self._errors, plain=True), params=SamplingParams())
+
+    def run(self, line: str) -> bool:
+        return run_command(self.chat, line)
+
+    @property
+    def out(self) -> str:
+        return _drain(self._out)
+
+    @property
+    def errors(self) -> str:
+        return _drain(self._errors)
+
+
+def _drain(file: io.StringIO) -> str:
+    text = file.getvalue()
+    file.seek(0)
+    file.truncate()
+    return text
+
+
+SAVED = SavedChat(
+    Conversation("be brief", [Turn("q é\x1b", "a\n```\nb```", "cancelled", [{"type": "round"}], {"num_rounds": 1})]),
+    SamplingParams(temperature=0.5, top_k=7, seed=3, max_tokens=9, stop=("\n\n",)),
+    4,
+    "lane",
+    "m",
+)
+
+
+def test_a_saved_chat_comes_back_whole(tmp_path: Path) -> None:
+    path = tmp_path / "chat.json"
+    save(path, SAVED, draft=["d"], backend="b")
+    assert load(path) == SAVED
+    save(path, SAVED, draft=["d"], backend="b")  # over itself
+    document = json.loads(path.read_text("utf-8"))
+    assert (document["format"], document["version"]) == ("localspec-chat", 1)
+    assert os.listdir(tmp_path) == ["chat.json"]
+
+
+def test_a_save_that_breaks_off_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "chat.json"
+    save(path, SAVED, draft=[], backend="b")
+    before = path.read_bytes()
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(conversation.os, "fsync", full)
+    with pytest.raises(ChatFileError, match="No space left"):
+        save(path, SAVED, draft=[], backend="c")
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["chat.json"]
+
+
+def test_save_spares_files_that_are_no_chats(tmp_path: Path) -> None:
+    path = tmp_path / "main.py"
+    path.write_text("print()")
+    with pytest.raises(ChatFileError, match="not a saved chat"):
+        save(path, SAVED, draft=[], backend="b")
+    assert path.read_text() == "print()"
+
+
+def _damage(**changes: Any) -> bytes:
+    document: dict[str, Any] = {
+        "format": "localspec-chat",
+        "version": 1,
+        "model": "m",
+        "draft": [],
+        "backend": "b",
+        "settings": {"sampling": {}, "draft_length": "auto", "view": "tokens"},
+        "system": None,
+        "turns": [],
+    }
+    return json.dumps(document | changes).encode()
+
+
+_TURN = {"user": "u", "assistant": "a", "finish_reason": "stop", "rounds": [], "stats": {}}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b"[]",
+        b'{"format": "other"}',
+        _damage(version=2),
+        _damage(turns={}),
+        _damage(turns=[5]),
+        _damage(turns=[_TURN | {"user": 1}]),
+        _damage(turns=[_TURN | {"finish_reason": "odd"}]),
+        _damage(turns=[_TURN | {"rounds": [1]}]),
+        _damage(turns=[{"user": "u"}]),
+        _damage(system=7),
+        _damage(settings=None),
+        _damage(settings={"sampling": {"temperature": "hot"}, "draft_length": "auto", "view": "tokens"}),
+        _damage(settings={"sampling": {"temperature": -1}, "draft_length": "auto", "view": "tokens"}),
+        _damage(settings={"sampling": {"magic": 1}, "draft_length": "auto", "view": "tokens"}),
+        _damage(settings={"sampling": {}, "draft_length": True, "view": "tokens"}),
+        _damage(settings={"sampling": {}, "draft_length": 9999, "view": "tokens"}),
+        _damage(settings={"sampling": {}, "draft_length": "auto", "view": "odd"}),
+    ],
+    ids=range(21),
+)
+def test_a_damaged_or_foreign_file_is_one_line_and_the_chat_stays(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "chat.json"
+    path.write_bytes(data)
+    it = Scripted()
+    assert it.chat.ask("question")
+    before = (it.chat.conversation, list(it.chat.conversation.turns), it.chat.params, it.chat.view, it.llm.draft_length)
+    assert not it.run(f"/load {path}")
+    assert it.errors.count("\n") == 1
+    after = (it.chat.conversation, list(it.chat.conversation.turns), it.chat.params, it.chat.view, it.llm.draft_length)
+    assert after == before
+
+
+def test_load_restores_what_was_said_and_how(tmp_path: Path) -> None:
+    path = tmp_path / "a chat.json"
+    it = Scripted("hello there")
+    it.run("/system be brief")
+    it.run("/set temperature 0.5")
+    it.run("/length 3")
+    it.run("/view plain")
+    assert it.chat.ask("first")
+    assert it.run(f"/save {path}")
+    fresh = Scripted("again")
+    assert fresh.run(f"/load {path}")
+    assert (fresh.chat.params.temperature, fresh.llm.draft_length, fresh.chat.view) == (0.5, 3, "plain")
+    fresh.chat.ask("second")
+    assert [m["content"] for m in fresh.llm.asked[-1]] == ["be brief", "first", "hello there", "second"]
+    turn = fresh.chat.conversation.turns[0]
+    assert turn.rounds[0]["type"] == "round"
+    assert turn.stats["num_rounds"] == 1
+
+
+def test_the_model_sees_the_conversation_so_far() -> None:
+    it = Scripted("a1", "a2", "a3")
+    for question in ("q1", "q2"):
+        it.chat.ask(question)
+    assert [m["content"] for m in it.llm.asked[-1]] == ["q1", "a1", "q2"]
+    it.run("/undo")
+    it.chat.ask("q3")
+    assert [m["content"] for m in it.llm.asked[-1]] == ["q1", "a1", "q3"]
+    assert it.out == "a1\na2\na3\n"
+
+
+def test_retry_asks_the_same_again_and_replaces_the_answer() -> None:
+    it = Scripted("a1", "a2", "a3")
+    it.chat.ask("q1")
+    it.chat.ask("q2")
+    it.run("/retry")
+    assert it.llm.asked[-1] == it.llm.asked[-2]
+    assert [turn.assistant for turn in it.chat.conversation.turns] == ["a1", "a3"]
+
+
+def test_an_error_in_a_turn_is_one_line_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Scripted("a1")
+    it.chat.ask("q1")
+    it.run("/retry")
+    it.out  # noqa: B018
+
+    def fail(*args: Any, **options: Any) -> Any:
+        raise PromptTooLong("the prompt has 9 tokens\nand the context holds 8")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(it.llm, "rounds", fail)
+        assert not it.chat.ask("q2")
+        it.run("/retry")
+    assert it.errors == "localspec: the prompt has 9 tokens and the context holds 8\n" * 2
+    assert [turn.user for turn in it.chat.conversation.turns] == ["q1"]
+    it.run("/retry")  # the question that failed
+    assert [turn.user for turn in it.chat.conversation.turns] == ["q1", "q2"]
+
+
+def test_a_defect_of_ours_in_a_turn_costs_no_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Scripted("a1")
+    it.chat.ask("q1")
+
+    def fail(*args: Any, **options: Any) -> Any:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr(it.llm, "rounds", fail)
+    monkeypatch.setattr(it.llm, "explain", fail)
+    assert not it.chat.ask("q2")
+    assert not it.run("/why")
+    assert it.errors.count("internal error, please report it: ZeroDivisionError: oops") == 2
+    assert len(it.chat.conversation.turns) == 1
+
+
+def test_nothing_to_undo_retry_race_or_count() -> None:
+    for line in ("/undo", "/retry", "/race", "/stats"):
+        it = Scripted()
+        assert not it.run(line), line
+        assert it.errors.count("\n") == 1
+
+
+def test_race_names_who_ran_first_and_takes_turns() -> None:
+    it = Scripted("same words here")
+    it.chat.ask("q")
+    it.out  # noqa: B018
+    it.run("/race")
+    first = it.out
+    it.run("/race")
+    second = it.out
+    assert [options["speculate"] for options in it.llm.options[1:]] == [False, True, True, False]
+    assert "plain (ran first)" in first
+    assert "speculative (ran first)" in second
+    assert "same text: all" in first
+    assert first.count("same words here") == 2
+    assert len(it.chat.conversation.turns) == 1
+
+
+def test_both_sides_of_a_race_get_the_same_dice() -> None:
+    it = Scripted()
+    it.run("/set temperature 1")
+    it.chat.ask("q")
+    it.run("/race")
+    assert it.llm.params[0] is not None
+    assert it.llm.params[0].seed is None
+    assert it.llm.params[1] == it.llm.params[2]
+    assert it.llm.params[1] is not None
+    assert it.llm.params[1].seed is not None
+    assert it.llm.asked[0] == it.llm.asked[1] == it.llm.asked[2]
+
+
+def test_race_shows_the_first_difference() -> None:
+    it = Scripted("a b c d e f")
+    it.chat.ask("q")
+    it.llm.answers = [speak("a b c d e f"), speak("a b c X e f")]
+    it.out  # noqa: B018
+    it.run("/race")
+    assert "first difference at token 4: plain '<" in it.out
+
+
+def test_a_race_that_ends_early_on_one_side_says_so() -> None:
+    it = Scripted("a b c d e f")
+    it.chat.ask("q")
+    it.llm.answers = [speak("a b c d e f "), speak("a b c ")]
+    it.run("/race")
+    assert "equal for 3 tokens, then one of them ended" in it.out
+
+
+def test_settings() -> None:
+    it = Scripted()
+    assert it.run("/set top_k 40")
+    assert it.run("/set seed none")
+    assert it.run(r"/set stop \n\n")
+    assert (it.chat.params.top_k, it.chat.params.seed, it.chat.params.stop) == (40, None, ("\n\n",))
+    for line in ("/set temprature 1", "/set top_k many", "/set temperature nan", "/set top_k 1.5", "/length -1"):
+        assert not it.run(line), line
+    assert "did you mean temperature?" in it.errors
+    assert it.chat.params.top_k == 40
+
+
+@pytest.mark.parametrize("name", ["logit_bias", "__class__", "x"])
+def test_only_known_parameters_can_be_set(name: str) -> None:
+    with pytest.raises(UsageError):
+        set_parameter(SamplingParams(), name, "1")
+
+
+def test_an_unknown_command_names_the_nearest() -> None:
+    it = Scripted()
+    assert not it.run("/veiw lane")
+    assert "did you mean /view?" in it.errors
+    assert not is_command("/usr/bin/env is a path")
+    assert is_command("/view lane")
+
+
+def test_completion() -> None:
+    assert "/race" in complete([])
+    assert list(complete(["/view"])) == ["tokens", "lane", "plain"]
+    assert "temperature" in complete(["/set"])
+    assert "ngram" in complete(["/draft"])
+    assert list(complete(["/nonsense"])) == []
+
+
+def test_help_names_every_command_within_80_columns() -> None:
+    it = Scripted()
+    it.run("/help")
+    text = it.out
+    assert all(f"/{name} " in text for name in COMMANDS)
+    assert all(width(line) <= 80 for line in text.splitlines())
+
+
+def test_text_with_escapes_from_a_model_is_not_altered_in_a_pipe() -> None:
+    it = Scripted("a\x1b[31mb")
+    it.chat.ask("q")
+    assert it.out == "a\x1b[31mb\n"
+
+
+def test_lane_line_shows_every_guess_and_its_fate() -> None:
+    round_ = make_round(4, [("def", "model", True), (" f", "ngram", True), ("(x", "ngram", False)], "(a")
+    line = lane_line(round_, 80, ansi=False, colour=False)
+    assert "2/3" in line
+    assert "model+ngram" in line
+    assert "✓def✓ f✗(x →(a" in line
+    assert "\x1b" not in line
+    assert "+def+ f-(x >(a" in lane_line(round_, 80, ansi=False, colour=False, unicode=False)
+    assert "plain" in lane_line(make_round(0, [], "x"), 80, ansi=False, colour=False)
+    for columns in range(40, 80):
+        assert width(lane_line(round_, columns, ansi=False, colour=False)) <= columns
+    struck = lane_line(round_, 80, ansi=True, colour=False)
+    assert "\x1b[2;9m(x\x1b[0m" in struck
+
+
+def test_status_line_fits_a_narrow_screen() -> None:
+    stats = {
+        "tokens_per_second": 20.61,
+        "estimated_plain_tokens_per_second": 18.02,
+        "num_draft_tokens": 10,
+        "acceptance_rate": 0.8,
+    }
+    name = "ngram+" + short_name("qwen2.5-coder-0.5b-instruct-q4_k_m")
+    line = status_line(stats, name, "~2.5")
+    assert line == "20.6 tok/s · plain ~18.0 · accepted 80% · draft ~2.5 · ngram+qwen2.5-coder-0.5b"
+    assert len(line) < 80
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("SmolLM2-135M-Instruct.Q4_1", "SmolLM2-135M"),
+        ("gemma-3-270m-q4_k_m", "gemma-3-270m"),
+        ("ngram", "ngram"),
+        ("Item-Editor", "Item-Editor"),
+    ],
+)
+def test_short_name(name: str, short: str) -> None:
+    assert short_name(name) == short
+
+
+def test_totals_use_the_same_denominators() -> None:
+    it = Scripted("one two three four five six seven")
+    it.chat.ask("a")
+    it.chat.ask("b")
+    single, both = it.chat.conversation.turns[0].stats, total(turn.stats for turn in it.chat.conversation.turns)
+    assert both["completion_tokens"] == 2 * single["completion_tokens"]
+    assert both["acceptance_rate"] == single["acceptance_rate"]
+    assert both["accepted_per_position"] == [2 * n for n in single["accepted_per_position"]]
+    assert both["tokens_per_second"] == pytest.approx(single["tokens_per_second"])
+    assert both["estimated_plain_tokens_per_second"] == pytest.approx(single["estimated_plain_tokens_per_second"])
+    bars = histogram(both["drafted_per_position"], both["accepted_per_position"])
+    assert len(bars) == len(both["drafted_per_position"])
+    assert "100%" in bars[0]

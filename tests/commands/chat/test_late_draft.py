@@ -1,0 +1,189 @@
+"""The chat's draft model comes after the prompt: what is asked meanwhile is answered, and leaving ends it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localspec import LLM, SamplingParams
+from localspec.commands import files
+from localspec.commands.chat.chat import Chat, header
+from localspec.commands.chat.commands import run_command
+from localspec.commands.chat.late_draft import LateDraft, may_be_drafted_for
+from localspec.commands.chat.screen import Screen
+from localspec.commands.options import RunOptions
+from localspec.errors import DownloadError
+from localspec.model_files import sources
+from localspec.model_files.catalog import Catalog, Entry
+from localspec.runtime.jobs import Job
+from tests.conftest import TinyFiles
+
+SOON = 60.0
+GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
+DRAFT = Entry("some-draft", "some-draft.gguf", bytes=100)
+
+
+@pytest.fixture
+def llm(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
+    monkeypatch.setattr(Catalog, "draft_for", lambda self, path: tiny.quick.draft)
+    with LLM(tiny.quick.target, "ngram", backend="reference", n_ctx=256) as loaded:
+        yield loaded
+
+
+def names(tiny: TinyFiles) -> list[str]:
+    return ["ngram", tiny.quick.draft.stem]
+
+
+def test_it_is_loaded_and_joins(llm: LLM, tiny: TinyFiles) -> None:
+    changes: list[str] = []
+    assert may_be_drafted_for(llm)
+    late = LateDraft(llm, [], lambda: changes.append("changed"))
+    assert late.wait(SOON)
+    assert llm.draft_names == names(tiny)
+    assert (late.status, late.notes) == ("", [])
+    assert changes
+
+
+def test_what_is_asked_goes_first(llm: LLM, tiny: TinyFiles) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def hold(job: Job) -> None:
+        entered.set()
+        go_on.wait(SOON)
+
+    llm._worker.queue.put(Job(hold, lambda item: None))
+    assert entered.wait(SOON)
+    late = LateDraft(llm, [])
+    stream = llm.rounds("x", GREEDY)
+    go_on.set()
+    assert len(stream.reply.token_ids) == 8
+    assert late.wait(SOON)
+    assert llm.draft_names == names(tiny)
+
+
+def test_loading_gives_way(llm: LLM) -> None:
+    from localspec.errors import Cancelled
+    from localspec.runtime.model_loading import giving_way
+
+    stopped = [False]
+    report = giving_way(lambda: stopped[0])
+    report("loading", 0.5)
+    stopped[0] = True
+    with pytest.raises(Cancelled):
+        report("loading", 0.6)
+
+
+class Fetching:
+    """A download that reports half of it and then waits."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
+        self.half, self.go_on, self.broke_off = threading.Event(), threading.Event(), threading.Event()
+        self._error = error
+        monkeypatch.setattr(sources, "pull", self)
+
+    def __call__(self, entry: Entry, *, watch: Any) -> Path:
+        try:
+            watch(f"downloading {entry.name}", 50, 100)
+            self.half.set()
+            while not self.go_on.wait(0.001):
+                watch(f"downloading {entry.name}", 50, 100)
+        except BaseException:
+            self.broke_off.set()
+            raise
+        if self._error is not None:
+            raise self._error
+        return entry.path
+
+
+def test_the_chat_answers_while_the_draft_is_fetched(
+    llm: LLM, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fetching = Fetching(monkeypatch)
+    chat = Chat(llm, Screen(plain=True), params=GREEDY)
+    late = chat.late = LateDraft(llm, [DRAFT])
+    assert fetching.half.wait(SOON)
+    header(llm, chat.screen, follows=True)
+    assert "and a draft model as soon as it is there" in capsys.readouterr().out
+    assert late.status == "fetching draft some-draft 50%"
+    assert late.status in chat.toolbar
+    assert chat.ask("x")
+    assert late.status in chat.toolbar
+    fetching.go_on.set()
+    assert late.wait(SOON)
+    assert llm.draft_names == names(tiny)
+    assert "fetching" not in chat.toolbar
+    assert chat.ask("x")
+
+
+@pytest.mark.parametrize("way", ["leave", "choose"])
+def test_leaving_or_choosing_a_draft_breaks_it_off(llm: LLM, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    fetching = Fetching(monkeypatch)
+    chat = Chat(llm, Screen(plain=True), params=GREEDY)
+    chat.late = LateDraft(llm, [DRAFT])
+    assert fetching.half.wait(SOON)
+    if way == "leave":
+        chat.late.stop()
+    else:
+        assert run_command(chat, "/draft ngram")
+    assert fetching.broke_off.wait(SOON)
+    assert chat.late.wait(SOON)
+    assert llm.draft_names == ["ngram"]
+    assert chat.late.notes == []
+
+
+def test_a_draft_that_cannot_be_had_is_said_once(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fetching = Fetching(monkeypatch, DownloadError("no source"))
+    chat = Chat(llm, Screen(plain=True), params=GREEDY)
+    chat.late = LateDraft(llm, [DRAFT])
+    fetching.go_on.set()
+    assert chat.late.wait(SOON)
+    for said in (1, 0):
+        chat.show_news()
+        captured = capsys.readouterr()
+        assert (captured.out + captured.err).count("going on without a draft model: no source") == said
+    assert chat.ask("x")
+
+
+def test_what_came_up_in_idle_time_is_said_at_the_next_prompt(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = Chat(llm, Screen(plain=True), params=GREEDY)
+    llm._pair.warnings.append("something was found")
+    for said in (1, 0):
+        chat.show_news()
+        captured = capsys.readouterr()
+        assert (captured.out + captured.err).count("something was found") == said
+
+
+def test_only_the_target_is_fetched_before_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCALSPEC_OFFLINE", "0")
+    fetched: list[str] = []
+    loaded: list[Any] = []
+    monkeypatch.setattr(files, "pull", fetched.append)
+    monkeypatch.setattr("localspec.llm.LLM", lambda *args, **options: loaded.append(args))
+    target, draft = Catalog.load().default_pair()
+    missing: list[Entry] = []
+    RunOptions().open(lambda what, fraction: None, late=missing)
+    assert (fetched, missing, loaded) == ([target.name], [draft], [(target.name, "ngram")])
+    fetched.clear()
+    loaded.clear()
+    RunOptions().open(lambda what, fraction: None)
+    assert (fetched, loaded) == ([target.name, draft.name], [(target.name, "auto")])
+
+
+@pytest.mark.parametrize(
+    ("options", "may"),
+    [
+        (RunOptions(), True),
+        (RunOptions(draft_length="3"), False),
+        (RunOptions(draft=("ngram",)), False),
+        (RunOptions(draft=("some.gguf",)), False),
+        (RunOptions(idle=False), False),
+    ],
+)
+def test_what_was_asked_for_is_there_from_the_first_token(options: RunOptions, may: bool) -> None:
+    assert options.draft_may_come_late == may

@@ -1,0 +1,327 @@
+"""``localspec replay``: what is read of a file, and where the page goes. What the page shows: ``test_replay_page``."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localspec.__main__ import run
+from localspec.commands.chat.conversation import Conversation, SavedChat, Turn, save
+from localspec.commands.replay.command import replay_command
+from localspec.commands.replay.page import render
+from localspec.commands.replay.recording import Recording, RecordingError, read
+from localspec.errors import UsageError
+from localspec.sampling.sampling import SamplingParams
+from localspec.terminal.text import visible
+from tests.commands.test_cli import localspec
+from tests.commands.test_generate import generate
+from tests.conftest import TinyFiles
+
+EVENTS = Path(__file__).parents[2] / "data" / "replay-events.jsonl"
+"""A real answer of the default pair, n-grams and the draft model guessing: ``generate --draft ngram --draft
+qwen2.5-coder-0.5b --draft-length 4 --temperature 0 --format events``, asked to add type hints to a function."""
+
+
+def events(*rounds: dict[str, Any], **reply: Any) -> bytes:
+    """An event file: rounds, and the final line if any of its fields is given."""
+    lines = [json.dumps({"type": "round", "index": i} | round_) for i, round_ in enumerate(rounds)]
+    if reply:
+        lines.append(json.dumps({"token_ids": [], "finish_reason": "stop", "stats": {}} | reply))
+    return "".join(line + "\n" for line in lines).encode()
+
+
+def emitted(text: str, kind: str = "plain", source: str = "target") -> dict[str, Any]:
+    return {"id": 5, "text": text, "kind": kind, "source": source}
+
+
+def guess(text: str, accepted: bool, source: str = "model") -> dict[str, Any]:
+    return {"id": 5, "text": text, "source": source, "prob": 0.5, "expected": 0.25, "accepted": accepted}
+
+
+def a_round(*tokens: dict[str, Any], draft: list[dict[str, Any]] | None = None, **fields: Any) -> dict[str, Any]:
+    return {"draft": draft or [], "emitted": list(tokens), "ms_draft": 1.0, "ms_verify": 2.0, "ms_other": 0.5} | fields
+
+
+def texts(recording: Recording) -> list[str]:
+    return ["".join(token["text"] for r in answer.rounds for token in r["emitted"]) for answer in recording.answers]
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_recording_is_read_whole() -> None:
+    *rounds, reply = map(json.loads, EVENTS.read_text("utf-8").splitlines())
+    recording = read(EVENTS.read_bytes())
+    (answer,) = recording.answers
+    assert recording.damage == ""
+    assert texts(recording) == [reply["text"]]
+    assert (answer.model, answer.draft, answer.backend) == (reply["model"], reply["draft"], reply["backend"])
+    assert answer.finish_reason == reply["finish_reason"]
+    for mine, theirs in zip(answer.rounds, rounds, strict=True):
+        assert mine["draft"] == theirs["draft"]
+        assert mine["emitted"] == theirs["emitted"]
+        assert mine["ms"] == [theirs["ms_draft"], theirs["ms_verify"], theirs["ms_other"]]
+
+
+def test_figures_that_the_file_lacks_are_counted_from_its_rounds() -> None:
+    whole = read(EVENTS.read_bytes()).answers[0].stats
+    counted = read(b"".join(EVENTS.read_bytes().splitlines(keepends=True)[:-1])).answers[0].stats
+    known = {name for name in whole if counted[name] is not None}
+    assert known >= {"tokens_per_second", "acceptance_rate", "mean_acceptance_length", "seconds_verify"}
+    assert {name: counted[name] for name in known} == pytest.approx({name: whole[name] for name in known}, rel=1e-3)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.9])
+def test_a_file_cut_short_opens_as_far_as_it_goes(share: float) -> None:
+    data = EVENTS.read_bytes()
+    data = data[: int(len(data) * share)].rstrip(b"\n}")
+    n_whole = data.count(b"\n")
+    recording = read(data)
+    assert len(recording.answers[0].rounds) == n_whole
+    assert recording.damage == f"it ends in the middle of line {n_whole + 1}"
+    assert recording.answers[0].finish_reason is None
+
+
+def test_a_file_without_its_last_line_says_so() -> None:
+    recording = read(events(a_round(emitted("a")), a_round(emitted("b"))))
+    assert texts(recording) == ["ab"]
+    assert recording.damage == "it ends before the answer does"
+
+
+@pytest.mark.parametrize("bad", [b"\x00\xff\n", b"{}\n", b"null\n", b'{"type": "round"}\n', b'{"type": "round" "}\n'])
+def test_what_follows_damage_is_left_out(bad: bytes) -> None:
+    good = events(a_round(emitted("a")))
+    recording = read(good + bad + good)
+    assert texts(recording) == ["a"]
+    assert recording.damage.startswith("line 2 is damaged")
+
+
+def test_several_runs_in_one_file_are_several_answers() -> None:
+    one = events(a_round(emitted("a")), text="a", model="m")
+    two = events(a_round(emitted("b")), text="b", model="n")
+    recording = read(one + two)
+    assert texts(recording) == ["a", "b"]
+    assert [answer.model for answer in recording.answers] == ["m", "n"]
+    assert recording.damage == ""
+
+
+def test_encodings() -> None:
+    data = events(a_round(emitted("é")), text="é").replace(rb"\u00e9", "é".encode())
+    assert texts(read(data)) == ["é"]
+    assert texts(read(b"\xef\xbb\xbf" + data)) == ["é"]
+    assert texts(read(data.decode().encode("utf-16"))) == ["é"]
+    broken = read(data.replace("é".encode(), "é".encode()[:1]))  # half of a character
+    assert texts(broken) == ["\ufffd"]
+    assert broken.damage == ""
+
+
+def test_an_answer_ends_before_its_stop_string() -> None:
+    recording = read(events(a_round(emitted("one ST")), a_round(emitted("OP"), emitted("!")), text="one "))
+    tokens = [token for round_ in recording.answers[0].rounds for token in round_["emitted"]]
+    assert [(token["text"], token.get("cut")) for token in tokens] == [("one ", "ST"), ("", "OP"), ("", "!")]
+
+
+def test_a_character_that_was_never_completed_ends_the_answer() -> None:
+    assert read(events(a_round(emitted("a"), emitted("")), text="a\ufffd")).answers[0].text == "\ufffd"
+
+
+def test_characters_that_could_reorder_or_hide_text_are_shown() -> None:
+    recording = read(events(a_round(emitted("a\u202eb\x1b"), draft=[guess("\u2066x", False)], reason="r\x00")))
+    (round_,) = recording.answers[0].rounds
+    assert (texts(recording), round_["draft"][0]["text"], round_["reason"]) == (["a\ufffdb␛"], "\ufffdx", "r␀")
+
+
+def test_a_saved_chat_has_its_turns(tmp_path: Path) -> None:
+    rounds = [a_round(emitted("a", "accepted", "ngram"), draft=[guess("a", True, "ngram")], type="round")]
+    turns = [Turn("q1", "a", "stop", rounds, {"prompt_tokens": 7}), Turn("q2", "said", "cancelled")]
+    saved = SavedChat(Conversation("be brief", turns), SamplingParams(), "auto", "lane", "m")
+    save(tmp_path / "chat.json", saved, draft=["ngram"], backend="b")
+    one, two = read((tmp_path / "chat.json").read_bytes()).answers
+    assert (one.prompt, one.system, one.finish_reason, one.stats["prompt_tokens"]) == ("q1", "be brief", "stop", 7)
+    assert (one.model, one.draft, one.backend) == ("m", ["ngram"], "b")
+    assert (two.prompt, two.text, two.rounds, two.finish_reason) == ("q2", "said", [], "cancelled")
+
+
+FOREIGN = "neither the output of generate --format events nor a saved chat"
+CHAT = {"format": "localspec-chat", "version": 1, "turns": []}
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "it is empty"),
+        (b" \n\n", "it is empty"),
+        (b"\x7fELF\x02\x01\x01\x00" + bytes(200), FOREIGN),
+        (b"GGUF\x03\x00\x00\x00", FOREIGN),
+        (b"hello\n", FOREIGN),
+        (b'{"id": "code-1", "prompt": "Say hello."}\n', FOREIGN),
+        (b'[{"type": "round"}]', FOREIGN),
+        (b"null", FOREIGN),
+        (b"[" * 200_000, FOREIGN),
+        (b"9" * 10_000, FOREIGN),
+        (events(a_round(emitted("a"))).split(b"\n")[0][:-4], "it is not JSON"),
+        (events(text="hello"), "it has no rounds"),
+        (events(a_round(emitted("a"), ms_verify=float("nan"))), f"{FOREIGN}: it is not JSON"),
+        (events(a_round(emitted("a"), ms_verify=1e300)), "ms_verify is not a number from 0"),
+        (events(a_round(emitted("a"), ms_verify=10**400)), "ms_verify is not a number from 0"),
+        (events(a_round(emitted("a"), ms_verify=-1)), "ms_verify is not a number from 0"),
+        (events(a_round(emitted("a"), ms_verify=True)), "ms_verify is not a number"),
+        (events(a_round(emitted("a"), ms_verify="1")), "ms_verify is not a number"),
+        (events(a_round(emitted("a", "guessed"))), "kind is not one of accepted, recovered, bonus, plain"),
+        (events(a_round(draft=[guess("a", True) | {"prob": 1.5}])), "prob is not a number from 0 to 1"),
+        (events(a_round(draft=[guess("a", True) | {"accepted": 1}])), "accepted is not true or false"),
+        (events({"draft": [], "emitted": [5]}), "an entry of emitted is not an object"),
+        (events({"draft": []}), "emitted is missing"),
+        (json.dumps(CHAT | {"version": 2}).encode(), "format version 2"),
+        (json.dumps(CHAT).encode(), "a saved chat without a turn"),
+        (json.dumps(CHAT | {"turns": [{"user": "q"}]}).encode(), "damaged: rounds is missing"),
+        (json.dumps(CHAT | {"turns": 3}).encode(), "damaged: turns is not a list"),
+    ],
+)
+def test_what_is_no_recording_is_refused(data: bytes, reason: str) -> None:
+    with pytest.raises(RecordingError) as refused:
+        read(data)
+    assert reason in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 250
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(EVENTS.read_bytes())
+    return path
+
+
+def is_page(data: bytes) -> bool:
+    return data.startswith(b"<!doctype html>") and data.rstrip().endswith(b"</html>")
+
+
+def test_the_page_lands_beside_the_file_and_its_path_is_printed(
+    recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert replay_command(str(recorded)) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{recorded.with_suffix('.html')}\n"
+    assert err == ""
+    assert is_page(recorded.with_suffix(".html").read_bytes())
+    assert sorted(path.name for path in recorded.parent.iterdir() if path.is_file()) == ["run.html", "run.jsonl"]
+
+
+def test_a_page_is_replaced_only_by_force(recorded: Path) -> None:
+    out = recorded.with_name("out.html")
+    out.write_text("mine")
+    with pytest.raises(UsageError, match="--force"):
+        replay_command(str(recorded), str(out))
+    assert out.read_text() == "mine"
+    replay_command(str(recorded), str(out), force=True)
+    assert is_page(out.read_bytes())
+
+
+def test_the_recording_itself_is_never_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "run.html"
+    path.write_bytes(EVENTS.read_bytes())
+    for html in (None, str(path), str(tmp_path / "." / "run.html")):
+        with pytest.raises(UsageError, match="is the recording itself"):
+            replay_command(str(path), html, force=True)
+    assert path.read_bytes() == EVENTS.read_bytes()
+
+
+def test_a_write_that_fails_leaves_what_was_there(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = recorded.with_suffix(".html")
+    out.write_text("mine")
+
+    def full(source: Any, target: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(RecordingError, match=r"cannot write .*run\.html: No space left"):
+        replay_command(str(recorded), force=True)
+    assert out.read_text() == "mine"
+    assert not list(recorded.parent.glob("*.tmp")) + list(recorded.parent.glob(".*.tmp"))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX file modes and links")
+def test_a_page_has_the_usual_mode_and_a_link_stays_a_link(recorded: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        replay_command(str(recorded))
+    finally:
+        os.umask(before)
+    out = recorded.with_suffix(".html")
+    assert stat.S_IMODE(out.stat().st_mode) == 0o644
+    link = recorded.with_name("link.html")
+    link.symlink_to(out)
+    out.write_text("old")
+    replay_command(str(recorded), str(link), force=True)
+    assert link.is_symlink()
+    assert is_page(out.read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("html", "reason"),
+    [(lambda folder: folder, "is a folder"), (lambda folder: folder / "no" / "x.html", "there is no folder")],
+)
+def test_a_place_that_cannot_be_written(recorded: Path, html: Callable[[Path], Path], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        replay_command(str(recorded), str(html(recorded.parent)))
+
+
+def test_standard_input_and_output() -> None:
+    for html in ([], ["--html", "-"]):
+        page = localspec("replay", "-", *html, stdin=EVENTS.read_bytes())
+        assert (page.returncode, page.stderr) == (0, b"")
+        assert page.stdout.decode() == render(read(EVENTS.read_bytes()), "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "reason"),
+    [
+        (["none.jsonl"], 1, "cannot replay none.jsonl: No such file"),
+        (["."], 1, "cannot replay .: "),
+        ([""], 1, "cannot replay : "),
+        (["foreign"], 1, "cannot replay foreign: it is neither"),
+        (["run.jsonl", "--html", "."], 2, "is a folder"),
+        ([], 2, "FILE"),
+    ],
+)
+def test_errors_are_one_line(
+    recorded: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    status: int,
+    reason: str,
+) -> None:
+    monkeypatch.chdir(recorded.parent)
+    Path("foreign").write_bytes(b"\x00\x01\x1b[2J")
+    assert run(["replay", *arguments]) == status
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("localspec: ")
+    assert err.count("\n") == 1
+    assert reason in err
+
+
+def test_a_recording_in_part_is_shown_with_a_remark(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded.write_bytes(EVENTS.read_bytes()[:3000])
+    assert run(["replay", str(recorded)]) == 0
+    out, err = capsys.readouterr()
+    assert is_page(Path(out.strip()).read_bytes())
+    assert err.startswith(f"localspec: {recorded} is shown in part: it ends in the middle of line")
+
+
+def test_what_generate_prints_can_be_replayed(tiny: TinyFiles) -> None:
+    data = generate(tiny.pair, "-p", "hello", "--format", "events").stdout
+    reply = json.loads(data.splitlines()[-1])
+    assert texts(read(data)) == [visible(reply["text"])]
+    assert len(read(data).answers[0].rounds) == reply["stats"]["num_rounds"]

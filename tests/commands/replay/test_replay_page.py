@@ -1,0 +1,664 @@
+"""The page of ``localspec replay`` in a real Chromium: what it shows, how it is driven, and what it refuses to do."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localspec.commands.chat.conversation import Conversation, SavedChat, Turn, save
+from localspec.commands.replay.page import render
+from localspec.commands.replay.recording import read
+from localspec.sampling.sampling import SamplingParams
+from tests.commands.replay.test_replay import EVENTS, a_round, emitted, events, guess
+from tests.support.browsing import CONTRAST, PATIENCE, WIDE, chromium
+from tests.support.waiting import wait_until
+
+HOSTILE = (
+    "</script><script>window.hacked = 1</script>",
+    "<img src=x onerror='window.hacked = 2'>",
+    "<!--<script>",
+    "]]>--></textarea></style>",
+    "$scripts ${style} $policy",
+    "javascript:window.hacked=3",
+    '" onmouseover="window.hacked=4',
+    "&lt;b&gt; & \\u003c \u2028 \ud800",
+)
+
+
+class Tab:
+    """A page in the browser.
+
+    Attributes:
+        page: Playwright's page.
+        requests: the addresses asked for, the page's own file apart.
+        complaints: what it wrote to the console or raised.
+    """
+
+    def __init__(self, page: Any) -> None:
+        self.page = page
+        self.requests: list[str] = []
+        self.complaints: list[str] = []
+        page.on("request", lambda request: self.requests.append(request.url))
+        page.on("console", lambda message: self.complaints.append(message.text))
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("dialog", lambda dialog: (self.complaints.append("dialog"), dialog.dismiss()))
+
+    def open(self, path: Path) -> Tab:
+        self.page.goto(path.as_uri())
+        self.requests = [url for url in self.requests if url != path.as_uri()]
+        return self
+
+    def run(self, script: str, argument: Any = None) -> Any:
+        return self.page.evaluate(script, argument)
+
+    def press(self, *keys: str) -> None:
+        for key in keys:
+            self.page.keyboard.press(key)
+
+    @property
+    def position(self) -> tuple[int, str]:
+        """The round shown, from 0, and its phase."""
+        title = self.page.text_content("#round-title")
+        return int(title.split()[1]) - 1, self.page.get_attribute("#round", "data-phase")
+
+    def settled(self) -> str:
+        """The answer as far as it has got."""
+        return self.run(
+            "() => [...document.querySelectorAll('#answer .round:not(.future) [data-token]:not(.unborn, .cut)')]"
+            ".map((token) => token.textContent).join('')"
+        )
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def window(browser: Any) -> Iterator[Any]:
+    """One wide window for all tabs."""
+    context = browser.new_context(viewport=WIDE)
+    context.set_default_timeout(PATIENCE)
+    yield context
+    context.close()
+
+
+@pytest.fixture
+def tab(window: Any) -> Iterator[Callable[[Path], Tab]]:
+    """Opens tabs; at the end, none of them has asked for anything or complained."""
+    tabs: list[Tab] = []
+
+    def new(path: Path) -> Tab:
+        tabs.append(Tab(window.new_page()))
+        return tabs[-1].open(path)
+
+    yield new
+    for each in tabs:
+        each.page.close()
+        assert [url for url in each.requests if not url.startswith("data:")] == []
+        assert each.complaints == []
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of the real recording."""
+    return write(tmp_path_factory.mktemp("page") / "real.html", EVENTS.read_bytes())
+
+
+def write(path: Path, data: bytes) -> Path:
+    path.write_text(render(read(data), "run.jsonl"), encoding="utf-8")
+    return path
+
+
+def rounds_of(data: bytes) -> list[dict[str, Any]]:
+    return [event for event in map(json.loads, data.splitlines()) if event.get("type") == "round"]
+
+
+REAL = rounds_of(EVENTS.read_bytes())
+REPLY = json.loads(EVENTS.read_bytes().splitlines()[-1])
+
+
+def one_line(text: str) -> str:
+    return text.replace("\n", "↵").replace("\t", "⇥")
+
+
+def is_current(tab: Tab, index: int) -> bool:
+    return tab.position == (index, "other")
+
+
+# -- what it shows -----------------------------------------------------------------------------------------------------
+
+
+def test_tokens_and_their_fates_are_the_files(tab: Callable[[Path], Tab], real: Path) -> None:
+    shown = tab(real).run(
+        """() => [...document.querySelectorAll("#answer .line > [data-round] > *")].map((it) => ({
+            round: Number(it.parentElement.dataset.round), token: it.dataset.token, guess: it.dataset.guess,
+            text: it.textContent, ink: it.className, tag: it.tagName}))"""
+    )
+    for index, round_ in enumerate(REAL):
+        mine = [it for it in shown if it["round"] == index]
+        for i, token in enumerate(round_["emitted"]):
+            pieces = [it for it in mine if it["token"] == str(i)]
+            assert "".join(it["text"] for it in pieces) == token["text"], (index, i)
+            slot = {"model": " s0", "ngram": " s1", "target": ""}[token["source"]]
+            assert {it["ink"] for it in pieces} == {f"token {token['kind']}{slot}"}
+        rejected = [(it["guess"], it["text"], it["tag"]) for it in mine if it["guess"] is not None]
+        expected = [(str(i), g["text"], "DEL") for i, g in enumerate(round_["draft"]) if not g["accepted"]]
+        assert rejected == [(i, one_line(text), tag) for i, text, tag in expected]
+        # In the order in which it happened: accepted, rejected, the target's own.
+        rank = ["accepted" in it["ink"] or 1 + ("rejected" not in it["ink"]) for it in mine if it["ink"] != "ending"]
+        assert rank == sorted(rank)
+    kinds = {it["ink"] for it in shown}
+    assert kinds >= {"token accepted s0", "token accepted s1", "token recovered", "token bonus", "token rejected"}
+
+
+def test_copied_text_is_the_answer(tab: Callable[[Path], Tab], real: Path) -> None:
+    copied = tab(real).run("() => { getSelection().selectAllChildren($('answer')); return getSelection().toString(); }")
+    assert copied.rstrip() == REPLY["text"].rstrip()
+
+
+def test_a_round_shows_all_the_file_says_of_it(tab: Callable[[Path], Tab], real: Path) -> None:
+    it = tab(real)
+    it.press("Home")
+    for index, round_ in enumerate(REAL):
+        it.press("ArrowRight")
+        assert is_current(it, index)
+        shown = it.run(
+            """() => {
+                const texts = (selector, within = document) =>
+                    [...within.querySelectorAll(selector)].map((found) => found.textContent);
+                return {
+                    cards: [...document.querySelectorAll(".card")].map((card) => ({
+                        word: texts(".word", card)[0], share: texts(".share", card)[0], fate: texts(".fate", card)[0],
+                        bar: card.querySelector(".fill").style.width, tick: card.querySelector(".tick").style.left,
+                        label: card.getAttribute("aria-label"),
+                    })),
+                    words: texts(".chip .word"), kinds: texts(".chip .kind"), pass: texts(".pass")[0],
+                    step_ms: texts(".step .ms"), times: texts(".times")[0], reason: texts(".reason")[0],
+                };
+            }"""
+        )
+        behind = False
+        for drafted, card in zip(round_["draft"], shown["cards"], strict=True):
+            assert card["word"].replace("␣", " ") == one_line(drafted["text"])
+            assert float(card["share"].split()[0]) == pytest.approx(100 * drafted["prob"], abs=0.5)
+            assert float(card["bar"][:-1]) == pytest.approx(100 * drafted["prob"], abs=0.01)
+            assert float(card["tick"][:-1]) == pytest.approx(100 * drafted["expected"], abs=0.01)
+            assert card["fate"] == ("✓ accepted" if drafted["accepted"] else "✗ dropped" if behind else "✗ rejected")
+            assert card["fate"][2:] in card["label"]
+            assert {"model": "draft model", "ngram": "n-gram"}[drafted["source"]] in card["label"]
+            behind = not drafted["accepted"]
+        assert shown["kinds"] == [token["kind"] for token in round_["emitted"]]
+        words = [one_line(token["text"]) or "end of text" for token in round_["emitted"]]
+        assert [word.replace("␣", " ") for word in shown["words"]] == words
+        assert f"over {len(round_['draft']) + 1} token" in shown["pass"]
+        assert f"; {round_['ms_verify_expected']:.0f} ms expected" in shown["pass"]
+        assert f"(expected {round_['tokens_expected']:.1f})" in shown["times"]
+        for name, ms in zip(("ms_draft", "ms_verify", "ms_other"), shown["step_ms"], strict=True):
+            assert float(ms.split()[0]) == pytest.approx(round_[name], abs=0.5 if round_[name] >= 10 else 0.051)
+        assert shown["reason"] == f"Why {round_['reason']}"
+
+
+def test_the_header_has_the_figures(tab: Callable[[Path], Tab], real: Path) -> None:
+    it, stats = tab(real), REPLY["stats"]
+    assert REPLY["model"] in it.page.text_content("#engine")
+    assert " + ".join(REPLY["draft"]) in it.page.text_content("#engine")
+    assert REPLY["backend"] in it.page.text_content("#engine")
+    figures = it.page.text_content("#figures")
+    assert f"{stats['tokens_per_second']:.1f} tok/s" in figures
+    assert f"{stats['mean_acceptance_length']:.2f}" in figures
+    assert f"{stats['acceptance_rate']:.0%}".replace("%", " %") in figures
+    for part in ("prompt", "draft", "verify", "other"):
+        assert f"{part} {stats[f'seconds_{part}']:.2f} s" in figures
+    legend = it.page.locator("#legend li").all_text_contents()
+    tokens = [token for round_ in REAL for token in round_["emitted"]]
+    n_ngram = sum(token["kind"] == "accepted" and token["source"] == "ngram" for token in tokens)
+    n_bonus = sum(token["kind"] == "bonus" for token in tokens)
+    n_rejected = sum(not g["accepted"] for round_ in REAL for g in round_["draft"])
+    assert {f"+ bonus {n_bonus}", f"✓ accepted from n-gram {n_ngram}", f"✗ rejected {n_rejected}"} <= set(legend)
+
+
+def test_every_turn_of_a_chat_can_be_picked(tab: Callable[[Path], Tab], tmp_path: Path) -> None:
+    def turn(name: str) -> Turn:
+        return Turn(f"question {name}", f"answer {name}", "stop", [a_round(emitted(f"answer {name}"), type="round")])
+
+    chat = SavedChat(
+        Conversation("be brief", [Turn("early", "said", "cancelled"), turn("one"), turn("two")]),
+        SamplingParams(), "auto", "lane", "m",
+    )  # fmt: skip
+    save(tmp_path / "chat.json", chat, draft=[], backend="b")
+    it = tab(write(tmp_path / "chat.html", (tmp_path / "chat.json").read_bytes()))
+    assert it.settled() == "answer one"  # the first with rounds
+    assert it.page.input_value("#turn") == "1"
+    assert "question one" in it.page.text_content("#prompt")
+    assert "be brief" in it.page.text_content("#prompt")
+    it.page.get_by_label("Turn").select_option("2")
+    assert it.settled() == "answer two"
+    it.page.get_by_label("Turn").select_option("0")
+    assert "said" in it.page.text_content("#answer")
+    assert not it.page.is_visible("footer")
+    it.page.get_by_label("Turn").select_option("1")
+    assert it.settled() == "answer one"
+    assert it.page.is_visible("footer")
+
+
+def test_a_recording_in_part_says_so(tab: Callable[[Path], Tab], tmp_path: Path, real: Path) -> None:
+    it = tab(write(tmp_path / "part.html", EVENTS.read_bytes()[:3000]))
+    assert it.page.is_visible("#damage")
+    assert "in the middle of line" in it.page.text_content("#damage")
+    assert it.page.text_content(".ending") == "cut short"
+    assert not tab(real).page.is_visible("#damage")
+
+
+def test_what_lies_behind_the_end_is_marked(tab: Callable[[Path], Tab], tmp_path: Path) -> None:
+    rounds = [
+        a_round(emitted("one S", "accepted", "model"), draft=[guess("one S", True), guess("more", True)]),
+        a_round(emitted("TOP"), emitted("")),
+    ]
+    it = tab(write(tmp_path / "cut.html", events(*rounds, text="one ")))
+    assert it.settled() == "one "
+    assert it.page.locator("#answer .cut").all_text_contents() == ["S", "TOP"]
+    assert it.run("() => getComputedStyle(document.querySelector('.cut')).textDecorationLine") == "line-through"
+    it.press("Home", "ArrowRight")
+    assert it.page.locator(".fate").all_text_contents() == ["✓ accepted", "✓ accepted, behind the end"]
+
+
+# -- how it is driven --------------------------------------------------------------------------------------------------
+
+
+def test_keys_walk_through_the_rounds(tab: Callable[[Path], Tab], real: Path) -> None:
+    it = tab(real)
+    texts = ["".join(token["text"] for token in round_["emitted"]) for round_ in REAL]
+    until = list(itertools.accumulate(texts))
+    assert is_current(it, len(REAL) - 1)
+    assert it.settled() == REPLY["text"]
+    it.press("Home")
+    assert it.settled() == ""
+    it.press("ArrowRight", "ArrowRight", "ArrowRight")
+    assert is_current(it, 2)
+    assert it.settled() == until[2]
+    it.press("ArrowLeft")
+    assert it.settled() == until[1]
+    assert f"Round 2 of {len(REAL)}" in it.page.text_content("#said")
+    it.press("ArrowLeft", "ArrowLeft", "ArrowLeft")
+    assert it.settled() == ""
+    it.press("End", "ArrowRight")
+    assert is_current(it, len(REAL) - 1)
+    it.page.focus("#scrubber")
+    it.press("PageUp", "PageDown", "ArrowUp")
+    assert is_current(it, len(REAL) - 10)
+    it.page.focus("[name=speed]:checked")
+    it.press("ArrowRight")  # here it chooses
+    assert is_current(it, len(REAL) - 10)
+    assert it.page.get_by_label("2×").is_checked()
+
+
+def test_buttons_do_what_the_keys_do(tab: Callable[[Path], Tab], real: Path) -> None:
+    it = tab(real)
+
+    def click(name: str) -> None:
+        it.page.get_by_role("button", name=name).click()
+
+    click("To the start")
+    assert it.settled() == ""
+    click("One round on")
+    click("One round on")
+    assert is_current(it, 1)
+    click("One round back")
+    assert is_current(it, 0)
+    click("To the end")
+    assert it.settled() == REPLY["text"]
+
+
+def test_the_scrubber_reaches_every_moment(tab: Callable[[Path], Tab], real: Path) -> None:
+    it = tab(real)
+    scrub = "(ms) => { $('scrubber').value = ms; $('scrubber').dispatchEvent(new Event('input')); }"
+    at = 0.0
+    for index, round_ in enumerate(REAL):
+        for phase in ("draft", "verify", "other"):
+            if index % 4 == 0:
+                it.run(scrub, at + round_[f"ms_{phase}"] / 2)
+                assert it.position == (index, phase)
+            at += round_[f"ms_{phase}"]
+    before = REAL[4]["ms_draft"] + REAL[4]["ms_verify"] / 2
+    it.run(scrub, sum(r[f"ms_{phase}"] for r in REAL[:4] for phase in ("draft", "verify", "other")) + before)
+    # The guesses stand there unmarked: nothing of the verdict is given away.
+    assert it.settled() == "".join(
+        token["text"] for r in REAL[:5] for token in r["emitted"] if r is not REAL[4] or token["kind"] == "accepted"
+    )
+    assert it.page.locator("#answer .pending").count() >= len(REAL[4]["draft"])
+    assert it.page.is_hidden(".step-other .chip >> nth=0")
+    assert it.page.get_attribute("#scrubber", "aria-valuetext").startswith(f"Round 5 of {len(REAL)}, ")
+
+
+def test_clicks_on_the_strip_and_on_the_answer_jump(tab: Callable[[Path], Tab], real: Path) -> None:
+    it = tab(real)
+    ends = list(itertools.accumulate(r["ms_draft"] + r["ms_verify"] + r["ms_other"] for r in REAL))
+    box = it.page.locator("#strip").bounding_box()
+    for index in (3, 0, len(REAL) - 1):
+        middle = ends[index] - (ends[index] - (ends[index - 1] if index else 0)) / 2
+        it.page.mouse.click(box["x"] + box["width"] * middle / ends[-1], box["y"] + box["height"] / 2)
+        assert is_current(it, index)
+    it.page.locator("#answer [data-round='2'] .token").first.click()
+    assert is_current(it, 2)
+
+
+def test_playing_goes_from_draft_to_verify_to_accept_and_stops_at_the_end(
+    tab: Callable[[Path], Tab], real: Path
+) -> None:
+    it = tab(real)
+    it.run(
+        """() => { window.seen = []; new MutationObserver(() => {
+            const now = `${roundView.index} ${$("round").dataset.phase}`;
+            if (seen[seen.length - 1] !== now) seen.push(now);
+        }).observe($("round"), {attributes: true, subtree: true, childList: true}); }"""
+    )
+    drafted = next(i for i, round_ in enumerate(REAL) if round_["draft"])
+    it.page.locator("label", has_text="slow").click()
+    it.run("(index) => player.go(player.timeline.done(index - 1))", drafted)
+    it.run("() => { seen.length = 0; document.activeElement.blur(); }")
+    it.press("Space")
+    assert it.page.get_by_role("button", name="Pause").is_visible()
+    it.page.wait_for_function("(index) => roundView.index > index", arg=drafted)
+    seen = [entry for entry in it.run("() => seen") if entry.startswith(f"{drafted} ")]
+    assert seen == [f"{drafted} {phase}" for phase in ("draft", "verify", "other")]
+    it.press("Space")
+    assert it.page.get_by_role("button", name="Play").is_visible()
+    assert it.run(
+        """() => new Promise((then) => { const at = player.position;
+            requestAnimationFrame(() => requestAnimationFrame(() => then(at === player.position))); })"""
+    )
+    it.page.locator("label", has_text="5×").click()
+    it.press("Home", "Space")
+    it.page.wait_for_function("() => !player.playing")
+    assert is_current(it, len(REAL) - 1)
+    assert it.settled() == REPLY["text"]
+
+
+def test_time_passes_in_proportion(tab: Callable[[Path], Tab], real: Path) -> None:
+    # The clock's arithmetic, apart from the clock: where watching for some milliseconds leads.
+    it = tab(real)
+    total = sum(r["ms_draft"] + r["ms_verify"] + r["ms_other"] for r in REAL)
+    for speed in (1, 2, 5):
+        there = it.run(
+            """([ms, speed]) => {
+                const line = player.timeline;
+                let at = line.start;
+                return Array.from({length: 99}, () => { at = line.later(at, ms, speed); return line.time(at); }); }""",
+            [total / 77, speed],
+        )
+        assert there == pytest.approx([min(total, total / 77 * speed * (i + 1)) for i in range(99)])
+
+
+def test_details_by_pointer_and_by_keyboard(tab: Callable[[Path], Tab], real: Path) -> None:
+    it = tab(real)
+    tip = it.page.locator("#tip")
+    index, round_ = next((i, r) for i, r in enumerate(REAL) if r["emitted"][0]["kind"] == "accepted")
+    first = round_["draft"][0]
+    token = it.page.locator(f"#answer [data-round='{index}'] [data-token='0']").first
+    token.hover()
+    said = tip.text_content()
+    assert "a guess that the target accepted" in said
+    assert f"token id{first['id']}" in said
+    assert f"round{index + 1} of {len(REAL)}" in said
+    assert f"verify {round_['ms_verify']:.0f} ms" in said
+    it.page.mouse.move(2, 2)
+    assert not tip.is_visible()
+    token.click()
+    it.page.mouse.move(2, 2)
+    it.page.focus(".card >> nth=0")
+    assert "calibrated" in tip.text_content()
+    assert it.page.get_attribute(".card >> nth=0", "aria-describedby") == "tip"
+    box = tip.bounding_box()
+    assert 0 <= box["x"] <= box["x"] + box["width"] <= WIDE["width"]
+    assert 0 <= box["y"] <= box["y"] + box["height"] <= WIDE["height"]
+    it.press("Escape")
+    assert not tip.is_visible()
+    strip = it.page.locator("#strip").bounding_box()
+    it.page.mouse.move(strip["x"] + 1, strip["y"] + 10)
+    assert tip.text_content().startswith(f"Round 1 of {len(REAL)}")
+
+
+def test_the_keyboard_reaches_all_and_shows_where_it_is(tab: Callable[[Path], Tab], real: Path) -> None:
+    it = tab(real)
+    it.run("(index) => player.go(player.timeline.done(index))", next(i for i, r in enumerate(REAL) if r["draft"]))
+    seen = set()
+    for _ in range(60):
+        it.press("Tab")
+        where = it.run(
+            """() => { const on = document.activeElement; if (on === document.body) return null;
+                const shown = on.matches("[name=speed]") ? on.nextElementSibling : on, style = getComputedStyle(shown);
+                return [on.id || on.className.split(" ")[0] || on.name,
+                        style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 2]; }"""
+        )
+        if where is None:
+            break
+        assert where[1], f"no outline on {where[0]}"
+        seen.add(where[0])
+    everything = {"rejects", "answer", "card", "chip", "first", "back", "play", "forward", "last", "scrubber", "speed"}
+    assert seen >= everything
+
+
+def test_the_keyboards_place_outlives_its_round(tab: Callable[[Path], Tab], real: Path) -> None:
+    it = tab(real)
+    it.page.focus(".chip >> nth=0")
+    it.press("ArrowLeft", "ArrowLeft")
+    assert it.run("() => document.activeElement.matches('.chip, .card')")
+
+
+# -- for everybody -----------------------------------------------------------------------------------------------------
+
+
+def test_light_and_dark_differ_and_both_can_be_read(tab: Callable[[Path], Tab], tmp_path: Path) -> None:
+    # Every ink there is, in every state, over what is really behind it; WCAG 2.1 asks for 4.5 (AA).
+    drafters = ("model", "ngram", "third", "fourth")
+    rounds = [a_round(emitted("x", "accepted", name), draft=[guess("x", True, name)]) for name in drafters]
+    rounds += [
+        a_round(emitted("own", "recovered"), draft=[guess("no", False), guess("nor this", False)], reason="why"),
+        a_round(emitted("b", "bonus")),
+        a_round(emitted("p STOP")),
+    ]
+    path = write(tmp_path / "inks.html", events(*rounds, text="xxxxownbp ") + EVENTS.read_bytes()[:900])
+    it, pictures = tab(path), []
+    for scheme in ("light", "dark"):
+        it.page.emulate_media(color_scheme=scheme)
+        for state in (
+            "player.go(player.timeline.end)",
+            "player.go({round: 4, phase: VERIFY, fraction: 0.5})",
+            "player.go(player.timeline.done(4)); document.querySelector('.card').focus()",
+        ):
+            it.run(state)
+            for text, ratio in it.run(CONTRAST):
+                assert ratio >= 4.5, (scheme, state, text, ratio)
+        pictures.append(it.page.screenshot())
+    assert pictures[0] != pictures[1]
+
+
+def test_colour_is_never_the_only_sign(tab: Callable[[Path], Tab], tmp_path: Path) -> None:
+    drafters = ("model", "ngram", "third", "fourth")
+    rounds = [a_round(emitted("x", "accepted", name), draft=[guess("x", True, name)]) for name in drafters]
+    rounds += [a_round(emitted("own", "recovered"), draft=[guess("no", False)]), a_round(emitted("b", "bonus")),
+               a_round(emitted("p"))]  # fmt: skip
+    it = tab(write(tmp_path / "inks.html", events(*rounds, text="xxxxownbp")))
+    looks = it.run(
+        """() => [...document.querySelectorAll("#answer .token")].map((token) => { const s = getComputedStyle(token);
+            return [s.textDecorationLine, s.textDecorationStyle, s.boxShadow === "none"].join(" "); })"""
+    )
+    assert len(looks) == len(set(looks)) == 8
+    marks = [entry.split()[0] for entry in it.page.locator("#legend li").all_text_contents()]
+    assert set(marks) == {"✓", "→", "+", "·", "✗"}
+
+
+def test_reduced_motion_is_respected(tab: Callable[[Path], Tab], real: Path) -> None:
+    it, names = tab(real), []
+    it.run("() => player.go({round: 0, phase: VERIFY, fraction: 0.5})")
+    for motion in ("no-preference", "reduce"):
+        it.page.emulate_media(reduced_motion=motion)
+        names.append(it.run("() => getComputedStyle(document.querySelector('#answer .pending')).animationName"))
+    assert names == ["checking", "none"]
+
+
+def test_nothing_is_cut_off_at_any_width(tab: Callable[[Path], Tab], real: Path) -> None:
+    it = tab(real)
+    for width, height in ((400, 800), (900, 640), (1900, 1000)):
+        it.page.set_viewport_size({"width": width, "height": height})
+        assert it.run("() => document.documentElement.scrollWidth") <= width
+        for name in ("first", "play", "last", "scrubber", "strip"):
+            box = it.page.locator(f"#{name}").bounding_box()
+            assert box["x"] >= 0
+            assert box["x"] + box["width"] <= width
+            assert box["y"] + box["height"] <= height
+
+
+def test_a_screen_reader_finds_names_for_everything(tab: Callable[[Path], Tab], real: Path) -> None:
+    page = tab(real).page
+    assert page.get_by_role("slider", name="Time").count() == 1
+    assert page.get_by_role("radio").count() == 4
+    assert page.get_by_role("checkbox", name="rejected guesses").count() == 1
+    assert page.get_by_role("region", name="Answer").count() >= 1
+    assert page.get_by_role("heading", level=1).count() == 1
+    unnamed = page.get_by_role("button", name="")
+    assert all(unnamed.nth(i).get_attribute("aria-label") for i in range(unnamed.count()))
+
+
+# -- what it refuses ---------------------------------------------------------------------------------------------------
+
+
+def test_hostile_text_stays_text(tab: Callable[[Path], Tab], tmp_path: Path) -> None:
+    rounds = [
+        a_round(emitted(text, "recovered", text), draft=[guess(text, False, text)], reason=text, type="round")
+        for text in HOSTILE
+    ]
+    document = {
+        "format": "localspec-chat", "version": 1, "model": HOSTILE[0], "draft": list(HOSTILE), "backend": HOSTILE[1],
+        "system": HOSTILE[1], "settings": {},
+        "turns": [{"user": "".join(HOSTILE), "assistant": "".join(HOSTILE), "finish_reason": "stop", "rounds": rounds,
+                   "stats": {}}] * 2,
+    }  # fmt: skip
+    path = tmp_path / "hostile.html"
+    path.write_text(render(read(json.dumps(document).encode()), HOSTILE[0]), encoding="utf-8")
+    it = tab(path)
+    shown = [text.replace("\ud800", "\ufffd").replace("\u2028", "\n") for text in HOSTILE]
+    assert it.settled() == "".join(shown)
+    for index in range(len(HOSTILE)):
+        it.run("(index) => player.go(player.timeline.done(index))", index)
+        assert it.page.text_content(".card .word") == one_line(shown[index])
+        assert it.page.text_content(".reason") == f"Why {one_line(shown[index])}"
+        it.page.hover(".card")
+        assert one_line(shown[index]) in it.page.text_content("#tip")
+    assert it.page.text_content("#file") == HOSTILE[0]
+    assert it.run("() => window.hacked") is None
+    parts = it.run("() => ['img', 'script', 'style', 'iframe', 'link'].map((t) => document.querySelectorAll(t).length)")
+    assert parts == [0, 10, 1, 0, 1]  # the page's own
+    assert it.run("() => [...document.querySelectorAll('*')].filter((e) => e.onmouseover || e.onerror).length") == 0
+
+
+class Listener:
+    """A server on loopback that counts the connections over which something is said.
+
+    Chromium opens one for a frame before it asks the page's policy, and then says nothing.
+    """
+
+    def __init__(self) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self._socket.getsockname()[1]
+        self.requests = 0
+        self._connections: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = self._socket.accept()
+                self._connections.append(connection)
+                self._threads.append(threading.Thread(target=self._listen, args=(connection,)))
+                self._threads[-1].start()
+
+    def _listen(self, connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            self.requests += bool(connection.recv(1))
+
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._threads[0].join()
+        for connection in self._connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads[1:]:
+            thread.join()
+
+
+REACH_OUT = """async (port) => {
+    const at = `127.0.0.1:${port}/x`;
+    await fetch(`http://${at}`, {mode: "no-cors"}).catch(() => {});
+    const image = new Image();
+    await new Promise((then) => { image.onload = image.onerror = then; image.src = `http://${at}`; });
+    await new Promise((then) => {
+        try { new WebSocket(`ws://${at}`).onerror = then } catch { then() }
+    });
+    document.body.append(Object.assign(document.createElement("iframe"), {src: `http://${at}`}));
+    navigator.sendBeacon(`http://${at}`);
+    await new Promise((then) => setTimeout(then, 200));
+}"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a socket there does not end its accept()")
+def test_the_policy_stops_what_the_code_would_let_through(browser: Any, real: Path) -> None:
+    # Not under the `tab` fixture: the browser reports each refusal on the console.
+    context = browser.new_context()
+    page, unguarded = context.new_page(), context.new_page()
+    page.goto(real.as_uri())
+    for attempt in (
+        "document.body.innerHTML = '<b>x</b>'",
+        "document.createElement('script').textContent = 'window.hacked = 1'",
+        "document.write('x')",
+        "document.body.setAttribute('onclick', 'window.hacked = 2')",
+    ):
+        error = page.evaluate(f"() => {{ try {{ {attempt} }} catch (error) {{ return error.name; }} }}")
+        assert error == "TypeError", attempt
+    listener = Listener()
+    try:
+        page.evaluate(REACH_OUT, listener.port)
+        assert listener.requests == 0
+        unguarded.evaluate(REACH_OUT, listener.port)
+        wait_until(lambda: listener.requests >= 3)
+    finally:
+        listener.close()
+        context.close()
+
+
+def test_ten_thousand_rounds(tab: Callable[[Path], Tab], tmp_path: Path) -> None:
+    words = ("one", " two", " three", ",", "\n", " five")
+    rounds = [
+        a_round(
+            emitted(words[i % 6], "accepted", "ngram"), emitted(words[(i + 1) % 6], "recovered"),
+            draft=[guess(words[i % 6], True, "ngram"), guess(" no", False, "ngram")],
+        )
+        for i in range(10_000)
+    ]  # fmt: skip
+    text = "".join(token["text"] for round_ in rounds for token in round_["emitted"])
+    it = tab(write(tmp_path / "long.html", events(*rounds, text=text)))
+    assert it.settled() == text
+    it.press("Home", "ArrowRight")
+    assert is_current(it, 0)
+    it.press("End", "ArrowLeft")
+    assert is_current(it, 9_998)
+    it.run("() => player.seek(player.timeline.total / 2)")
+    assert it.position[0] == pytest.approx(5_000, abs=1)
+    assert it.run("() => { const a = $('answer').getBoundingClientRect(), r = document.querySelector('.now')"
+                  ".getBoundingClientRect(); return r.top >= a.top && r.bottom <= a.bottom; }")  # fmt: skip
+    it.press("Space")
+    it.page.wait_for_function("(index) => roundView.index > index + 3", arg=it.position[0])
+    it.press("Space")

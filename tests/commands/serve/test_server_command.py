@@ -1,0 +1,174 @@
+"""``localspec serve`` as a shell, curl and other people's programs see it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import TinyFiles
+from tests.support.waiting import PATIENCE
+
+pytestmark = pytest.mark.usefixtures("measured_home")
+PROGRAM = [sys.executable, "-m", "localspec", "serve"]
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+
+
+@contextmanager
+def serving(*arguments: str | Path, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The program, once it has printed its URL."""
+    process = subprocess.Popen(
+        [*PROGRAM, *map(str, arguments), "--backend", "reference", "--draft", "ngram"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | environment,
+    )
+    assert process.stdout is not None
+    try:
+        yield process, process.stdout.readline().strip()
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def fail(*arguments: str | Path) -> tuple[int, list[str]]:
+    done = subprocess.run(
+        [*PROGRAM, *map(str, arguments)], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stderr.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [
+        (signal.SIGTERM, 0),
+        pytest.param(
+            signal.SIGINT, 130, marks=pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT to a child")
+        ),
+    ],
+)
+def test_it_serves_until_it_is_told_to_stop(tiny: TinyFiles, number: int, status: int) -> None:
+    with serving(tiny.quick.target, "--port", "0", "--ctx", "1024") as (process, url):
+        assert url.startswith("http://127.0.0.1:")
+        port = int(url.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as sock:
+            body = json.dumps(CHAT | {"stream": True, "max_tokens": 900, "ignore_eos": True, "n": 16}).encode()
+            sock.sendall(
+                b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+            )
+            received = b""
+            while b"data: " not in received:
+                received += sock.recv(65536)
+            process.send_signal(number)
+            stdout, stderr = process.communicate(timeout=PATIENCE)
+        assert process.returncode == status
+        assert stdout == ""
+        assert stderr.splitlines()[-1] == "localspec: stopped"
+        assert "Traceback" not in stderr
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+def test_a_port_in_use_is_one_line_at_once(tiny: TinyFiles) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        status, lines = fail(tiny.quick.target, "--port", str(port))
+    assert status == 1
+    assert lines == [
+        f"localspec: port {port} of 127.0.0.1 is in use: stop what uses it, or take another with --port (0 finds one)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--host", "0.0.0.0"], "needs --api-key"),
+        (["--host", "::"], "needs --api-key"),
+        (["--host", "no.such.host.invalid"], "no such address"),
+        (["--port", "70000"], "--port must be"),
+        (["--queue", "-1"], "--queue must be"),
+        (["--prefix-cache", "-1"], "--prefix-cache must be"),
+        (["--time-limit", "0"], "--time-limit must be"),
+        (["--allow-origin", "localhost"], "--allow-origin must be"),
+        (["--api-key", " "], "empty"),
+    ],
+)
+def test_bad_usage_is_one_line(arguments: list[str], part: str) -> None:
+    status, lines = fail("/no/such.gguf", *arguments)
+    assert status == 2
+    assert len(lines) == 1
+    assert part in lines[0]
+
+
+def test_a_model_that_is_not_there_leaves_the_port(tmp_path: Path) -> None:
+    status, lines = fail(tmp_path / "none.gguf", "--port", "0")
+    assert (status, len(lines)) == (2, 1)
+    assert "does not exist" in lines[0]
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
+def test_curl(tiny: TinyFiles) -> None:
+    def curl(*arguments: str) -> str:
+        command = ["curl", "-sS", "--max-time", str(PATIENCE), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    with serving(tiny.quick.target, "--port", "0", "--alias", "tiny", LOCALSPEC_API_KEY="sesame") as (_, url):
+        chat = f"{url}/v1/chat/completions"
+        key = ("-H", "Authorization: Bearer sesame")
+        body = ("-H", "Content-Type: application/json", "-d", json.dumps(CHAT | {"model": "tiny"}))
+        found = json.loads(curl(chat, *key, *body))
+        assert found["choices"][0]["message"]["role"] == "assistant"
+        assert found["usage"]["completion_tokens"] > 0
+        streamed = curl("-N", chat, *key, *body[:-1], json.dumps(CHAT | {"stream": True}))
+        assert streamed.endswith("data: [DONE]\n\n")
+        assert json.loads(curl(chat, *body))["error"]["code"] == "invalid_api_key"
+        # What curl sends by itself is a form, and so is what a foreign page could.
+        assert json.loads(curl(chat, *key, "-d", json.dumps(CHAT)))["error"]["code"] == "unsupported_media_type"
+        assert json.loads(curl(f"{url}/health")) == {"status": "ok"}
+        assert "localspec_requests_total" in curl(f"{url}/metrics", *key)
+
+
+def test_simon_willison_s_llm(tiny: TinyFiles, tmp_path: Path) -> None:
+    """Another program that speaks to OpenAI's API, in a process of its own."""
+    pytest.importorskip("llm")
+    with serving(tiny.quick.target, "--port", "0") as (_, url):
+        (tmp_path / "extra-openai-models.yaml").write_text(
+            f"- model_id: here\n  model_name: {tiny.quick.target.stem}\n  api_base: {url}/v1\n  api_key_name: none\n"
+        )
+        environment = os.environ | {"LLM_USER_PATH": str(tmp_path), "LLM_LOAD_PLUGINS": ""}
+        command = [sys.executable, "-m", "llm", "prompt", "-m", "here", "--key", "x", "-o", "max_tokens", "12", "-n"]
+
+        def ask(*options: str) -> str:
+            done = subprocess.run(
+                [*command, *options, "the cat"], env=environment, capture_output=True, timeout=PATIENCE, check=False
+            )
+            assert done.returncode == 0, done.stderr.decode()
+            return done.stdout.decode("utf-8", "replace").strip()
+
+        assert ask() == ask("--no-stream")
+
+
+def test_requests_are_logged_only_if_asked_for(tiny: TinyFiles) -> None:
+    for options, logged in (((), False), (("--verbose",), True)):
+        with serving(tiny.quick.target, "--port", "0", *options) as (process, url):
+            with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=PATIENCE) as sock:
+                sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+                while sock.recv(65536):
+                    pass
+            process.terminate()
+            _, stderr = process.communicate(timeout=PATIENCE)
+            assert ("GET /health" in stderr) == logged

@@ -1,0 +1,321 @@
+"""The command line as a shell sees it: one line per error, exit statuses, start-up."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from localspec.commands import files
+from localspec.commands.options import ensure_model
+from localspec.errors import DownloadError
+from localspec.model_files.catalog import Catalog
+from tests.conftest import TinyFiles
+from tests.support import ggufs
+from tests.support.endless import write_endless
+from tests.support.interrupting import interrupted
+from tests.support.waiting import PATIENCE
+
+PROGRAM = [sys.executable, "-m", "localspec"]
+
+
+def localspec(*arguments: str | Path, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    """Run the program to its end."""
+    command = [*PROGRAM, *map(str, arguments)]
+    return subprocess.run(command, input=stdin, capture_output=True, timeout=PATIENCE, check=False)
+
+
+def assert_one_line(result: subprocess.CompletedProcess[bytes], status: int, *parts: str) -> None:
+    """It failed with a status and one readable line on standard error, and printed nothing else."""
+    errors = result.stderr.decode()
+    assert result.returncode == status, errors
+    lines = [line for line in errors.splitlines() if line.startswith("localspec: ")]
+    assert len(lines) == 1, errors
+    assert "Traceback" not in errors
+    assert "internal error" not in errors
+    assert result.stdout == b""
+    for part in parts:
+        assert part in lines[0]
+
+
+# -- start-up ----------------------------------------------------------------------------------------------------------
+
+
+def test_help_imports_nothing_heavy() -> None:
+    script = (
+        "import sys\nfrom localspec.__main__ import run\nassert run(['--help']) == 0\n"
+        "heavy = {'numpy', 'rich', 'prompt_toolkit', 'jinja2', 'gguf', 'ik_llama_cpp', 'llama_cpp', 'platformdirs'}\n"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stderr == "[]\n"
+    for command in ("chat", "generate", "pull", "list", "rm", "inspect"):
+        assert f"  {command} " in result.stdout
+
+
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_help_names_the_shared_options(command: str) -> None:
+    text = localspec(command, "--help").stdout.decode()
+    options = (
+        "draft draft-length backend temperature top-k top-p min-p repeat-penalty seed max-tokens stop ctx threads "
+        "gpu-layers system verbose"
+    )
+    for option in options.split():
+        assert f"--{option} " in text
+
+
+def test_version() -> None:
+    assert localspec("--version").stdout.startswith(b"localspec 0.")
+
+
+# -- bad usage ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["chta"], "Did you mean 'chat'"),
+        (["generate", "--temprature", "1"], "--temperature"),
+        (["generate", "--seed", "x"], "--seed"),
+        (["generate", "--draft-length", "many", "-p", "x"], "draft length"),
+        (["generate", "--draft-length", "-1", "-p", "x"], "draft length"),
+        (["generate", "--draft-length", "100000", "-p", "x"], "draft length"),
+        (["generate", "--temperature", "nan", "-p", "x"], "temperature"),
+        (["generate", "--temperature", "-1", "-p", "x"], "temperature"),
+        (["generate", "--temperature", "1e9", "-p", "x"], "temperature"),
+        (["generate", "--top-k", "-5", "-p", "x"], "--top-k"),
+        (["generate", "--top-p", "0", "-p", "x"], "top_p"),
+        (["generate", "--top-p", "inf", "-p", "x"], "top_p"),
+        (["generate", "--min-p", "1", "-p", "x"], "min_p"),
+        (["generate", "--repeat-penalty", "0", "-p", "x"], "repeat_penalty"),
+        (["generate", "--max-tokens", "0", "-p", "x"], "--max-tokens"),
+        (["generate", "--seed", str(10**30), "-p", "x"], "seed"),
+        (["generate", "--stop", "", "-p", "x"], "stop"),
+        (["generate", "--ctx", "0", "-p", "x"], "--ctx"),
+        (["generate", "--ctx", str(10**18), "-p", "x"], "--ctx"),
+        (["generate", "--threads", "0", "-p", "x"], "--threads"),
+        (["generate", "--threads", "1000000", "-p", "x"], "--threads"),
+        (["generate", "--gpu-layers", "-1", "-p", "x"], "--gpu-layers"),
+        (["generate", "--draft", "auto", "--draft", "ngram", "-p", "x"], "--draft auto"),
+        (["generate", "--draft", "ngrm", "-p", "x"], "did you mean ngram"),
+        (["generate", "--format", "xml", "-p", "x"], "--format"),
+        (["generate", "--raw", "--system", "s", "-p", "x"], "--system"),
+        (["generate", "-p", " \n"], "empty"),
+        (["generate"], "empty"),
+        (["generate", "qwen2.5-coder-1.5", "-p", "x"], "did you mean qwen2.5-coder-1.5b"),
+        (["generate", "/no/such.gguf", "-p", "x"], "does not exist"),
+        (["generate", "/", "-p", "x"], "folder"),
+        (["generate", "hf:odd", "-p", "x"], "hf:OWNER/REPO"),
+        (["generate", "/no/such.gguf", "--prompt"], "requires an argument"),
+        (["rm"], "NAME"),
+        (["inspect", "/no/such.gguf"], "does not exist"),
+    ],
+)
+def test_bad_usage(arguments: list[str], part: str) -> None:
+    assert_one_line(localspec(*arguments), 2, part)
+
+
+def test_an_argument_that_is_not_utf8() -> None:
+    command = [os.fsencode(part) for part in PROGRAM] + [b"generate", b"-p", b"\xff"]
+    result = subprocess.run(command, capture_output=True, check=False, stdin=subprocess.DEVNULL)
+    assert_one_line(result, 2, "UTF-8")
+
+
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_standard_input_that_is_not_utf8(tiny: TinyFiles, command: str) -> None:
+    arguments = [command, tiny.bpe, "--backend", "reference", "--draft", "none", "--max-tokens", "4"]
+    assert_one_line(localspec(*arguments, stdin=b"caf\xe9\n"), 2, "UTF-8", "0xe9")
+
+
+def test_an_unknown_backend(tiny: TinyFiles) -> None:
+    assert_one_line(localspec("generate", tiny.bpe, "--backend", "llamacpp", "-p", "x"), 2, "llama-cpp")
+
+
+# -- files that are no models ------------------------------------------------------------------------------------------
+
+
+def test_files_that_are_no_models(tiny: TinyFiles, tmp_path: Path) -> None:
+    whole = tiny.bpe.read_bytes()
+    files = {
+        "empty": b"",
+        "text": b"hello, I am a text file that somebody renamed",
+        "zip": b"PK\x03\x04" + bytes(1000),
+        "magic": b"GGML" + whole[4:],
+        "header": whole[:20],
+        "half": whole[: len(whole) // 2],
+        "noise": whole[:64] + bytes(255 for _ in range(4000)),
+    }
+    for name, data in files.items():
+        path = tmp_path / f"{name}.gguf"
+        path.write_bytes(data)
+        assert_one_line(localspec("generate", path, "-p", "x", "--draft", "none"), 1, path.name)
+
+
+def test_models_that_cannot_generate(tiny: TinyFiles) -> None:
+    for path in (tiny.tokenizer_only, tiny.embedding):
+        assert_one_line(localspec("generate", path, "-p", "x", "--draft", "none"), 1, path.name)
+
+
+def test_a_model_that_is_not_on_this_disk() -> None:
+    assert_one_line(localspec("generate", "qwen2.5-coder-1.5b", "-p", "x"), 1, "localspec pull qwen2.5-coder-1.5b")
+
+
+def test_offline_without_the_default_pair() -> None:
+    for command in (["generate", "-p", "x"], ["chat"]):
+        assert_one_line(localspec(*command), 1, "LOCALSPEC_OFFLINE")
+
+
+class _Pulled:
+    """Stands in for ``files.pull``; ``fails`` names the models that cannot be had."""
+
+    def __init__(self, *fails: str) -> None:
+        self.fails = fails
+        self.names: list[str] = []
+
+    def __call__(self, name: str) -> None:
+        self.names.append(name)
+        if name in self.fails:
+            raise DownloadError(f"{name} cannot be had")
+
+
+def test_the_default_pair_is_fetched_on_first_use(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCALSPEC_OFFLINE", "0")
+    target, draft = (entry.name for entry in Catalog.load().default_pair())
+    monkeypatch.setattr(files, "pull", pull := _Pulled())
+    assert ensure_model(None, ()) == target
+    assert pull.names == [target, draft]
+    assert f"fetching {target} and {draft} (1.6 GB), once" in capsys.readouterr().err
+    monkeypatch.setattr(files, "pull", pull := _Pulled())
+    assert ensure_model(None, ["none"]) == target
+    assert pull.names == [target]
+    monkeypatch.setattr(files, "pull", _Pulled(draft))
+    assert ensure_model(None, ()) == target
+    assert f"going on without {draft}" in capsys.readouterr().err
+    monkeypatch.setattr(files, "pull", _Pulled(target))
+    with pytest.raises(DownloadError):
+        ensure_model(None, ())
+
+
+def test_a_named_model_is_never_fetched_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCALSPEC_OFFLINE", "0")
+    monkeypatch.setattr(files, "pull", pull := _Pulled())
+    assert ensure_model("smollm2-135m", ()) == "smollm2-135m"
+    assert pull.names == []
+
+
+def test_a_draft_with_another_vocabulary(tiny: TinyFiles) -> None:
+    arguments = ["generate", tiny.bpe, "--draft", tiny.spm, "--backend", "reference", "-p", "x"]
+    assert_one_line(localspec(*arguments), 1, tiny.spm.name)
+
+
+def test_a_draft_larger_than_the_target_is_a_warning(tiny: TinyFiles) -> None:
+    pair = tiny.pair
+    result = localspec(
+        "generate", pair.draft, "--draft", pair.target, "--backend", "reference", "-p", "x", "--max-tokens", "3"
+    )
+    assert result.returncode == 0
+    assert "larger than the target" in result.stderr.decode()
+
+
+def test_a_prompt_longer_than_the_context(tiny: TinyFiles) -> None:
+    arguments = ["generate", tiny.bpe, "--ctx", "16", "--backend", "reference", "--draft", "none", "-p", "word " * 50]
+    assert_one_line(localspec(*arguments), 2, "16", "--ctx")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('no') }}",
+        "{% for i in range(10**12) %}x{% endfor %}",
+        "{{ ''.__class__.__mro__ }}",
+        "{% if %}",
+        "{{ 'x' * 10**12 }}",
+    ],
+)
+def test_a_chat_template_that_fails_or_never_ends(tmp_path: Path, template: str) -> None:
+    path = ggufs.write_llama(tmp_path / "odd-template.gguf", extra={"tokenizer.chat_template": template})
+    result = localspec("generate", path, "--backend", "reference", "--draft", "none", "-p", "x")
+    assert_one_line(result, 1, "template")
+
+
+# -- pipes and signals -------------------------------------------------------------------------------------------------
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    model = write_endless(tmp_path / "endless.gguf")
+    command = [*PROGRAM, "generate", str(model), "--backend", "reference", "--draft", "none", "-p", "x"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        errors = process.stderr.read().decode()
+        assert process.wait(PATIENCE) in (0, 141)
+    assert not [line for line in errors.splitlines() if line.startswith("localspec:")]
+    assert "Traceback" not in errors
+    assert "Exception ignored" not in errors
+
+
+def test_list_into_a_reader_that_stops_at_once() -> None:
+    command = shlex.join(PROGRAM) + " list | true; echo ${PIPESTATUS[0]}"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert result.stderr == ""
+    assert result.stdout.strip() in ("0", "141")
+
+
+@pytest.mark.parametrize(
+    ("at", "count"),
+    [
+        ("import localspec.commands.cli", 1),
+        ("import typer", 1),
+        ("import localspec.llm", 1),
+        ("import numpy", 1),
+        ("import localspec.backends.base", 1),
+        ("open MODEL", 1),
+        ("said measuring what a pass", 1),
+        ("call localspec.backends.reference:ReferenceContext._decode", 2),
+        ("call localspec.backends.reference:ReferenceContext._decode", 40),
+        ("call localspec.spec_decode.rounds:SpecStats.add", 1),
+        ("call localspec.spec_decode.rounds:SpecStats.add", 25),
+    ],
+)
+def test_ctrl_c_at_any_moment(tmp_path: Path, at: str, count: int) -> None:
+    model = write_endless(tmp_path / "endless.gguf")
+    arguments = ["generate", model, "--backend", "reference", "--draft", "ngram", "-p", "x"]
+    _, lines = interrupted(at.replace("MODEL", str(model)), arguments, count=count)
+    assert lines[-1] == "localspec: interrupted"
+
+
+READING = """
+import sys
+
+class Buffer:
+    def read(self):
+        print("reading", file=sys.stderr, flush=True)
+        return sys.__stdin__.buffer.read()
+
+class Stdin:
+    buffer = Buffer()
+    isatty = lambda self: False
+
+sys.stdin = Stdin()
+from localspec.__main__ import main
+main(["generate"])
+"""
+
+
+def test_ctrl_c_while_reading_standard_input() -> None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", READING], stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == b"reading\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, errors) == (130, b"localspec: interrupted\n")

@@ -1,0 +1,243 @@
+"""The commands on model files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from localspec.commands import files
+from localspec.commands.files import inspect_command, list_command, pull_command, rm_command
+from localspec.errors import ModelFileError, NotGGUF, UnknownModel
+from localspec.model_files.catalog import Catalog, Entry
+from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.inspection import inspect
+from localspec.model_files.kv_memory import kv_shape
+from localspec.model_files.sources import parts_folder
+from localspec.system.home import home, models_dir
+from tests.conftest import TinyFiles
+from tests.model_files.test_catalog import put
+from tests.support import ggufs
+
+CATALOG = Catalog.load()
+SMOL = CATALOG["smollm2-135m"]
+Out = pytest.CaptureFixture[str]
+
+
+# -- list -------------------------------------------------------------------------------------------------------------
+
+
+def test_list_as_json(capsys: Out) -> None:
+    put(SMOL)
+    other = models_dir() / "hf/acme/tiny/tiny.gguf"
+    other.parent.mkdir(parents=True)
+    other.write_bytes(b"12345")
+    assert list_command(as_json=True) == 0
+    models = {model["name"]: model for model in json.loads(capsys.readouterr().out)["models"]}
+    assert list(models) == [*CATALOG, "hf:acme/tiny/tiny.gguf"]
+    smol = models["smollm2-135m"]
+    assert (smol["path"], smol["bytes"], smol["present"]) == (str(SMOL.path), SMOL.bytes, True)
+    assert models["gemma3-270m"]["present"] is False
+    assert models["qwen2.5-coder-1.5b"]["draft"] == ["qwen2.5-coder-0.5b"]
+    assert models["hf:acme/tiny/tiny.gguf"] | {"path": "", "note": ""} == {
+        "name": "hf:acme/tiny/tiny.gguf", "path": "", "bytes": 5, "present": True, "bytes_exact": True, "sha256": None,
+        "license": "unknown", "draft": [], "sources": ["hf"], "note": "",
+    }  # fmt: skip
+
+
+def test_list_for_people(capsys: Out) -> None:
+    put(SMOL)
+    assert list_command() == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
+    assert "98.4 MB" in lines["smollm2-135m"]
+    assert " yes " in lines["smollm2-135m"]
+    assert " yes " not in lines["gemma3-270m"]
+    assert "~4.68 GB" in lines["qwen2.5-coder-7b"]
+
+
+# -- rm ---------------------------------------------------------------------------------------------------------------
+
+
+def test_rm_removes_the_model_its_pieces_and_its_repacked_copies(capsys: Out) -> None:
+    path = put(SMOL)
+    piece = parts_folder(SMOL) / "wheels" / "part.whl"
+    piece.parent.mkdir(parents=True)
+    piece.write_bytes(b"x" * 1000)
+    copy = home() / "repacked" / f"{path.stem}.0123456789ab.q8_0.gguf"
+    copy.parent.mkdir()
+    copy.write_bytes(b"x")
+    unrelated = put(CATALOG["gemma3-270m"])
+    assert rm_command(["smollm2-135m"]) == 0
+    assert "removed smollm2-135m (98.4 MB)" in capsys.readouterr().out
+    assert not path.exists()
+    assert not piece.exists()
+    assert not copy.exists()
+    assert unrelated.exists()
+    with pytest.raises(ModelFileError, match="not on this disk"):
+        rm_command(["smollm2-135m"])
+
+
+def test_rm_checks_all_names_first() -> None:
+    path = put(SMOL)
+    with pytest.raises(UnknownModel):
+        rm_command(["smollm2-135m", "xyzzy"])
+    assert path.exists()
+
+
+def test_rm_leaves_a_model_alone_that_is_being_fetched() -> None:
+    folder = parts_folder(SMOL)
+    folder.mkdir(parents=True)
+    with FileLock(folder.with_name(folder.name + ".lock")), pytest.raises(ModelFileError, match="another process"):
+        rm_command(["smollm2-135m"])
+
+
+# -- pull -------------------------------------------------------------------------------------------------------------
+
+
+def test_pull_prints_the_path_and_names_the_draft(capsys: Out) -> None:
+    target = CATALOG["qwen2.5-coder-1.5b"]
+    put(target)
+    assert pull_command(["qwen2.5-coder-1.5b"]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{target.path}\n"
+    assert "localspec pull qwen2.5-coder-0.5b (491 MB)" in err
+    put(CATALOG["qwen2.5-coder-0.5b"])
+    pull_command(["qwen2.5-coder-1.5b"])
+    assert capsys.readouterr().err == ""
+
+
+def test_pull_checks_all_names_first() -> None:
+    with pytest.raises(UnknownModel, match="did you mean smollm2-135m"):
+        pull_command(["gemma3-270m", "smolm2-135m"])
+
+
+def test_pull_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
+    def interrupted(entry: Entry, **options: object) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("localspec.model_files.sources.pull", interrupted)
+    assert pull_command(["smollm2-135m"]) == 130
+    err = capsys.readouterr().err
+    assert "localspec pull smollm2-135m goes on from there" in err
+    assert err.count("\n") == 1
+
+
+def test_progress_without_a_terminal_is_a_line_every_tenth(capsys: Out) -> None:
+    with files._Report() as report:
+        report.watch("asking", 0, 0)
+        for done in range(0, 1001, 5):
+            report.watch("downloading x", done * 1000, 1_000_000)
+        report.say("a remark")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "asking"
+    assert lines[-1] == "a remark"
+    assert [line.split(",")[0] for line in lines[1:-1]] == [f"downloading x: {i} % of 1 MB" for i in range(0, 101, 10)]
+
+
+def test_progress_on_a_terminal_is_a_bar(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with files._Report() as report:
+        report.watch("downloading x", 500_000, 1_000_000)
+        report.say("a remark [not markup]")
+        report.watch("putting x together", 1, 2)
+    err = capsys.readouterr().err
+    assert "a remark [not markup]" in err
+    assert "downloading x" in err
+
+
+# -- inspect ----------------------------------------------------------------------------------------------------------
+
+
+def test_inspect(tiny: TinyFiles, capsys: Out) -> None:
+    assert inspect_command(str(tiny.bpe)) == 0
+    out = capsys.readouterr().out
+    for words in ("tiny llama (llama)", "Q8_0", "384 tokens (gpt2, gpt-2)", "2,048 tokens", "ChatML", "<|im_end|>"):
+        assert words in out
+    assert inspect_command(str(tiny.bpe), as_json=True) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["architecture"] == "llama"
+    assert facts["bytes"] == tiny.bpe.stat().st_size
+    assert facts["cannot_generate_text"] is None
+    assert facts["vocabulary"]["n_tokens"] == 384
+    assert facts["chat_template"]["format"] == "ChatML"
+    assert set(facts["bytes_by_tensor_type"]) == {"F32", "Q8_0"}
+    # 2 layers, 2 heads for keys and values of 32 each, 2 bytes
+    assert facts["memory"]["kv_bytes_per_token"] == 2 * 2 * (32 + 32) * 2
+    assert facts["memory"]["contexts"] == [
+        {"n_ctx": 2048, "kv_bytes": 2048 * 512, "kv_bytes_window_only": 2048 * 512,
+         "total_bytes": 2048 * 512 + facts["bytes"]}
+    ]  # fmt: skip
+
+
+def test_inspect_by_name_and_what_cannot_be_inspected(tmp_path: Path, tiny: TinyFiles) -> None:
+    with pytest.raises(ModelFileError, match="localspec pull"):
+        inspect_command("smollm2-135m")
+    with pytest.raises(UnknownModel):
+        inspect_command(str(tmp_path / "none.gguf"))
+    put(SMOL)  # zeros
+    with pytest.raises(NotGGUF):
+        inspect_command("smollm2-135m")
+
+
+def test_inspect_tells_why_a_file_cannot_generate(tiny: TinyFiles, capsys: Out) -> None:
+    assert inspect_command(str(tiny.embedding)) == 0
+    assert "embedding model" in capsys.readouterr().out
+    assert inspect_command(str(tiny.tokenizer_only)) == 0
+    assert "no weights" in capsys.readouterr().out
+
+
+def test_what_a_file_says_cannot_steer_the_terminal(tmp_path: Path, capsys: Out) -> None:
+    path = ggufs.write_llama(tmp_path / "evil.gguf", extra={"general.license": "\x1b[2J\x07\nfree"})
+    inspect_command(str(path))
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "\x07" not in out
+
+
+def kv(path: Path) -> tuple[int, int, int]:
+    with GGUFFile(path) as file:
+        shape = kv_shape(file)
+    return shape.bytes(1000), shape.bytes(1000, only_window=True), sum(shape.windowed)
+
+
+def test_cache_memory_of_windows_and_states(tiny: TinyFiles) -> None:
+    full, windowed, n_windowed = kv(tiny.sliding)
+    with GGUFFile(tiny.sliding) as file:
+        n_layer = file.field("block_count")
+        per_layer = file.field("attention.head_count_kv") * 2 * file.field("attention.key_length") * 2
+    assert full == n_layer * per_layer * 1000
+    assert n_windowed > 0
+    assert windowed == per_layer * ((n_layer - n_windowed) * 1000 + n_windowed * (32 + 256))
+    with GGUFFile(tiny.recurrent) as file:
+        shape = kv_shape(file)
+    assert shape.recurrent
+    assert shape.bytes(1000) == 0
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("name", "per_token", "windowed"),
+    [("smollm2-135m", 30 * 3 * 64 * 2 * 2, 0), ("qwen2.5-coder-1.5b", 28 * 2 * 128 * 2 * 2, 0),
+     ("gemma3-270m", 18 * 1 * 256 * 2 * 2, 15)],
+)  # fmt: skip
+def test_cache_memory_of_real_models(
+    real_model: Callable[[str], Path], name: str, per_token: int, windowed: int
+) -> None:
+    facts = inspect(real_model(name))
+    assert facts["memory"]["kv_bytes_per_token"] == per_token
+    assert facts["memory"]["windowed_layers"] == windowed
+    assert facts["cannot_generate_text"] is None
+
+
+def test_nothing_heavy_is_imported() -> None:
+    """The command line imports this module before it knows what is asked."""
+    heavy = ("numpy", "rich", "huggingface_hub", "gguf")
+    code = f"import sys, localspec.commands.files; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

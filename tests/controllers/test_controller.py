@@ -1,0 +1,489 @@
+"""The policy, in worlds whose costs and text are known: never slower than plain, near the best fixed length."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localspec import LLM
+from localspec.backends.base import FEW_ROWS
+from localspec.controllers import auto_controller
+from localspec.controllers.acceptance import (
+    COPY_CLIMATES,
+    N_BINS,
+    START,
+    SourceAcceptance,
+    bin_of,
+    estimate_prior,
+    model_prior,
+)
+from localspec.controllers.auto_controller import MAX_DRAFT, AutoController
+from localspec.controllers.auto_plan import PROBE_TOKENS
+from localspec.controllers.cost_model import PassTimes
+from localspec.controllers.fixed import FixedController
+from localspec.controllers.prefill_gate import PATIENCE_TOKENS
+from localspec.controllers.stopping import Continuation, Prospects
+from localspec.errors import UsageError
+from localspec.sampling.sampling import Row, SamplingParams, top_probability
+from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Verdict
+from tests.conftest import TinyFiles, open_backend
+from tests.support.simulator import CURVES, Source, World, adversarial, stationary, switching
+
+N_TOKENS = 500
+
+
+def auto(world: World) -> AutoController:
+    models = world.draft_times()
+    sources = {
+        name: SourceAcceptance(model_prior()) if name in models else SourceAcceptance(estimate_prior(), COPY_CLIMATES)
+        for name in world.sources
+    }
+    return AutoController(world.true_times(), models, sources)
+
+
+def world(curve: str, draft_share: float, kind: str) -> World:
+    rng = np.random.default_rng(zlib.crc32(f"{curve} {draft_share} {kind}".encode()))
+    n = N_TOKENS + 64
+    name, _, value = kind.partition(" ")
+    source = {
+        "stationary": lambda: stationary(rng, n, float(value)),
+        "dishonest": lambda: stationary(rng, n, float(value), honesty=0.0),
+        "switching": lambda: switching(rng, n, (0.9, 0.2), 80),
+        "adversarial": lambda: adversarial(rng, n),
+    }[name]()
+    source.step_ms = CURVES[curve][1] * draft_share
+    source.prefill_ms = source.step_ms / 4
+    return World(CURVES[curve], {"model": source})
+
+
+KINDS = [
+    "stationary 0.05",
+    "stationary 0.4",
+    "stationary 0.8",
+    "stationary 0.95",
+    "dishonest 0.6",
+    "switching",
+    "adversarial",
+]
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("draft_share", [0.1, 0.25, 0.6])
+@pytest.mark.parametrize("kind", KINDS)
+def test_never_slower_than_plain_decoding(curve: str, draft_share: float, kind: str) -> None:
+    here = world(curve, draft_share, kind)
+    assert here.run(auto(here), N_TOKENS) >= 0.98 * here.plain_rate()
+
+
+@pytest.mark.parametrize("curve", ["ik", "gpu"])
+@pytest.mark.parametrize("draft_share", [0.1, 0.2])
+@pytest.mark.parametrize("mean", [0.05, 0.4, 0.6, 0.8, 0.95])
+def test_close_to_the_best_fixed_length_in_hindsight(curve: str, draft_share: float, mean: float) -> None:
+    here = world(curve, draft_share, f"stationary {mean}")
+    best = max(here.run(FixedController(k), N_TOKENS) for k in (0, 1, 2, 3, 4, 6, 8, 12))
+    assert here.run(auto(here), N_TOKENS) >= 0.95 * best
+
+
+def test_six_rows_are_sent_where_they_cost_less_than_five() -> None:
+    # Only wide passes pay: every width from 2 to 5 is dear, six rows are nearly free.
+    curve = {1: 50.0, 2: 120.0, 3: 130.0, 4: 140.0, 5: 150.0, 6: 55.0, 7: 200.0, 8: 210.0, 16: 400.0}
+    rng = np.random.default_rng(5)
+    source = stationary(rng, N_TOKENS + 64, 0.97, sharpness=20)
+    here = World(curve, {"ngram": source})
+    assert here.run(auto(here), N_TOKENS) > 2 * here.plain_rate()
+
+
+def test_a_slower_machine_is_noticed_and_not_mistaken_for_a_bad_draft() -> None:
+    here = world("ik", 0.2, "stationary 0.8")
+    here.slowdown = lambda position: 3.0 if position > 150 else 1.0
+    steady = world("ik", 0.2, "stationary 0.8")
+    steady.slowdown = lambda position: 1.0
+    plain = World(here.curve, {"model": here.sources["model"]}, slowdown=here.slowdown)
+    gain = here.run(auto(here), N_TOKENS) / plain.run(FixedController(0), N_TOKENS)
+    assert gain >= 0.9 * steady.run(auto(steady), N_TOKENS) / steady.plain_rate()
+
+
+def test_acceptance_is_learned_and_forgotten() -> None:
+    acceptance = SourceAcceptance(model_prior())
+    assert acceptance.expected(0.97) > 0.9
+    for _ in range(60):
+        acceptance.observe(0.97, accepted=False)
+    assert acceptance.expected(0.97) < 0.15
+    for _ in range(200):
+        acceptance.observe(0.97, accepted=True)
+    assert acceptance.expected(0.97) > 0.85
+    assert acceptance.expected(0.15) == pytest.approx(SourceAcceptance(model_prior()).expected(0.15))
+
+
+def test_expected_acceptance_is_calibrated() -> None:
+    """Expected calibration error at most 0.05 on a source whose confidences are off by a third."""
+    rng = np.random.default_rng(11)
+    acceptance = SourceAcceptance(model_prior())
+    confidence = rng.random(4000)
+    right = rng.random(4000) < confidence * 2 / 3
+    predicted = np.empty(4000)
+    for i, (c, ok) in enumerate(zip(confidence, right, strict=True)):
+        predicted[i] = acceptance.expected(c)
+        acceptance.observe(c, bool(ok))
+    late = slice(1000, None)
+    bins = np.array([bin_of(c) for c in confidence])
+    error = sum(
+        abs(predicted[late][bins[late] == b].mean() - right[late][bins[late] == b].mean()) * (bins[late] == b).mean()
+        for b in range(N_BINS)
+        if (bins[late] == b).any()
+    )
+    assert error <= 0.05
+
+
+def one_kind(acceptance: float, step_ms: float) -> Prospects:
+    """A source whose guesses are all alike."""
+    return Prospects(np.array([[1.0]]), np.array([0]), np.array([acceptance]), step_ms)
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("acceptance", [0.3, 0.7, 0.95])
+@pytest.mark.parametrize("step_share", [0.0, 0.1, 0.5])
+def test_the_stopping_problem_has_the_solution_of_the_theory(curve: str, acceptance: float, step_share: float) -> None:
+    """With guesses all alike the best rate is max_k (1 - a^(k+1)) / (1 - a) / (t(k + 1) + k·d)."""
+    times, step = PassTimes(CURVES[curve]), step_share * CURVES[curve][1]
+    rows = [times(w) for w in range(1, 18)]
+    best = max((1 - acceptance ** (k + 1)) / (1 - acceptance) / (times(k + 1) + k * step) for k in range(17))
+    found = Continuation(rows, [one_kind(acceptance, step)], None)
+    assert found.rate == pytest.approx(best, rel=0.02)
+    assert (found.step(0, 1.0) > 0) == (best > 1.001 / times(1))
+    if step == 0:
+        free = Continuation(rows, [], one_kind(acceptance, 0.0))
+        assert free.rate == pytest.approx(best, rel=0.02)
+
+
+def test_a_step_is_an_option_on_its_guess() -> None:
+    """Half of the guesses are surely right, half surely wrong, the confidence tells: the wrong ones are not sent."""
+    rows = [10.0 + 3.0 * w for w in range(17)]
+    both = Prospects(np.array([[0.5, 0.5]]), np.array([0, 0]), np.array([1e-6, 1.0]), 2.0)
+    blind = one_kind(0.5, 2.0)
+    assert Continuation(rows, [both], None).rate > 1.1 * Continuation(rows, [blind], None).rate
+    assert Continuation(rows, [both], None).send(0, 1.0, 1e-6) < 0
+
+
+def test_break_even_is_where_the_theory_says() -> None:
+    times = PassTimes({1: 10.0, 2: 15.0, 3: 40.0, 16: 400.0})
+    controller = AutoController(times, {"model": PassTimes({1: 2.0})}, {"model": SourceAcceptance(model_prior())})
+    controller.ms_other = 0.0
+    # One guess: 1 + a tokens in 15 + 2 ms against one in 10: a = 0.7.
+    assert controller.break_even("model") == pytest.approx(0.7, abs=0.01)
+
+
+def test_a_sample_or_the_most_probable_token_by_what_the_rates_say() -> None:
+    times = PassTimes(CURVES["ik"])
+    sources, sampled = ({"model": SourceAcceptance(model_prior())} for _ in range(2))
+    controller = AutoController(times, {"model": PassTimes({1: 5.0})}, sources, sampled)
+    controller.begin(SamplingParams(temperature=1.0), 10)
+    plan = controller.plan(room=20, n_past=10)
+    for _ in range(30):
+        sources["model"].observe(0.55, 1.0)
+        sampled["model"].observe(0.55, 0.3)
+        sources["model"].observe(0.15, 0.1)
+        sampled["model"].observe(0.15, 0.8)
+    assert not plan.samples("model", 0.55)
+    assert plan.samples("model", 0.15)
+    assert plan.keep("model", 0.15, sampled=True) == sampled["model"].expected(0.15)
+
+
+def test_a_longer_context_makes_passes_longer() -> None:
+    times = PassTimes({1: 50.0, 2: 55.0}, growth=1e-4)
+    times.n_past = 64 + 1000
+    assert times(1) == pytest.approx(50.0 * (1 + 1064e-4) / (1 + 64e-4))
+    assert times(2) == pytest.approx(1.1 * times(1))
+
+
+def test_a_calibration_that_no_longer_fits_is_noticed() -> None:
+    steady, slower = PassTimes({1: 50.0}), PassTimes({1: 50.0})
+    for i in range(600):
+        steady.observe(1, 50.0 if i % 50 else 500.0)
+        slower.observe(1, 90.0)
+    assert steady.fits
+    assert not slower.fits
+
+
+@pytest.mark.parametrize("length", [-1, 65])
+def test_absurd_lengths_are_refused(length: int) -> None:
+    with pytest.raises(UsageError, match="draft length"):
+        FixedController(length)
+
+
+def test_explains_itself() -> None:
+    here = world("ik", 0.6, "stationary 0.4")
+    controller = auto(here)
+    controller.sources["model"].climates[START][:] = [1.0] + [0.0] * (N_BINS - 1)
+    assert re.search(
+        r"not drafting with model: needs \d+% acceptance to break even here, this text gives \d+%", controller.explain()
+    )
+
+
+def test_a_draft_model_does_not_read_a_prompt_for_a_short_answer() -> None:
+    here = world("ik", 0.2, "stationary 0.9")
+    controller = auto(here)
+    assert not controller.plan(room=500, n_past=60).more("model", pending=60)
+    here.run(controller, 20)
+    assert controller.plan(room=500, n_past=80).more("model", pending=80)
+
+
+def rounds_of(ms_verify: float, n_drafted: int, n_accepted: int, ms_draft: float = 0.0) -> Round:
+    draft = Draft([DraftToken(0, "model", 0.9, None, 0.9)] * n_drafted)
+    emitted = [EmittedToken(0, "plain")] * (n_accepted + 1)
+    return Round(0, draft, Verdict(n_accepted, 0, "plain"), emitted, ms_draft=ms_draft, ms_verify=ms_verify)
+
+
+def test_the_account_is_charged_for_drafting_and_not_for_a_slow_machine() -> None:
+    controller = auto(world("ik", 0.2, "stationary 0.8"))
+    start = controller.time_budget.balance
+    for _ in range(20):
+        controller.update(rounds_of(3 * 52.0, 0, 0))  # plain, on a machine that has become three times slower
+    assert controller.time_budget.balance >= start
+    before = controller.time_budget.balance
+    controller.plan(room=500, n_past=60).spent("model", 4, 1.0 * controller.draft_times["model"](4))
+    lost = controller.times(4) + controller.draft_times["model"](4) - controller.times(1)
+    controller.update(rounds_of(controller.times(4), 3, 0))
+    assert before - controller.time_budget.balance == pytest.approx(lost / controller.times(1), rel=0.1)
+
+
+def test_a_stall_is_charged_no_more_than_was_expected() -> None:
+    """A pass of 9 s, of the target or of a draft model, as when the process was stopped or swapped out."""
+    controller = auto(world("ik", 0.2, "stationary 0.8"))
+    step = controller.draft_times["model"](1)
+    for ms_draft, ms_verify in ((step, 9000.0), (9000.0, 60.0)):
+        before = controller.time_budget.balance
+        controller.plan(room=500, n_past=60).spent("model", 1, ms_draft)
+        most = (controller.times(2) + step + controller.ms_other) / controller.ms_plain
+        controller.update(rounds_of(ms_verify, 1, 0))
+        assert before - controller.time_budget.balance <= most
+    assert controller.time_budget.for_drafts > -2.5
+
+
+def test_two_rounds_show_that_a_neighbour_has_taken_the_cpu_and_one_slow_pass_shows_nothing() -> None:
+    """Beside a program that takes 40 % of the CPUs: target passes 2.2 times as long, the draft's 3.1 times."""
+    for calibrated, slower in ((52.0, 2.2), (14.0, 3.1), (14.0, 0.4)):
+        times = PassTimes({1: calibrated, 2: 1.2 * calibrated})
+        for i in range(100):
+            times.observe(1, calibrated * (20.0 if i == 50 else 1.0))
+        assert times(1) == pytest.approx(calibrated, rel=0.02)
+        times.observe(1, slower * calibrated)
+        assert times(1) == pytest.approx(calibrated, rel=0.1)
+        times.observe(1, slower * calibrated)
+        assert abs(np.log(times(1) / calibrated)) > 0.6 * abs(np.log(slower))
+
+
+def test_a_width_that_was_slow_is_tried_again() -> None:
+    times = PassTimes({1: 50.0, 2: 60.0, 4: 80.0, 8: 120.0})
+    for i in range(300):
+        width = (1, 1, 8)[i % 3]
+        times.observe(width, {1: 50.0, 8: 220.0}[width])
+    assert times.trim[8] > 1.2
+    for _ in range(400):
+        times.observe(1, 50.0)
+    assert times.trim[8] < 1.01
+
+
+def test_on_a_machine_that_has_become_slower_a_prompt_is_read_a_piece_first() -> None:
+    """So that a draft model that suffers more than the target costs a piece, and not the prompt."""
+    calm, busy = (auto(world("ik", 0.2, "stationary 0.9")) for _ in range(2))
+    for controller, slower in ((calm, 1.0), (busy, 2.0)):
+        controller.begin(SamplingParams(), 60)
+        for _ in range(20):
+            controller.plan(room=500, n_past=60)
+            controller.update(rounds_of(slower * 52.0, 0, 0))
+        controller.time_budget.balance = 40.0
+    plan = calm.plan(room=500, n_past=80)
+    assert plan.more("model", 80)
+    assert plan.piece("model", 80) == 80
+    plan = busy.plan(room=500, n_past=80)
+    assert plan.more("model", 80)
+    assert plan.piece("model", 80) == PROBE_TOKENS
+    in_answer = busy.time_budget.in_answer
+    plan.spent("model", PROBE_TOKENS, 6 * busy.draft_times["model"](PROBE_TOKENS))
+    assert plan.more("model", 80 - PROBE_TOKENS)  # one pass may be a stall
+    plan.spent("model", PROBE_TOKENS, 6 * busy.draft_times["model"](PROBE_TOKENS))
+    assert not plan.more("model", 80 - 2 * PROBE_TOKENS)
+    busy.update(rounds_of(2 * 52.0, 0, 0))
+    assert busy.time_budget.in_answer == pytest.approx(in_answer, abs=0.1)  # an investment, if a bad one
+
+
+def test_a_slow_machine_is_expected_to_slow_a_draft_model_that_is_not_running_too() -> None:
+    controller = auto(world("ik", 0.2, "stationary 0.8"))
+    before = controller.draft_times["model"](1) / controller.times(1)
+    for _ in range(50):
+        controller.update(rounds_of(2 * 52.0, 0, 0))
+    assert controller.times(1) == pytest.approx(2 * 52.0, rel=0.05)
+    assert controller.draft_times["model"](1) / controller.times(1) == pytest.approx(before, rel=0.01)
+
+
+def test_rows_that_cost_more_are_told_from_a_machine_that_is_slower() -> None:
+    calibrated = {1: 50.0, 2: 60.0, 4: 80.0, 8: 120.0}
+    slower, dearer = PassTimes(dict(calibrated)), PassTimes(dict(calibrated))
+    for i in range(200):
+        width = (1, 2, 4)[i % 3]
+        slower.observe(width, 1.4 * calibrated[width])
+        dearer.observe(width, 50.0 + 2 * (calibrated[width] - 50.0))
+    assert slower(8) == pytest.approx(1.4 * 120.0, rel=0.08)
+    assert dearer(1) == pytest.approx(50.0, rel=0.08)
+    assert dearer(4) == pytest.approx(110.0, rel=0.1)
+    assert dearer(8) > 130.0  # never seen, but what was seen of 2 and 4 rows tells something of it
+    # A prompt's length is no calibrated width: what it took says nothing about the others.
+    before = slower(4)
+    slower.observe(300, 10 * slower(300))
+    assert slower(4) == before
+    assert slower(300) > 1.15 * before
+
+
+def test_copies_that_failed_do_not_cost_a_draft_model_its_chance() -> None:
+    here = world("ik", 0.2, "stationary 0.9")
+    controller = auto(here)
+    for _ in range(20):
+        controller.update(rounds_of(controller.times(1), 0, 0))
+    while controller.time_budget.for_drafts > 0:  # copies lose all that they may in this answer
+        controller.update(rounds_of(controller.times(2), 1, 0))
+    assert controller.plan(room=500, n_past=60).more("model", pending=2) is False
+    balance = controller.time_budget.balance
+    assert balance > 4
+    controller.time_budget.in_answer = 0.0
+    assert controller.plan(room=500, n_past=60).more("model", pending=60)
+    # A prompt is read from what was saved and the grant, and from nothing else.
+    controller.time_budget.balance = 0.5
+    assert not controller.plan(room=500, n_past=60).more("model", pending=60)
+
+
+def reading_world(certainty: float, mean: float) -> World:
+    """A text after a prompt of 52 tokens that a draft model would have to read."""
+    here = world("ik", 0.31, f"stationary {mean}")
+    here.n_prompt = 52
+    here.certainty = np.full(len(here.sources["model"].confidence), certainty)
+    return here
+
+
+def test_how_certain_the_target_is_foretells_how_the_draft_would_fare() -> None:
+    model = SourceAcceptance(model_prior())
+    usual = model.mean()
+    for certainty, low, high in ((0.2, 0.3, 0.45), (0.7, 0.5, 0.7), (0.995, 0.9, 1.0)):
+        text = SourceAcceptance(model_prior())
+        text.idle(48, [certainty] * 48)
+        assert low < text.mean() < high
+    model.idle(48)
+    assert model.mean() == pytest.approx(usual)
+    model.idle(48, [0.2] * 48)
+    model.new_text()
+    model.idle(1, [0.9])
+    assert model.mean() == pytest.approx(usual, rel=0.1)  # the next text may be of another kind
+
+
+def test_a_prompt_is_not_read_for_a_text_that_the_target_is_unsure_of() -> None:
+    unsure, sure = reading_world(0.25, 0.4), reading_world(0.97, 0.9)
+    assert unsure.run(auto(unsure), N_TOKENS) >= 0.995 * unsure.plain_rate()  # where reading alone would cost 0.99
+    assert sure.run(auto(sure), N_TOKENS) >= 1.15 * sure.plain_rate()
+
+
+def test_a_longer_prompt_is_read_from_what_copies_have_saved() -> None:
+    """It costs 12 plain tokens and more, which no answer may risk; but this one is ahead by that already."""
+    here = reading_world(0.97, 0.95)
+    here.n_prompt = 150
+    rng = np.random.default_rng(3)
+    copied = stationary(rng, N_TOKENS + 64, 0.95)
+    copied.confidence[200:] = np.nan  # then there is nothing to copy any more
+    here.sources = {"ngram": copied, **here.sources}
+    copies = World(here.curve, {"ngram": copied}, certainty=here.certainty)
+    assert here.run(auto(here), N_TOKENS) >= 1.1 * copies.run(auto(copies), N_TOKENS)
+    alone = reading_world(0.97, 0.95)
+    alone.n_prompt = 150
+    assert alone.run(auto(alone), N_TOKENS) == pytest.approx(alone.plain_rate(), rel=0.01)
+
+
+def test_what_was_read_while_another_program_had_the_cpu_is_used_all_the_same() -> None:
+    """A reading that took twice as long as foretold costs that time, and not the draft's chance too."""
+    usual, disturbed = reading_world(0.97, 0.9), reading_world(0.97, 0.9)
+    disturbed.burst = 2.2
+    source = disturbed.sources["model"]
+    lost = 1.2 * disturbed.draft_times()["model"](disturbed.n_prompt + PATIENCE_TOKENS)
+    assert source.prefill_ms > 0
+    there, here = usual.run(auto(usual), N_TOKENS), disturbed.run(auto(disturbed), N_TOKENS)
+    assert N_TOKENS / here == pytest.approx(N_TOKENS / there + lost, rel=0.03)
+
+
+@pytest.fixture
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
+    """The target's rows whose certainty was looked at."""
+    rows: list[Row] = []
+
+    def look(row: Row, temperature: float = 1.0) -> float:
+        rows.append(row)
+        return top_probability(row, temperature)
+
+    monkeypatch.setattr(auto_controller, "top_probability", look)
+    return rows
+
+
+def test_a_model_that_would_not_pay_if_always_right_costs_no_thought_until_it_would(
+    monkeypatch: pytest.MonkeyPatch, looked_at: list[Row]
+) -> None:
+    solved = []
+
+    class Watched(Continuation):
+        def __init__(self, rows: Sequence[float], models: Sequence[Prospects], *rest: Any) -> None:
+            solved.append(len(models))
+            super().__init__(rows, models, *rest)
+
+    monkeypatch.setattr(auto_controller, "Continuation", Watched)
+    here = world("linear", 0.3, "stationary 0.95")
+    here.certainty = np.full(N_TOKENS + 64, 0.95)
+    controller = auto(here)
+    here.run(controller, 200)
+    assert len(looked_at) <= 1
+    assert "even guesses that are always right" in controller.explain()
+    assert sum(solved) <= 2
+    # Another machine, as it were: passes over more tokens are nearly free.
+    here.curve = CURVES["gpu"]
+    controller.times.base.update(here.curve)
+    controller.draft_times["model"].base.update(dict.fromkeys(controller.draft_times["model"].base, 1.0))
+    here.sources["model"].step_ms = here.sources["model"].prefill_ms = 1.0
+    assert "always right" not in controller.explain()
+    assert "this text gives" not in controller.explain().partition("needs")[2]
+    assert here.run(controller, 300) > 1.5 * here.plain_rate()
+
+
+def test_a_target_that_was_watched_for_a_while_is_looked_at_half_as_often(looked_at: list[Row]) -> None:
+    here = reading_world(0.25, 0.4)
+    here.run(auto(here), 132)
+    assert AutoController.WATCHED_TOKENS + 45 <= len(looked_at) <= AutoController.WATCHED_TOKENS + 55
+
+
+def test_a_model_that_has_not_read_the_text_does_not_stand_in_the_way_of_copies() -> None:
+    here = world("ik", 0.31, "stationary 0.95")
+    rng = np.random.default_rng(3)
+    here.sources = {"ngram": stationary(rng, N_TOKENS + 64, 0.6), **here.sources}
+    here.n_prompt = 2000  # costs more to read than it will ever save
+    alone = World(here.curve, {"ngram": here.sources["ngram"]})
+    assert here.run(auto(here), N_TOKENS) >= 0.99 * alone.run(auto(alone), N_TOKENS)
+
+
+def test_a_copy_that_is_wrong_leaves_something_to_try_the_next_with() -> None:
+    """A predicted output whose first words are not those of the answer, which is short and repeats all the rest."""
+    curve = {1: 18.6, 2: 24.7, 3: 28.8, 4: 31.5, 5: 37.2, 6: 43.6, 7: 51.0, 8: 55.5, 16: 103.0}
+    right = np.ones(60, dtype=bool)
+    right[0] = False
+    here = World(curve, {"ngram": Source(np.full(60, 0.9), right)})
+    assert here.run(auto(here), 40) >= 1.7 * here.plain_rate()  # 1.07 where all may be staked at once
+
+
+@pytest.mark.parametrize(("engine", "longest"), [("ik-llama", FEW_ROWS - 1), ("llama-cpp", MAX_DRAFT)])
+def test_copies_are_no_longer_than_an_engine_bears(tiny: TinyFiles, engine: str, longest: int) -> None:
+    """Where wide passes make all later ones longer, the free copies of a text that repeats itself stay narrow."""
+    open_backend(engine)
+    with LLM(tiny.pair.target, "ngram", backend=engine, n_ctx=512) as llm:
+        llm._pair.times = PassTimes({1: 10.0, 24: 10.5})  # where width is all but free
+        params = SamplingParams(max_tokens=120, ignore_eos=True)
+        prediction = llm.generate("a b c d", params, speculate=False).token_ids
+        with llm.rounds("a b c d", params, prediction=prediction) as rounds:
+            assert max(len(round_.draft) for round_ in rounds) == longest

@@ -1,0 +1,94 @@
+"""What drafting may lose: in a process what was saved, a grant and 1 %; in an answer under a token and 1 %."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from localspec.controllers.prefill_gate import PATIENCE_TOKENS, prompt_pays
+from localspec.controllers.time_budget import (
+    ANSWER_GRANT,
+    ANSWER_SHARE,
+    GRANT,
+    KEPT,
+    MOST,
+    READING_GRANT,
+    READING_SHARE,
+    SHARE,
+    TimeBudget,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 8), st.floats(0, 1), st.floats(0, 8)), max_size=200))
+def test_whoever_spends_what_is_allowed_never_loses_more_than_the_bounds(rounds: list[Any]) -> None:
+    """Every round loses as much of what is allowed as it likes, and saves what it likes."""
+    budget = TimeBudget()
+    net = in_answer = 0.0
+    total = n_answer = 0
+    for is_new, n_tokens, share, gain in rounds:
+        if is_new:
+            budget.begin()
+            in_answer, n_answer = 0.0, 0
+        loss = share * max(0.0, budget.for_drafts)
+        budget.book(n_tokens, gain - loss)
+        net, in_answer = net + gain - loss, in_answer + gain - loss
+        total, n_answer = total + n_tokens, n_answer + n_tokens
+        assert net >= -(GRANT + SHARE * total) - 1e-9
+        assert in_answer >= -(ANSWER_GRANT + ANSWER_SHARE * n_answer) - 1e-9
+
+
+def test_what_one_answer_saved_is_there_for_the_next_but_no_single_answer_may_lose_it() -> None:
+    budget = TimeBudget()
+    budget.begin()
+    for _ in range(30):
+        budget.book(4, 1.0)
+    assert budget.for_drafts > 20
+    budget.begin()
+    assert budget.balance > 30
+    assert budget.for_drafts == ANSWER_GRANT
+    budget.book(16, 0.0)
+    assert budget.for_drafts == pytest.approx(ANSWER_GRANT + 16 * ANSWER_SHARE)
+
+
+def test_reading_a_prompt_is_paid_by_the_process_and_leaves_the_answer_its_own() -> None:
+    budget = TimeBudget()
+    budget.begin()
+    budget.book(1, saved=-4.2, invested=4.0)
+    assert budget.balance == pytest.approx(GRANT + SHARE - 4.2)
+    assert budget.in_answer == pytest.approx(-0.2)
+
+
+def test_the_grant_is_given_once_and_savings_are_kept_across_runs() -> None:
+    poor, rich = TimeBudget(balance=0.5), TimeBudget(balance=GRANT + 20)
+    assert TimeBudget.restored(poor.as_dict()).balance == GRANT  # a new process
+    assert TimeBudget.restored(rich.as_dict()).balance == GRANT + KEPT * 20
+    assert TimeBudget.restored({"saved": 1e9}).balance == MOST
+    for damaged in (None, 3, {}, {"saved": "much"}, {"saved": float("nan")}):
+        assert TimeBudget.restored(damaged).balance == GRANT
+
+
+def test_reading_is_bounded_within_an_answer_too() -> None:
+    budget = TimeBudget(balance=MOST)
+    budget.begin()
+    assert budget.for_reading == READING_GRANT
+    budget.book(20, -0.5)
+    assert budget.for_reading == pytest.approx(READING_GRANT + 20 * READING_SHARE)
+    budget.book(20, 8.5)
+    assert budget.for_reading == pytest.approx(READING_GRANT + 40 * READING_SHARE + 8.0)
+    assert TimeBudget(balance=0.5).for_reading == 0.5
+
+
+def test_an_early_reading_has_to_pay_soon_and_a_later_one_may_take_its_time() -> None:
+    def pays(cost: float, n_emitted: int, gain: float = 12.0, room: int = 1000) -> bool:
+        return prompt_pays(cost, gain, plain_ms=50.0, n_emitted=n_emitted, room=room)
+
+    assert not pays(10.0, PATIENCE_TOKENS - 1)
+    assert pays(300.0, 16)
+    assert not pays(500.0, 16)
+    assert pays(500.0, 32)
+    assert not pays(500.0, 200, room=20)  # it may not go on for long
+    assert not pays(10.0, 500, gain=9.0)  # under a fifth of a token

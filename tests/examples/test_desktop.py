@@ -1,0 +1,378 @@
+"""``examples/desktop_chat.py``: the window, with a model in it, driven by clicks and keys.
+
+On an X server of its own (Xvfb) where there is one, else on Qt's off-screen platform. PySide6 wants these packages of
+Debian: xvfb libegl1 libfontconfig1 libdbus-1-3 libxkbcommon-x11-0 libxcb-cursor0 libxcb-icccm4 libxcb-image0
+libxcb-keysyms1 libxcb-randr0 libxcb-render-util0 libxcb-shape0 libxcb-xfixes0 libxcb-xkb1.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localspec import LLM
+from tests.conftest import TinyFiles
+from tests.support.endless import write_endless
+from tests.support.scripted_llm import make_round
+from tests.support.waiting import PATIENCE
+
+pytest.importorskip("PySide6.QtWidgets", reason="PySide6 (the extra 'desktop') is not here", exc_type=ImportError)
+
+from PySide6 import QtCore, QtGui, QtTest, QtWidgets
+from PySide6.QtCore import Qt
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@contextmanager
+def display() -> Iterator[dict[str, str]]:
+    """The environment variables for a screen that nobody looks at."""
+    program = shutil.which("Xvfb")
+    if program is None:
+        yield {"QT_QPA_PLATFORM": "offscreen"}
+        return
+    command = [program, "-displayfd", "1", "-screen", "0", "1280x1024x24", "-nolisten", "tcp"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert server.stdout is not None
+    try:
+        env = {"DISPLAY": f":{server.stdout.readline().strip()}", "QT_QPA_PLATFORM": "xcb"}
+        # Where a library of the xcb plugin is missing Qt aborts the process, so another one goes first.
+        probe = "from PySide6.QtWidgets import QApplication; QApplication([])"
+        usable = subprocess.run([sys.executable, "-c", probe], env=os.environ | env, capture_output=True)
+        yield env if usable.returncode == 0 else {"QT_QPA_PLATFORM": "offscreen"}
+    finally:
+        server.terminate()
+        server.wait(PATIENCE)
+        server.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def app() -> Iterator[Any]:
+    """The application; there can be one in a process."""
+    with display() as env, pytest.MonkeyPatch.context() as patch:
+        for name, value in env.items():
+            patch.setenv(name, value)
+        application = QtWidgets.QApplication.instance() or QtWidgets.QApplication(["desktop_chat"])
+        application.setQuitOnLastWindowClosed(False)
+        yield application
+        application.closeAllWindows()
+        application.clipboard().clear()  # the off-screen one would free what Python made after Python's end, and crash
+        application.processEvents()
+        application.shutdown()  # before its X server
+
+
+@pytest.fixture(scope="module")
+def chat(app: Any) -> Iterator[Any]:
+    """The example as a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))
+        import desktop_chat
+
+        yield desktop_chat
+
+
+def until(condition: Callable[[], Any], what: str = "") -> None:
+    """Let the window live until something is so."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"still not: {what or condition}"
+        QtWidgets.QApplication.processEvents()
+        time.sleep(0.005)  # QTest.qWait keeps the GIL while it waits, and the model's threads from running
+
+
+@pytest.fixture
+def window(chat: Any) -> Iterator[Callable[..., Any]]:
+    """Opens windows; at the end each is closed, and its engine with it."""
+    opened: list[Any] = []
+    errors: list[BaseException] = []
+
+    def new(model: Any, draft: Any = "ngram", *, wait: bool = True, **options: Any) -> Any:
+        made = chat.ChatWindow(chat.Engine())
+        opened.append(made)
+        made.show()
+        made.activateWindow()  # no window manager does that here
+        assert QtTest.QTest.qWaitForWindowActive(made, int(1000 * PATIENCE))
+        made.engine.load(str(model), draft, **({"backend": "reference"} | options))
+        if wait:
+            until(lambda: made.state != "loading", "loaded")
+        return made
+
+    hook = sys.excepthook
+    sys.excepthook = lambda kind, error, trace: errors.append(error)  # PySide6 prints what a slot raises, and goes on
+    try:
+        yield new
+        for each in opened:
+            each.close()
+            each.deleteLater()
+            assert not each.engine._thread.is_alive()
+        QtCore.QCoreApplication.sendPostedEvents(None, QtCore.QEvent.Type.DeferredDelete)
+    finally:
+        sys.excepthook = hook
+    assert errors == []
+
+
+def say(it: Any, text: str) -> None:
+    """Type a question and press Enter."""
+    QtTest.QTest.keyClicks(it.question, text)
+    QtTest.QTest.keyClick(it.question, Qt.Key.Key_Return)
+
+
+def click(button: Any) -> None:
+    assert button.isEnabled()
+    QtTest.QTest.mouseClick(button, Qt.MouseButton.LeftButton)
+
+
+def ask(it: Any, text: str) -> Any:
+    """Ask, and wait for the whole answer; its reply."""
+    replies: list[Any] = []
+    it.engine.answered.connect(replies.append)
+    say(it, text)
+    until(lambda: replies and it.state == "idle", "answered")
+    it.engine.answered.disconnect(replies.append)
+    return replies[0]
+
+
+def fragments(it: Any) -> list[tuple[str, Any]]:
+    """The text on the screen with its format, newlines included."""
+    found, block = [], it.transcript.document().begin()
+    while block.isValid():
+        found += [(item.fragment().text(), item.fragment().charFormat()) for item in block]
+        block = block.next()
+        if block.isValid():
+            found.append(("\n", None))
+    return found
+
+
+def text_of(it: Any, *, rejected: bool) -> str:
+    return "".join(text for text, look in fragments(it) if rejected or look is None or not look.fontStrikeOut())
+
+
+def test_an_answer_streams_in_the_inks_of_its_origins(chat: Any, window: Any, tiny: TinyFiles) -> None:
+    it = window(tiny.quick.target, ["ngram", str(tiny.quick.draft)])
+    assert it.windowTitle().startswith("quick-target")
+    it.draft_length.setFocus()
+    QtTest.QTest.keyClicks(it.draft_length, "4")
+    batches: list[Any] = []
+    it.engine.rounds.connect(batches.append)
+    reply = ask(it, "a")
+    rounds = [round_ for batch in batches for round_ in batch]
+    assert {len(round_.draft) for round_ in rounds} == {4} | {len(rounds[-1].draft)}
+    # What is on the screen is what the rounds say, piece by piece.
+    expected = [piece for round_ in rounds for piece in chat.pieces(round_)]
+    inks = {ink for text, ink in expected if text}
+    assert inks >= {"model", "rejected", "recovered", "bonus"}
+    shown = iter((char, look) for text, look in fragments(it) for char in text)
+    assert "".join(char for char, _ in (next(shown) for _ in "a\n")) == "a\n"
+    for text, ink in expected:
+        for char in text.replace("\n", "↵") if ink == "rejected" else text:
+            seen, look = next(shown)
+            assert seen == char
+            if look is not None:
+                assert look.foreground() == it.transcript.formats[ink].foreground(), (text, ink)
+                assert look.fontStrikeOut() == (ink == "rejected")
+    assert text_of(it, rejected=False).removeprefix("a\n").startswith(reply.text)
+    accepted, drafted = reply.stats["num_accepted_tokens"], reply.stats["num_draft_tokens"]
+    assert f"{accepted} of {drafted} " in it.status.text()
+    assert f"{reply.stats['tokens_per_second']:.1f} tok/s" in it.status.text()
+
+
+def test_rejected_guesses_can_be_hidden_and_are_never_copied(window: Any, tiny: TinyFiles) -> None:
+    it = window(tiny.quick.target, [str(tiny.quick.draft)])
+    it.draft_length.setCurrentText("4")
+    reply = ask(it, "hello")
+    everything, said = text_of(it, rejected=True), text_of(it, rejected=False)
+    assert len(everything) > len(said)
+    it.transcript.selectAll()
+    it.transcript.copy()
+    assert QtGui.QGuiApplication.clipboard().text() == said
+    assert reply.text in said
+    click(it.rejected)
+    assert text_of(it, rejected=True) == said
+    click(it.rejected)
+    assert text_of(it, rejected=True) == everything
+
+
+def test_the_switch_decodes_plainly(window: Any, tiny: TinyFiles) -> None:
+    it = window(tiny.quick.target, [str(tiny.quick.draft)])
+    QtTest.QTest.mouseClick(it.speculate, Qt.MouseButton.LeftButton, pos=QtCore.QPoint(8, it.speculate.height() // 2))
+    assert not it.speculate.isChecked()
+    assert not it.draft_length.isEnabled()
+    plain = ask(it, "hello")
+    assert plain.stats["num_draft_tokens"] == 0
+    assert "no guesses" in it.status.text()
+    click(it.new_chat)
+    assert it.transcript.toPlainText() == ""
+    QtTest.QTest.keyClick(it.speculate, Qt.Key.Key_Space)
+    it.draft_length.setCurrentText("3")
+    speculative = ask(it, "hello")
+    assert speculative.stats["num_draft_tokens"] > 0
+    assert speculative.token_ids == plain.token_ids  # the reference engine is exact
+    assert [message["role"] for message in it.messages] == ["user", "assistant"]
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_endless(tmp_path_factory.mktemp("endless") / "endless.gguf")
+
+
+def test_stop_by_click_and_key_keeps_what_was_said(window: Any, endless: Path) -> None:
+    it = window(endless, None)
+    for stop in (lambda: click(it.stop), lambda: QtTest.QTest.keyClick(it, Qt.Key.Key_Escape)):
+        before = len(it.transcript.toPlainText())
+        say(it, "go on")
+        until(lambda before=before: len(it.transcript.toPlainText()) > before + 40, "text")
+        assert it.state == "answering"
+        assert not it.send.isEnabled()
+        stop()
+        until(lambda: it.state == "idle", "stopped")
+        assert it.transcript.toPlainText().endswith(" [stopped]")
+        assert it.messages[-1]["role"] == "assistant"
+        assert it.messages[-1]["content"] in it.transcript.toPlainText()
+        assert it.stats.num_rounds < 1024
+
+
+def test_the_window_lives_while_the_model_works(window: Any, endless: Path) -> None:
+    it = window(endless, None)
+    say(it, "go on")
+    until(lambda: it.stats.num_rounds > 0, "rounds")
+    # While the engine decodes, what is typed and clicked arrives, and is kept for the next question.
+    QtTest.QTest.keyClicks(it.question, "meanwhile")
+    QtTest.QTest.keyClick(it.question, Qt.Key.Key_Return)
+    assert it.state == "answering"
+    assert it.question.toPlainText() == "meanwhile"
+    click(it.rejected)
+    assert [message["role"] for message in it.messages] == ["user"]
+    click(it.stop)
+    until(lambda: it.state == "idle", "stopped")
+
+
+def test_shift_enter_is_a_new_line(window: Any, tiny: TinyFiles) -> None:
+    it = window(tiny.quick.target)
+    QtTest.QTest.keyClicks(it.question, "one")
+    QtTest.QTest.keyClick(it.question, Qt.Key.Key_Return, Qt.KeyboardModifier.ShiftModifier)
+    QtTest.QTest.keyClicks(it.question, "two")
+    click(it.send)
+    until(lambda: it.state == "idle" and len(it.messages) == 2, "answered")
+    assert it.messages[0]["content"] == "one\ntwo"
+    QtTest.QTest.keyClick(it.question, Qt.Key.Key_Return)  # nothing was typed: nothing is asked
+    assert it.state == "idle"
+
+
+def test_a_model_that_is_not_there_is_one_line(window: Any, tmp_path: Path) -> None:
+    it = window(tmp_path / "<b>no</b> such.gguf")
+    assert it.state == "broken"
+    assert it.error.isVisible()
+    assert "<b>no</b> such.gguf" in it.error.text()
+    assert it.error.textFormat() == Qt.TextFormat.PlainText
+    assert "\n" not in it.error.text()
+    assert not it.send.isEnabled()
+
+
+def test_a_question_that_does_not_fit_comes_back(window: Any, tiny: TinyFiles) -> None:
+    it = window(tiny.quick.target, n_ctx=64)
+    say(it, "word " * 100)
+    until(lambda: it.error.isVisible(), "an error")
+    assert it.state == "idle"
+    assert it.question.toPlainText() == ("word " * 100).strip()
+    assert it.messages == []
+    it.question.clear()
+    ask(it, "hi")
+    assert not it.error.isVisible()
+
+
+def test_loading_shows_progress_and_can_be_left(chat: Any, window: Any, endless: Path, monkeypatch: Any) -> None:
+    reached = threading.Event()
+    real = LLM
+
+    def slow(model: str, draft: Any, *, progress: Any, cancel: threading.Event, **options: Any) -> LLM:
+        progress("half of it", 0.5)
+        reached.set()
+        assert cancel.wait(PATIENCE), "nobody told it to stop"
+        return real(model, draft, progress=progress, cancel=cancel, **options)
+
+    monkeypatch.setattr(chat, "LLM", slow)
+    it = window(endless, wait=False)
+    until(reached.is_set, "loading")
+    until(lambda: it.progress.value() == 50, "progress")
+    assert it.progress.isVisible()
+    assert it.status.text() == "half of it"
+    assert not it.send.isEnabled()
+    it.close()  # waits for the thread, which gives up
+    assert it.engine.llm is None
+    assert not it.isVisible()
+
+
+def test_markup_in_an_answer_is_text(chat: Any, window: Any, tiny: TinyFiles) -> None:
+    it = window(tiny.quick.target)
+    hostile = "<img src=x><b>bold</b>\x00&lt;\u202e</p>"
+    it.on_rounds([make_round(0, [("<i>guess</i>", "model", False)], hostile)])
+    assert text_of(it, rejected=True) == "<i>guess</i>" + hostile.replace("\x00", text_of(it, rejected=True)[34:35])
+    assert "\ufffc" not in it.transcript.toPlainText()  # no image
+
+
+def test_inks_can_be_read_in_both_schemes(chat: Any) -> None:
+    from desktop_transcript import INKS
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    for name, ink in INKS.items():
+        for colours, paper in ((ink.light, "#ffffff"), (ink.dark, "#2d2d2d")):
+            if colours:
+                text, ground = colours[0], colours[1] or paper
+                bright, dim = sorted((luminance(text), luminance(ground)), reverse=True)
+                assert (bright + 0.05) / (dim + 0.05) >= 4.5, (name, colours)
+
+
+OFF_SCREEN = "This plugin does not support propagateSizeHints()\n"
+"""Qt's off-screen platform says so of every window."""
+
+INTERRUPTED = """
+import os, signal, sys
+import desktop_chat
+
+class Window(desktop_chat.ChatWindow):
+    def on_ready(self):
+        super().on_ready()
+        os.kill(os.getpid(), signal.SIGINT)
+
+desktop_chat.ChatWindow = Window
+sys.exit(desktop_chat.main())
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are sent otherwise there")
+def test_the_program_ends_with_ctrl_c(app: Any, tiny: TinyFiles) -> None:
+    command = [sys.executable, "-c", INTERRUPTED, str(tiny.quick.target), "--draft", "none", "--backend", "reference"]
+    done = subprocess.run(command, cwd=EXAMPLES, capture_output=True, text=True, timeout=PATIENCE)
+    assert (done.returncode, done.stdout, done.stderr.replace(OFF_SCREEN, "")) == (0, "", "")
+
+
+@pytest.mark.real
+@pytest.mark.timeout(1200)
+def test_a_real_chat(window: Any, real_model: Callable[[str], Path]) -> None:
+    it = window(real_model("smollm2-135m"), "ngram", backend="auto")
+    first = ask(it, "Count from one to twenty in words, one on each line.")
+    assert first.finish_reason == "stop"
+    assert "one" in first.text.lower()
+    second = ask(it, "Say exactly the same again.")
+    assert second.stats["cached_tokens"] > first.stats["prompt_tokens"]
+    assert second.stats["num_accepted_tokens"] > 0
+    click(it.new_chat)  # or it answers with its counting once more, all copied in two rounds
+    say(it, "Write a very long story about a lighthouse.")
+    until(lambda: it.stats.num_rounds > 3, "rounds")
+    click(it.stop)
+    until(lambda: it.state == "idle", "stopped")
+    assert it.transcript.toPlainText().endswith(" [stopped]")

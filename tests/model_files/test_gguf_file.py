@@ -1,0 +1,341 @@
+"""GGUF headers: read right, quickly bounded, and never trusted."""
+
+from __future__ import annotations
+
+import json
+import struct
+from contextlib import suppress
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from localspec.errors import ModelFileError, NotGGUF, UnsupportedModel
+from localspec.model_files import gguf_types
+from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf_parts import model_bytes, model_files, part_names
+from localspec.model_files.gguf_types import TENSOR_TYPES, string_offsets
+from localspec.model_files.inspection import inspect
+from localspec.model_files.vocab import Vocab
+from tests.conftest import TinyFiles
+from tests.support import ggufs
+
+
+@pytest.mark.parametrize("name", ["spm", "bpe", "sliding", "recurrent", "micro"])
+def test_reads_what_the_reference_reader_reads(tiny: TinyFiles, name: str) -> None:
+    path = getattr(tiny, name)
+    theirs = gguf.GGUFReader(path)
+    with GGUFFile(path) as ours:
+        assert list(ours.tensors) == [tensor.name for tensor in theirs.tensors]
+        for tensor in theirs.tensors:
+            info = ours.tensors[tensor.name]
+            assert info.shape == tuple(tensor.shape)
+            assert info.type_name == tensor.tensor_type.name
+            assert (info.offset, info.n_bytes) == (tensor.data_offset, tensor.n_bytes)
+            assert np.array_equal(ours.tensor_bytes(tensor.name), tensor.data.reshape(-1).view(np.uint8))
+        for key, value in ours.metadata.items():
+            expected = theirs.fields[key].contents()
+            assert list(value) == expected if isinstance(expected, list) else value == expected
+        assert {key for key in theirs.fields if not key.startswith("GGUF.")} == set(ours.metadata)
+
+
+def test_the_table_of_tensor_types_agrees_with_the_gguf_package() -> None:
+    for kind, (block, n_bytes) in gguf.constants.GGML_QUANT_SIZES.items():
+        if kind.name != "Q8_1":  # the package counts two floats where ggml has two halves; no file holds this type
+            assert TENSOR_TYPES[int(kind)] == (kind.name, block, n_bytes)
+
+
+STRINGS = st.lists(
+    st.one_of(
+        st.binary(max_size=12),
+        st.text(max_size=6).map(str.encode),
+        st.binary(min_size=250, max_size=300),
+        st.integers(0, 40).map(bytes),
+        st.just(b""),
+    ),
+    max_size=60,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    strings=STRINGS, before=st.integers(0, 9), after=st.binary(max_size=20), window=st.sampled_from([24, 100, 1 << 20])
+)
+def test_strings_are_found_where_single_steps_find_them(
+    strings: list[bytes], before: int, after: bytes, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_types, "_WINDOW", window)
+    data = b"\x01" * before + b"".join(struct.pack("<Q", len(s)) + s for s in strings) + after
+    expected = [before]
+    for string in strings:
+        expected.append(expected[-1] + 8 + len(string))
+    assert string_offsets(memoryview(data), before, len(strings)).tolist() == expected
+
+
+@given(data=st.binary(max_size=200), count=st.integers(0, 40))
+def test_strings_beyond_the_end_are_refused(data: bytes, count: int) -> None:
+    try:
+        offsets = string_offsets(memoryview(data), 0, count)
+    except (ValueError, struct.error):
+        return
+    assert offsets[-1] <= len(data)
+    assert (np.diff(offsets) >= 8).all()
+
+
+def header(n_tensors: int = 0, n_keys: int = 0, version: int = 3, rest: bytes = b"") -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, n_tensors, n_keys) + rest
+
+
+def key(name: str, kind: int, value: bytes) -> bytes:
+    return struct.pack("<Q", len(name)) + name.encode() + struct.pack("<I", kind) + value
+
+
+HUGE = 1 << 60
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "is empty"),
+        (b"GG", "not a GGUF"),
+        (b"GGUF", "cut short"),
+        (b"PK\x03\x04" + bytes(100), "not a GGUF"),
+        (b"<!DOCTYPE html><html>", "not a GGUF"),
+        (b"GGUF" + struct.pack(">IQQ", 3, 1, 1) + bytes(64), "big-endian"),
+        (header(version=1, rest=bytes(64)), "version 1"),
+        (header(version=99, rest=bytes(64)), "version 99"),
+        (header()[:15], "cut short"),
+        (header(n_keys=HUGE, rest=bytes(64)), "claims"),
+        (header(n_tensors=HUGE, rest=bytes(64)), "claims"),
+        (header(n_keys=1, rest=struct.pack("<Q", HUGE) + bytes(64)), "beyond its end"),
+        (header(n_keys=1, rest=key("a", 8, struct.pack("<Q", HUGE))), "beyond its end"),
+        (header(n_keys=1, rest=key("a", 9, struct.pack("<IQ", 8, HUGE)) + bytes(64)), "list of"),
+        (header(n_keys=1, rest=key("a", 9, struct.pack("<IQ", 4, HUGE)) + bytes(64)), "list of"),
+        (header(n_keys=1, rest=key("a", 9, struct.pack("<IQ", 9, 1)) + bytes(64)), "unknown type"),
+        (header(n_keys=1, rest=key("a", 77, bytes(64))), "unknown type"),
+        (header(n_keys=2, rest=key("a", 4, bytes(4)) * 2), "occurs twice"),
+        (header(n_keys=1, rest=key("general.alignment", 4, bytes(4))), "alignment"),
+        (header(n_keys=1, rest=key("general.alignment", 8, struct.pack("<Q", 1) + b"x")), "damaged"),
+    ],
+)
+def test_what_is_not_a_model_is_refused_in_one_line(tmp_path: Path, data: bytes, words: str) -> None:
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(data)
+    with pytest.raises(NotGGUF, match=words) as caught:
+        GGUFFile(path)
+    assert "\n" not in str(caught.value)
+    assert "bad.gguf" in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match="No such file"):
+        GGUFFile(tmp_path / "missing.gguf")
+    with pytest.raises(ModelFileError, match="directory"):
+        GGUFFile(tmp_path)
+
+
+def test_a_cut_file_is_refused_wherever_it_is_cut(tiny: TinyFiles, tmp_path: Path) -> None:
+    whole = tiny.micro.read_bytes()
+    with GGUFFile(tiny.micro) as file:
+        data_ends = max(tensor.offset + tensor.n_bytes for tensor in file.tensors.values())
+    path = tmp_path / "cut.gguf"
+    for size in (*range(0, data_ends, 37), data_ends - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(NotGGUF):
+            GGUFFile(path)
+    path.write_bytes(whole[: data_ends - 123])
+    with pytest.raises(NotGGUF, match=rf"123 of {data_ends:,} bytes are missing"):
+        GGUFFile(path)
+    path.write_bytes(whole[:data_ends])
+    GGUFFile(path).close()
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_damaged_headers_raise_nothing_but_model_file_errors(
+    tiny: TinyFiles, tmp_path: Path, data: st.DataObject
+) -> None:
+    whole = bytearray(tiny.micro.read_bytes())
+    with GGUFFile(tiny.micro) as file:
+        end = file.header_end
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(4, end - 1))
+        piece = data.draw(st.one_of(st.binary(min_size=1, max_size=8), st.sampled_from([b"\xff" * 8, bytes(8)])))
+        whole[at : at + len(piece)] = piece
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(whole)
+    with suppress(ModelFileError):
+        use_all_of(path)
+
+
+def use_all_of(path: Path) -> None:
+    """Whatever can be read from a file is read."""
+    json.dumps(inspect(path))
+    with GGUFFile(path) as file:
+        for name in file.tensors:
+            file.tensor_bytes(name)
+        vocab = Vocab.from_gguf(file)
+    for token in range(vocab.n_tokens):
+        vocab.token_bytes(token)
+    assert vocab.difference(vocab) is None
+
+
+def test_unknown_tensor_types_are_shown_not_refused(tiny: TinyFiles, tmp_path: Path) -> None:
+    whole = bytearray(tiny.micro.read_bytes())
+    name = b"output_norm.weight"
+    at = whole.index(name) + len(name)
+    (n_dims,) = struct.unpack_from("<I", whole, at)
+    struct.pack_into("<I", whole, at + 4 + 8 * n_dims, 139)
+    path = tmp_path / "fork.gguf"
+    path.write_bytes(whole)
+    with GGUFFile(path) as file:
+        assert file.tensors["output_norm.weight"].type_name == "type 139"
+        assert file.tensors["output_norm.weight"].n_bytes > 0
+
+
+def write(path: Path, architecture: str, metadata: dict[str, object]) -> Path:
+    weights = {"token_embd.weight": np.zeros((8, 32), dtype=np.float32)}
+    vocab = ggufs.vocab_metadata(ggufs.micro_vocab())
+    return ggufs.write_gguf(path, architecture, {**vocab, **metadata}, weights)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "metadata", "words"),
+    [
+        ("bert", {}, "embedding model"),
+        ("nomic-bert", {}, "embedding model"),
+        ("qwen3", {"qwen3.pooling_type": 3}, "embedding model"),
+        ("gemma3", {"gemma3.attention.causal": False}, "embedding model"),
+        ("t5encoder", {}, "encoder"),
+        ("clip", {}, "image projector"),
+        ("whisper", {}, "speech"),
+        ("llama", {"general.type": "adapter"}, "LoRA"),
+        ("llama", {"split.no": 1, "split.count": 3}, "part 2 of 3"),
+    ],
+)
+def test_models_that_cannot_continue_text_are_told_apart(
+    tmp_path: Path, architecture: str, metadata: dict[str, object], words: str
+) -> None:
+    with (
+        GGUFFile(write(tmp_path / "m.gguf", architecture, metadata)) as file,
+        pytest.raises(UnsupportedModel, match=words),
+    ):
+        file.check_generates_text()
+
+
+def test_a_tokenizer_alone_and_an_embedding_model_are_refused(tiny: TinyFiles) -> None:
+    with GGUFFile(tiny.tokenizer_only) as file, pytest.raises(UnsupportedModel, match="no weights"):
+        file.check_generates_text()
+    with GGUFFile(tiny.embedding) as file, pytest.raises(UnsupportedModel, match="embedding model"):
+        file.check_generates_text()
+
+
+@pytest.mark.parametrize("name", ["spm", "bpe", "sliding", "recurrent", "micro"])
+def test_models_that_continue_text_are_let_through(tiny: TinyFiles, name: str) -> None:
+    with GGUFFile(getattr(tiny, name)) as file:
+        file.check_generates_text()
+
+
+@pytest.fixture
+def split(tmp_path: Path) -> list[Path]:
+    """A model in three parts."""
+    writer = gguf.GGUFWriter(tmp_path / "big.gguf", "llama", split_max_tensors=2)
+    for name, value in ggufs.vocab_metadata(ggufs.micro_vocab()).items():
+        ggufs._add(writer, name, value)
+    writer.add_tensor("token_embd.weight", np.full((4, 32), 0.0, np.float32))
+    for i in range(4):
+        writer.add_tensor(f"t{i}", np.full((4, 32), float(i + 1), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return sorted(tmp_path.glob("big-*.gguf"))
+
+
+def test_a_model_in_parts_is_one_model(split: list[Path]) -> None:
+    assert len(split) == 3
+    with GGUFFile(split[0]) as file:
+        file.check_generates_text()
+        assert file.n_bytes == sum(path.stat().st_size for path in split)
+        assert set(file.tensors) == {"token_embd.weight", "t0", "t1", "t2", "t3"}
+        assert file.n_params == 5 * 4 * 32
+        for i in range(4):
+            assert (file.tensor_bytes(f"t{i}").view(np.float32) == i + 1).all()
+
+
+def test_a_missing_or_cut_part_is_named(split: list[Path]) -> None:
+    data = split[2].read_bytes()
+    split[2].write_bytes(data[:-8])
+    with pytest.raises(NotGGUF, match=split[2].name):
+        GGUFFile(split[0])
+    split[2].unlink()
+    with pytest.raises(ModelFileError, match=r"part 3 of 3 is missing"):
+        GGUFFile(split[0])
+    with GGUFFile(split[1]) as file, pytest.raises(UnsupportedModel, match="give the first part"):
+        file.check_generates_text()
+
+
+@pytest.mark.parametrize("n_parts", [2, 4])
+def test_a_part_under_a_wrong_name_is_refused(tmp_path: Path, n_parts: int) -> None:
+    """The first in the place of a later one, above all: it must not be asked for parts of its own, again and again."""
+    parts = ggufs.write_in_parts(tmp_path, n_parts=n_parts)
+    for wrong in {parts[0], parts[-2]}:
+        kept = parts[-1].read_bytes()
+        parts[-1].write_bytes(wrong.read_bytes())
+        with pytest.raises(ModelFileError, match=f"{parts[-1].name} is not part {n_parts} of {n_parts}"):
+            GGUFFile(parts[0])
+        parts[-1].write_bytes(kept)
+    GGUFFile(parts[0]).close()
+
+
+def test_parts_that_do_not_make_one_model_are_refused(tmp_path: Path) -> None:
+    tensor = {"a": np.zeros((2, 32), np.float32)}
+    split = {"split.count": np.uint16(2), "split.no": np.uint16(0)}
+    second = {"split.count": np.uint16(2), "split.no": np.uint16(1)}
+    names = [tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2)]
+    ggufs.write_gguf(names[0], "llama", split, tensor)
+    ggufs.write_gguf(names[1], "llama", second, tensor)
+    with pytest.raises(ModelFileError, match="'a', which an earlier part holds too"):
+        GGUFFile(names[0])
+    ggufs.write_gguf(names[0], "llama", split | {"split.tensors.count": np.int32(3)}, {"b": tensor["a"]})
+    with pytest.raises(ModelFileError, match="hold 2 tensors instead of 3"):
+        GGUFFile(names[0])
+
+
+def test_what_engines_abort_on_is_refused(tmp_path: Path) -> None:
+    """An empty tensor, and an alignment of another type than engines read."""
+    whole = {"a": np.ones((2, 32), np.float32)}
+    path = ggufs.write_gguf(tmp_path / "empty.gguf", "llama", {}, whole)
+    data = path.read_bytes()
+    shape = struct.pack("<IQQ", 2, 32, 2)
+    assert data.count(shape) == 1
+    path.write_bytes(data.replace(shape, struct.pack("<IQQ", 2, 32, 0)))
+    with pytest.raises(NotGGUF, match="tensor 'a' has the sizes"):
+        GGUFFile(path)
+    for value in ("32", np.uint16(32), np.int32(32)):
+        path = ggufs.write_gguf(tmp_path / "odd.gguf", "llama", {"general.alignment": value}, whole)
+        with pytest.raises(NotGGUF, match="alignment is no 32-bit number"):
+            GGUFFile(path)
+
+
+def test_names_of_parts(tmp_path: Path) -> None:
+    assert part_names("m-00001-of-00003.gguf") == tuple(f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3))
+    for alone in ("m.gguf", "m-00002-of-00003.gguf", "m-00001-of-00001.gguf", "m-00001-of-00000.gguf"):
+        assert part_names(alone) == (alone,)
+    for name in part_names("m-00001-of-00003.gguf")[:2]:
+        (tmp_path / name).write_bytes(b"12345")
+    assert len(model_files(tmp_path / "m-00001-of-00003.gguf")) == 2
+    assert model_bytes(tmp_path / "m-00001-of-00003.gguf") == 10
+
+
+def test_closing_twice_and_using_a_closed_file(tiny: TinyFiles) -> None:
+    file = GGUFFile(tiny.spm)
+    view = file.tensor_bytes("output.weight")
+    file.close()
+    file.close()
+    assert view.sum() > 0  # a view keeps the map alive
+    with pytest.raises(ModelFileError, match="closed"):
+        file.tensor_bytes("output.weight")

@@ -1,0 +1,244 @@
+"""Vocabularies: equal to the engines' on every token, and compared before one model drafts for another."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localspec.errors import UnsupportedModel
+from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.vocab import Vocab
+from tests.conftest import Backend, TinyFiles
+from tests.support.gguf_vocabs import (  # fmt: skip
+    BYTE,
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    TinyVocab,
+    bpe_vocab,
+    renamed_vocab,
+    spm_vocab,
+)
+from tests.support.ggufs import write_tokenizer_only
+
+
+def read(path: Path) -> Vocab:
+    with GGUFFile(path) as file:
+        return Vocab.from_gguf(file)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[[TinyVocab], Vocab]:
+    """A vocabulary by way of a file."""
+    count = iter(range(1000))
+    return lambda vocab: read(write_tokenizer_only(tmp_path / f"v{next(count)}.gguf", vocab))
+
+
+def engine_view(name: str, path: Path) -> tuple[list[bytes], set[int]]:
+    """Every token's text and the end tokens, as an engine sees them."""
+    is_eog: Any
+    if name == "ik-llama":
+        from localspec.backends.ik_llama import binding as ik
+
+        api, lib = ik().api, ik().lib
+        params = api.llama_model_default_params()
+        params.vocab_only = True
+        handle = model = api.llama_model_load_from_file(str(path).encode(), params)
+        n, is_eog, to_piece = lib.llama_n_vocab(model), lib.llama_token_is_eog, lib.llama_token_to_piece
+        is_eog.argtypes, is_eog.restype = [ctypes.c_void_p, ctypes.c_int32], ctypes.c_bool
+        pointer, i32 = ctypes.c_void_p, ctypes.c_int32
+        to_piece.argtypes = [pointer, i32, ctypes.c_char_p, i32, i32, ctypes.c_bool]
+        to_piece.restype = i32
+        free = api.llama_free_model
+    else:
+        import llama_cpp as lib
+
+        from localspec.backends.llama_cpp import binding
+
+        binding()
+        params = lib.llama_model_default_params()
+        params.vocab_only = True
+        model = lib.llama_model_load_from_file(str(path).encode(), params)
+        handle = lib.llama_model_get_vocab(model)
+        n, is_eog, to_piece = lib.llama_vocab_n_tokens(handle), lib.llama_vocab_is_eog, lib.llama_token_to_piece
+        free = lib.llama_model_free
+    buffer = ctypes.create_string_buffer(4096)
+    pieces = []
+    for i in range(n):
+        size = to_piece(handle, i, buffer, 4096, 0, False)
+        pieces.append(buffer.raw[:size])
+    ends = {i for i in range(n) if is_eog(handle, i)}
+    free(model)
+    return pieces, ends
+
+
+@pytest.mark.parametrize("file", ["spm", "bpe", "sliding"])
+def test_equals_the_engines_on_every_token(fast_backend: Backend, tiny: TinyFiles, file: str) -> None:
+    vocab = read(getattr(tiny, file))
+    pieces, ends = engine_view(fast_backend.name, getattr(tiny, file))
+    assert [vocab.token_bytes(i) for i in range(vocab.n_tokens)] == pieces[: vocab.n_tokens]
+    assert vocab.eog == ends
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"])
+def test_equals_the_engines_on_real_files(fast_backend: Backend, real_model: Callable[[str], Path], name: str) -> None:
+    vocab = read(real_model(name))
+    pieces, ends = engine_view(fast_backend.name, real_model(name))
+    assert vocab.n_tokens == len(pieces)
+    assert [i for i in range(len(pieces)) if vocab.token_bytes(i) != pieces[i]] == []
+    assert vocab.eog == ends
+
+
+@pytest.mark.real
+def test_the_default_pair_shares_a_vocabulary(real_model: Callable[[str], Path]) -> None:
+    target, draft = read(real_model("qwen2.5-coder-1.5b")), read(real_model("qwen2.5-coder-0.5b"))
+    assert target.difference(draft) is None
+    assert target.fingerprint == draft.fingerprint
+    other = read(real_model("smollm2-135m"))
+    assert target.difference(other) == "token 0 is '!' in the target and '<|endoftext|>' in the draft"
+
+
+def test_special_ids_and_text(make: Callable[[TinyVocab], Vocab]) -> None:
+    source = spm_vocab()
+    vocab = make(source)
+    assert (vocab.bos, vocab.eos, vocab.eot, vocab.unk, vocab.pad) == (1, 2, 4, 0, None)
+    assert vocab.eog == {2, 4}
+    assert vocab.add_bos
+    assert vocab.token_text(source.id("▁the")) == "▁the"
+    assert vocab.token_bytes(source.id("▁the")) == b" the"
+    assert vocab.token_bytes(source.id("<0xFF>")) == b"\xff"
+    assert vocab.token_bytes(source.id("éü")) == "éü".encode()
+    assert [vocab.token_bytes(i) for i in range(5)] == [b""] * 5
+    assert vocab.token_bytes(vocab.n_tokens) == vocab.token_bytes(-1) == b""
+    with pytest.raises(IndexError):
+        vocab.token_text(vocab.n_tokens)
+
+
+def test_byte_level_tokens_spell_any_bytes(make: Callable[[TinyVocab], Vocab]) -> None:
+    vocab = make(bpe_vocab())
+    assert {vocab.token_bytes(i) for i in range(256)} == {bytes([b]) for b in range(256)}
+    assert not vocab.add_bos
+
+
+TYPED = TinyVocab(
+    "llama",
+    ["<unk>", "<s>", "</s>", "<0x0A>", "▁a", "<tool>", "<mark>", "<unused0>", "<|end|>"],
+    [UNKNOWN, CONTROL, CONTROL, BYTE, NORMAL, USER_DEFINED, CONTROL, UNUSED, USER_DEFINED],
+    [0.0] * 9, bos=1, eos=2, unk=0, add_bos=True,
+)  # fmt: skip
+
+
+def test_what_each_type_of_token_adds_to_the_text(make: Callable[[TinyVocab], Vocab]) -> None:
+    vocab = make(TYPED)
+    assert [vocab.token_bytes(i) for i in range(9)] == [b"", b"", b"", b"\n", b" a", b"<tool>", b"", b"", b""]
+    assert [vocab.is_control(i) for i in range(9)] == [True, True, True, False, False, False, True, True, True]
+    assert vocab.eog == {2, 8}  # <|end|> ends a turn by its name, whatever its type
+
+
+def test_harmony_messages_do_not_end_with_end(make: Callable[[TinyVocab], Vocab]) -> None:
+    names = ["<|return|>", "<|call|>", "<|end|>", "<|channel|>", "a"]
+    vocab = make(TinyVocab("gpt2", names, [CONTROL] * 4 + [NORMAL], merges=["a a"], eos=0))
+    assert vocab.eog == {0, 1}
+    assert vocab.token_bytes(3) == b"<|channel|>"
+
+
+def test_ids_that_the_file_gets_wrong_are_ignored(make: Callable[[TinyVocab], Vocab]) -> None:
+    vocab = make(replace(bpe_vocab(), bos=10**6, eos=2**31))
+    assert vocab.bos is None
+    assert vocab.eos is None
+
+
+def test_tokenizers_of_unknown_kind_are_refused(make: Callable[[TinyVocab], Vocab]) -> None:
+    with pytest.raises(UnsupportedModel, match="'klingon'"):
+        make(replace(bpe_vocab(), model="klingon"))
+
+
+def test_is_usable_after_the_file_is_closed_and_gone(tiny: TinyFiles, tmp_path: Path) -> None:
+    path = tmp_path / "copy.gguf"
+    path.write_bytes(tiny.bpe.read_bytes())
+    vocab = read(path)
+    path.unlink()
+    assert vocab.token_bytes(65)
+
+
+# -- two vocabularies -------------------------------------------------------------------------------------------------
+
+
+def with_types(vocab: TinyVocab, token: int, kind: int) -> TinyVocab:
+    types = list(vocab.types)
+    types[token] = kind
+    return replace(vocab, types=types)
+
+
+def longer(vocab: TinyVocab, text: str, kind: int, count: int = 1) -> TinyVocab:
+    tokens = [*vocab.tokens, *(text.format(i) for i in range(count))]
+    return replace(vocab, tokens=tokens, types=[*vocab.types, *[kind] * count], scores=[*vocab.scores, *[0.0] * count])
+
+
+BASE = spm_vocab()
+THE = BASE.id("▁the")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        BASE,
+        replace(BASE, add_bos=False, bos=3),
+        replace(BASE, unk=5, chat_template=None),
+        longer(BASE, "[PAD{}]", UNUSED, 300),
+        longer(BASE, "[PAD{}]", NORMAL, 3),
+        longer(BASE, "<|reserved_special_token_{}|>", CONTROL, 3),
+        longer(BASE, "<image_soft_token>", CONTROL),
+    ],
+)
+def test_differences_that_do_not_matter(make: Callable[[TinyVocab], Vocab], other: TinyVocab) -> None:
+    assert make(BASE).difference(make(other)) is None
+    assert make(other).difference(make(BASE)) is None
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (renamed_vocab(BASE, THE, "▁teh"), f"token {THE} is '▁the' in the target and '▁teh' in the draft"),
+        (renamed_vocab(BASE, THE, "▁thee"), f"token {THE} is '▁the' in the target and '▁thee' in the draft"),
+        (renamed_vocab(BASE, THE, "[PAD1]"), f"token {THE} is '▁the' in the target and '[PAD1]' in the draft"),
+        (with_types(BASE, THE, USER_DEFINED), f"token {THE} ('▁the') has type 1 in the target and 4 in the draft"),
+        (longer(BASE, "word", NORMAL), f"token {len(BASE)} is 'word' in the draft and missing in the other"),
+        (replace(BASE, eos=3), "the end-of-text token is 2 '</s>' in the target and 3 '<|im_start|>' in the draft"),
+        (replace(BASE, bos=3), "the begin-of-text token is 1 '<s>' in the target and 3 '<|im_start|>' in the draft"),
+        (replace(BASE, eot=3), "3 '<|im_start|>' ends an answer only in the draft"),
+        (bpe_vocab(), "the target's tokenizer is of the kind 'llama', the draft's 'gpt2'"),
+    ],
+)
+def test_the_first_difference_is_named(make: Callable[[TinyVocab], Vocab], other: TinyVocab, words: str) -> None:
+    assert make(BASE).difference(make(other)) == words
+
+
+def test_the_first_of_several_differences_is_named(make: Callable[[TinyVocab], Vocab]) -> None:
+    other = with_types(renamed_vocab(renamed_vocab(BASE, 300, "x1"), 299, "longer than before"), 350, CONTROL)
+    assert (make(BASE).difference(make(other)) or "").startswith("token 299 is ")
+    other = with_types(renamed_vocab(BASE, 300, "x1"), 290, CONTROL)
+    assert (make(BASE).difference(make(other)) or "").startswith("token 290 ")
+
+
+def test_padding_may_have_other_names(make: Callable[[TinyVocab], Vocab]) -> None:
+    one, other = longer(BASE, "[PAD{}]", UNUSED, 9), longer(BASE, "<unused_{}>", UNUSED, 9)
+    assert make(one).difference(make(other)) is None
+    other = longer(replace(other), "word", NORMAL)
+    one = longer(one, "ward", NORMAL)
+    words = f"token {len(BASE) + 9} is 'ward' in the target and 'word' in the draft"
+    assert make(one).difference(make(other)) == words
+
+
+def test_fingerprints_tell_vocabularies_apart(make: Callable[[TinyVocab], Vocab]) -> None:
+    others = [BASE, renamed_vocab(BASE, THE, "▁teh"), with_types(BASE, THE, USER_DEFINED), replace(BASE, eos=3)]
+    assert len({make(other).fingerprint for other in others}) == 4
+    assert make(BASE).fingerprint == make(BASE).fingerprint

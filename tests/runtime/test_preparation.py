@@ -1,0 +1,347 @@
+"""What is left for idle time after a load, and that answers neither wait for it nor depend on it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localspec import LLM, EngineMismatch, SamplingParams, backends
+from localspec.backends import trust
+from localspec.backends.base import Forward
+from localspec.controllers.cost_model import CalibrationCache, PassTimes
+from localspec.errors import Cancelled, EngineError, LocalspecError
+from localspec.runtime import engine_choice, preparation
+from localspec.runtime.preparation import Preparation
+from localspec.system.steps import Steps, exhaust
+from tests.conftest import TinyFiles, open_backend
+
+SOON = 120.0
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture
+def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Idle time that does not come."""
+    monkeypatch.setattr("localspec.llm.OnMains", lambda: lambda: False)
+
+
+# The list of work.
+
+
+def counting(n: int, log: list[str], name: str) -> Any:
+    def work(stopped: Any) -> Steps[None]:
+        for _ in range(n):
+            log.append(name)
+            yield
+
+    return work
+
+
+def test_work_is_done_in_order_a_step_at_a_time() -> None:
+    work, log = Preparation(), list[str]()
+    work.add("draft copy", counting(2, log, "copy"))
+    work.add("target curve", counting(2, log, "curve"))
+    while work(lambda: False):
+        pass
+    assert log == ["curve", "curve", "copy", "copy"]
+    assert not work(lambda: False)
+
+
+def test_work_that_fails_leaves_the_rest_and_work_that_was_stopped_begins_again() -> None:
+    work, log = Preparation(), list[str]()
+
+    def failing(stopped: Any) -> Steps[None]:
+        yield
+        raise EngineError("no room")
+
+    def loading(stopped: Any) -> Steps[None]:
+        log.append("begun")
+        if stopped():
+            raise Cancelled("stopped")
+        yield
+
+    work.add("target curve", failing)
+    work.add("draft copy", loading)
+    assert work(lambda: False)
+    assert work(lambda: False)
+    with pytest.raises(Cancelled):
+        work(lambda: True)
+    while work(lambda: False):
+        pass
+    assert log == ["begun", "begun"]
+
+
+def test_forgotten_work_frees_what_it_holds() -> None:
+    work, log = Preparation(), list[str]()
+
+    def holding(stopped: Any) -> Steps[None]:
+        try:
+            while True:
+                yield
+        finally:
+            log.append("freed")
+
+    work.add("draft check", holding)
+    assert work(lambda: False)
+    work.drop("draft check")
+    assert log == ["freed"]
+    assert not work(lambda: False)
+
+
+# A load.
+
+
+@pytest.mark.usefixtures("no_time")
+def test_a_load_measures_little_and_leaves_the_rest(tiny: TinyFiles, isolated_home: Path) -> None:
+    open_backend("ik-llama")
+    with LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256, n_threads=1) as llm:
+        assert llm._pair.times.quick
+        assert llm._pair._draft_times["model"].quick
+        assert llm.generate("the cat", GREEDY).stats["completion_tokens"] == 24
+        assert not list(isolated_home.glob("repacked/*"))
+        assert len(list((isolated_home / "trust").iterdir())) == 1  # the target's
+
+
+def test_idle_time_finds_out_the_rest(tiny: TinyFiles, isolated_home: Path) -> None:
+    open_backend("ik-llama")
+    with LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256, n_threads=1) as llm:
+        times = llm._pair.times
+        assert llm.wait_idle(SOON)
+        assert llm._pair.times is times  # who holds on to it sees the new curve
+        assert not times.quick
+        assert not llm._pair._draft_times["model"].quick
+        assert list(isolated_home.glob("repacked/*q4_0-draft.gguf"))
+        assert llm.generate("the cat", GREEDY, draft_length=3).stats["num_draft_tokens"] > 0
+    assert len(list((isolated_home / "drafts").iterdir())) == 1
+    with LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256, n_threads=1) as llm:
+        assert not llm._pair.times.quick  # at once
+
+
+def test_without_idle_time_a_load_finds_out_everything(tiny: TinyFiles, isolated_home: Path) -> None:
+    open_backend("ik-llama")
+    with LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256, n_threads=1, idle=False) as llm:
+        assert not llm._pair.times.quick
+        assert not llm._pair._draft_times["model"].quick
+        assert len(list((isolated_home / "drafts").iterdir())) == 1
+        assert not llm._pair.preparation(lambda: False)
+
+
+def test_answers_between_idle_steps_are_the_same(
+    tiny: TinyFiles, isolated_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the reference engine, to the bit; calibration uses contexts of its own."""
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    prompts = ["one", "two three", "four"]
+    with LLM(tiny.quick.target, tiny.quick.draft, backend="reference", n_ctx=256, n_threads=1, idle=False) as llm:
+        expected = [llm.generate(prompt, params).token_ids for prompt in prompts]
+    stepped, go_on = threading.Semaphore(0), threading.Semaphore(0)
+    original = preparation.calibrating_model
+
+    def gated(*args: Any) -> Steps[PassTimes]:
+        steps = original(*args)
+        while True:
+            stepped.release()
+            assert go_on.acquire(timeout=SOON)
+            try:
+                next(steps)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            yield
+
+    monkeypatch.setattr(preparation, "calibrating_model", gated)
+    monkeypatch.setenv("LOCALSPEC_HOME", str(isolated_home / "without curves"))
+    with LLM(tiny.quick.target, tiny.quick.draft, backend="reference", n_ctx=256, n_threads=1) as llm:
+        found = []
+        for prompt in prompts:
+            assert stepped.acquire(timeout=SOON)
+            stream = llm.rounds(prompt, params)
+            go_on.release()
+            found.append(stream.reply.token_ids)
+        for _ in range(1000):
+            go_on.release()
+    assert found == expected
+
+
+# A draft model is checked when there is time.
+
+
+def test_a_draft_that_its_engine_computes_wrongly_drafts_no_more(tiny: TinyFiles) -> None:
+    open_backend("ik-llama")
+    with LLM(
+        tiny.trap, ["ngram", tiny.trap], backend="ik-llama", n_ctx=256, n_threads=1, light_draft=False, idle=False
+    ) as llm:
+        assert "repacked" in str(llm._pair.target.path)
+    # The check of the target has found it out; here it is the draft's that does.
+    for path in trust.verdicts().folder.iterdir():
+        path.unlink()
+    target = llm._pair.target.path
+    with LLM(target, ["ngram", tiny.trap], backend="ik-llama", n_ctx=256, n_threads=1, light_draft=False) as llm:
+        assert llm.draft_names == ["ngram", tiny.trap.stem]
+        assert llm.wait_idle(SOON)
+        assert llm.draft_names == ["ngram"]
+        assert any("wrongly" in warning for warning in llm.warnings)
+        assert llm.generate("the cat", GREEDY).stats["completion_tokens"] == 24
+    with LLM(target, ["ngram", tiny.trap], backend="ik-llama", n_ctx=256, n_threads=1, light_draft=False) as llm:
+        assert llm.wait_idle(SOON)
+        assert llm.draft_names == ["ngram", tiny.trap.stem]  # a copy that comes out right
+
+
+# Another engine is asked when there is time. The reference engine stands for it: there is one everywhere.
+
+
+@pytest.fixture
+def another(monkeypatch: pytest.MonkeyPatch) -> None:
+    open_backend("ik-llama")
+    monkeypatch.setattr(trust, "other_engines", lambda model: ["reference"] if model.backend == "ik-llama" else [])
+
+
+def stored() -> dict[str, Any]:
+    import json
+
+    (verdict,) = (json.loads(path.read_text())["value"] for path in trust.verdicts().folder.iterdir())
+    return dict(verdict)
+
+
+@pytest.mark.usefixtures("another")
+def test_another_engine_is_asked_in_idle_time(tiny: TinyFiles) -> None:
+    with LLM(tiny.bpe, None, backend="ik-llama", n_ctx=256, n_threads=1) as llm:
+        assert llm.wait_idle(SOON)
+        assert llm.generate("the cat", GREEDY).stats["completion_tokens"] == 24
+        assert llm.warnings == []
+    assert stored()["holds"] is True
+    assert "waits" not in stored()
+
+
+@pytest.mark.usefixtures("another", "no_time")
+def test_where_idle_time_never_comes_it_is_asked_at_the_fourth_load(tiny: TinyFiles) -> None:
+    for times in range(1, trust.MAX_PUT_OFF + 1):
+        LLM(tiny.bpe, None, backend="ik-llama", n_ctx=256, n_threads=1).close()
+        assert stored()["waits"] == times
+    LLM(tiny.bpe, None, backend="ik-llama", n_ctx=256, n_threads=1).close()
+    assert "waits" not in stored()
+
+
+@pytest.mark.usefixtures("another")
+def test_without_idle_time_it_is_asked_at_the_load(tiny: TinyFiles) -> None:
+    LLM(tiny.bpe, None, backend="ik-llama", n_ctx=256, n_threads=1, idle=False).close()
+    assert "waits" not in stored()
+
+
+@pytest.mark.usefixtures("another")
+def test_an_engine_that_is_contradicted_answers_no_more(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that is wrong in all its kernels alike agrees with itself."""
+    with backends.load(tiny.bpe, "ik-llama") as model:
+        kind = type(model.new_context(8))
+    for path in trust.verdicts().folder.iterdir():
+        path.unlink()
+    original = kind._decode
+
+    def mirrored(self: Any, tokens: Any, logits: Any) -> Any:
+        return Forward(np.ascontiguousarray(original(self, tokens, logits).logits[:, ::-1]))
+
+    monkeypatch.setattr(kind, "_decode", mirrored)
+    with LLM(tiny.bpe, None, backend="ik-llama", n_ctx=256, n_threads=1) as llm:
+        assert llm.wait_idle(SOON)
+        with pytest.raises(EngineMismatch, match="differs from reference"):
+            llm.generate("the cat", GREEDY)
+        with pytest.raises(EngineMismatch):
+            llm.logprobs("the cat")
+        assert any("Start again" in warning for warning in llm.warnings)
+    assert stored()["holds"] is False
+
+
+# Which engine is faster.
+
+
+def test_auto_takes_the_engine_that_was_measured_faster(
+    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(engine_choice, "_versions", lambda: ["ik-llama 1", "llama-cpp 1"])
+    names, warned = ["ik-llama", "llama-cpp"], list[str]()
+
+    def ordered(**options: Any) -> list[str]:
+        return engine_choice.ordered(names, tiny.bpe, n_threads=2, warn=warned.append, **options)
+
+    def measure(name: str, curve: dict[int, float]) -> None:
+        model = type("M", (), {"path": tiny.bpe, "n_threads": 2, "backend": name})()
+        engine_choice.remember(model, "f16", PassTimes(curve))
+
+    assert ordered() == names
+    measure("ik-llama", {1: 50.0, 2: 56.0, 4: 85.0, 8: 120.0, 64: 640.0})
+    assert ordered() == names  # the other was not measured
+    measure("llama-cpp", {1: 48.0, 2: 80.0, 4: 120.0, 8: 350.0, 64: 1200.0})
+    assert ordered() == names  # faster at one token, not at several
+    measure("llama-cpp", {1: 50.0, 2: 55.0, 4: 84.0, 8: 119.0, 64: 640.0})
+    assert ordered() == names  # not by enough
+    assert warned == []
+    measure("llama-cpp", {1: 40.0, 2: 44.0, 4: 60.0, 8: 90.0, 64: 500.0})
+    assert ordered() == names[::-1]
+    assert ordered() == names[::-1]
+    assert len(warned) == 1
+    assert "llama-cpp answers" in warned[0]
+    assert ordered(on_gpu=True) == names
+    assert ordered(kv_type="q8_0") == names
+    monkeypatch.setattr(engine_choice, "_versions", lambda: ["ik-llama 2", "llama-cpp 1"])
+    assert ordered() == names
+
+
+def test_both_engines_are_measured_in_idle_time(tiny: TinyFiles) -> None:
+    for name in engine_choice.ENGINES:
+        open_backend(name)
+    with LLM(tiny.bpe, None, n_ctx=256, n_threads=1, n_gpu_layers=0) as llm:
+        assert llm.wait_idle(SOON)
+    assert set(engine_choice.measured(tiny.bpe, 1, "f16")) == set(engine_choice.ENGINES)
+
+
+# The quick curve.
+
+
+def test_a_quick_curve_is_used_until_there_is_a_better_one(tmp_path: Path) -> None:
+    cache, key = CalibrationCache(tmp_path), {"file": "x"}
+    cache.put(key, PassTimes({1: 1.0, 4: 2.0}, noisy=True, quick=True))
+    known = cache.get(key)
+    assert known is not None
+    assert (known.quick, known.noisy) == (True, True)
+    cache.put(key, PassTimes({1: 3.0, 2: 4.0}))
+    better = cache.get(key)
+    assert better is not None
+    assert (better.base, better.quick, better.noisy) == ({1: 3.0, 2: 4.0}, False, False)
+    known.observe(1, 9.0)
+    known.replace(better)
+    assert known(1) == 3.0
+
+
+def test_steps_are_exhausted_or_ended_by_what_a_tick_raises() -> None:
+    log: list[str] = []
+
+    def work() -> Steps[int]:
+        try:
+            yield
+            yield
+            return 7
+        finally:
+            log.append("ended")
+
+    assert exhaust(work()) == 7
+    with pytest.raises(KeyError):
+        exhaust(work(), lambda: {}["x"])
+    assert log == ["ended", "ended"]
+
+
+def test_a_load_that_gives_way_blames_no_engine_and_tries_no_other(tiny: TinyFiles) -> None:
+    """As when a question comes while the chat's draft model is being loaded."""
+    seen: list[str] = []
+
+    def stop(fraction: float) -> bool:
+        seen.append("asked")
+        return False
+
+    warnings: list[str] = []
+    with pytest.raises(LocalspecError):
+        backends.load(tiny.pair.draft, "auto", progress=stop, warn=warnings.append, check=False)
+    assert seen
+    assert warnings == []

@@ -1,0 +1,189 @@
+"""Addressed noise behaves as fresh noise, and draws follow their probabilities: statistics where enumeration ends.
+
+``test_exactness`` replaces the primitives of ``Noise`` by what they mean; here the real ones are tested. Seeds are
+fixed, so a result never changes from run to run. Every test rejects at a false-alarm rate of 1e-6: had the seed been
+drawn at random, one run in a million would fail without a defect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from scipy import stats
+
+from localspec.sampling.sampling import Distribution, Noise, SamplingParams, distribution
+from localspec.spec_decode.rounds import Draft, DraftToken
+from localspec.spec_decode.verification import STREAM_DRAFT, verify
+
+FALSE_ALARM = 1e-6
+
+PROBS = np.array([0.4, 0.25, 0.2, 0.1, 0.045, 0.005])
+LAW = Distribution(np.array([3, 17, 18, 400, 70_000, 151_935]), PROBS)
+
+
+def chi_square(counts: npt.ArrayLike, expected: npt.ArrayLike) -> float:
+    """The p-value of Pearson's statistic: small when the counts do not follow the expectation."""
+    return float(stats.chisquare(counts, expected).pvalue)
+
+
+def independent(left: npt.ArrayLike, right: npt.ArrayLike) -> float:
+    """The p-value of the chi-square test of independence of two sequences of draws."""
+    table = stats.contingency.crosstab(left, right).count
+    return float(stats.chi2_contingency(table).pvalue)
+
+
+def counts_of(draws: list[int], ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    assert set(draws) <= set(ids.tolist())
+    return np.array([draws.count(int(token)) for token in ids])
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        lambda i: (Noise(7), i, 0),
+        lambda i: (Noise(i), 5, 0),
+        lambda i: (Noise(7), 5, i),
+        lambda i: (Noise(i * 2**40), i, i % 4),
+    ],
+    ids=["along positions", "along seeds", "along streams", "along all"],
+)
+def test_draws_follow_their_probabilities(address: Callable[[int], tuple[Noise, int, int]]) -> None:
+    """Chi-square with 5 degrees of freedom over 30 000 draws."""
+    draws = []
+    for i in range(30_000):
+        noise, position, stream = address(i)
+        draws.append(LAW.sample(noise, position, stream))
+    assert chi_square(counts_of(draws, LAW.ids), PROBS * len(draws)) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 40, 3000])
+def test_a_draw_is_the_winner_of_a_race(n: int) -> None:
+    """Shortcuts aside, ``sample`` is argmin(e / p) with the exponential numbers of ``Noise``: 1000 laws of n tokens."""
+    rng = np.random.default_rng(n)
+    for position in range(1000):
+        ids = np.sort(rng.choice(152_000, n, replace=False))
+        probs = rng.dirichlet(np.full(n, rng.choice([0.05, 0.5, 5.0])))
+        with np.errstate(divide="ignore"):
+            race = Noise(9).exponential(position, ids, 2) / probs
+        assert Distribution(ids, probs).sample(Noise(9), position, 2) == ids[np.argmin(race)]
+
+
+def test_the_chi_square_test_notices_a_bias_of_one_percent() -> None:
+    """The negative control of the test above: probabilities off by 0.02 in one place."""
+    wrong = Distribution(LAW.ids, np.array([0.42, 0.23, 0.2, 0.1, 0.045, 0.005]))
+    draws = [wrong.sample(Noise(7), i) for i in range(30_000)]
+    assert chi_square(counts_of(draws, LAW.ids), PROBS * len(draws)) < FALSE_ALARM
+
+
+def test_uniform_numbers_are_uniform() -> None:
+    """Kolmogorov-Smirnov over 30 000 numbers, along positions and along seeds."""
+    for numbers in (
+        [Noise(3).uniform(i, 1) for i in range(30_000)],
+        [Noise(i).uniform(9, 1) for i in range(30_000)],
+    ):
+        assert 0 < min(numbers) < max(numbers) < 1
+        assert stats.kstest(numbers, "uniform").pvalue > FALSE_ALARM
+
+
+def test_exponential_numbers_are_exponential() -> None:
+    """Kolmogorov-Smirnov over the 150 000 numbers of one row, and over one token's along 30 000 positions."""
+    row = Noise(3).exponential(11, np.arange(150_000))
+    column = [float(Noise(3).exponential(i, np.array([77]))[0]) for i in range(30_000)]
+    for numbers in (row, column):
+        assert min(numbers) > 0
+        assert stats.kstest(numbers, "expon").pvalue > FALSE_ALARM
+
+
+PAIRS: dict[str, Callable[[int], tuple[tuple[int, int, int], tuple[int, int, int]]]] = {
+    # (seed, position, stream) of the two draws that must know nothing of each other
+    "neighbouring positions": lambda i: ((1, i, 0), (1, i + 1, 0)),
+    "distant positions": lambda i: ((1, i, 0), (1, i + 4096, 0)),
+    "target and accept": lambda i: ((1, i, 0), (1, i, 1)),
+    "target and residual": lambda i: ((1, i, 0), (1, i, 2)),
+    "target and draft": lambda i: ((1, i, 0), (1, i, 3)),
+    "accept and residual": lambda i: ((1, i, 1), (1, i, 2)),
+    "draft and the next target": lambda i: ((1, i, 3), (1, i + 1, 0)),
+    "neighbouring seeds": lambda i: ((i, 9, 0), (i + 1, 9, 0)),
+    "seed and position": lambda i: ((i, i, 0), (i + 1, i, 0)),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_draws_at_different_addresses_are_independent(pair: str) -> None:
+    """Chi-square test of independence over 20 000 pairs of draws."""
+    left, right = [], []
+    for i in range(20_000):
+        for (seed, position, stream), draws in zip(PAIRS[pair](i), (left, right), strict=True):
+            draws.append(LAW.sample(Noise(seed), position, stream))
+    assert independent(left, right) > FALSE_ALARM
+
+
+def test_acceptance_is_independent_of_the_draft() -> None:
+    """The uniform number of a position against the token drafted there: chi-square over 20 000 pairs."""
+    noise = Noise(5)
+    tokens = [LAW.sample(noise, i, STREAM_DRAFT) for i in range(20_000)]
+    eighths = [int(8 * noise.uniform(i, 1)) for i in range(20_000)]
+    assert independent(tokens, eighths) > FALSE_ALARM
+
+
+def test_a_draw_does_not_depend_on_tokens_that_cannot_be_drawn() -> None:
+    """Adding tokens of no probability changes nothing: noise belongs to token ids, not to places in an array."""
+    wide = Distribution(np.arange(200), np.zeros(200))
+    wide.probs[[3, 17, 18]] = [0.5, 0.3, 0.2]
+    narrow = Distribution(np.array([3, 17, 18]), np.array([0.5, 0.3, 0.2]))
+    assert [wide.sample(Noise(1), i) for i in range(500)] == [narrow.sample(Noise(1), i) for i in range(500)]
+
+
+SAMPLING = SamplingParams(temperature=1.0)
+
+ROW = np.array([1.0, 2.0, 0.5, -1.0, 1.5, 0.0, -0.5, 1.2], dtype=np.float32)
+DRAFT_ROW = np.array([0.0, 1.0, 1.5, 1.0, -1.0, 0.5, 0.0, 2.0], dtype=np.float32)
+
+
+def first_tokens(params: SamplingParams, n: int, lie: bool = False) -> list[int]:
+    """The first token of n rounds with one guess sampled from the draft's law, each round with a seed of its own."""
+    p_rows = np.stack([ROW, ROW])
+    q = distribution(DRAFT_ROW, [0], params)
+    claimed = distribution(DRAFT_ROW, [0], SamplingParams(temperature=2.0)) if lie else q
+    tokens = []
+    for seed in range(n):
+        noise = Noise(seed)
+        guess = DraftToken(q.sample(noise, 1, STREAM_DRAFT), "test", 0.5, claimed)
+        verdict = verify(Draft([guess]), p_rows, [0], params, noise)
+        tokens.append(guess.id if verdict.n_accepted else verdict.next_token)
+    return tokens
+
+
+@pytest.mark.parametrize(
+    "params",
+    [SAMPLING, SamplingParams(temperature=0.6, top_k=5), SamplingParams(temperature=1.0, top_p=0.8, min_p=0.1)],
+    ids=["temperature 1", "top-k", "top-p and min-p"],
+)
+def test_verified_samples_follow_the_target(params: SamplingParams) -> None:
+    """Chi-square over 20 000 rounds with the real noise, guesses sampled from another law."""
+    p = distribution(ROW, [0], params)
+    tokens = first_tokens(params, 20_000)
+    assert chi_square(counts_of(tokens, p.ids), p.probs * len(tokens)) > FALSE_ALARM
+
+
+def test_the_test_of_verified_samples_notices_a_wrong_acceptance() -> None:
+    """The negative control: the same test with guesses accepted by a law that they were not drawn from."""
+    p = distribution(ROW, [0], SAMPLING)
+    tokens = first_tokens(SAMPLING, 20_000, lie=True)
+    assert chi_square(counts_of(tokens, p.ids), p.probs * len(tokens)) < FALSE_ALARM
+
+
+def test_successive_tokens_of_sampled_rounds_are_independent() -> None:
+    """Accepted and recovered tokens at neighbouring positions of one seed: chi-square over 20 000 pairs."""
+    p, q = (distribution(row, [0], SAMPLING) for row in (ROW, DRAFT_ROW))
+    noise = Noise(42)
+    tokens = []
+    for position in range(1, 20_001):
+        guess = DraftToken(q.sample(noise, position, STREAM_DRAFT), "test", 0.5, q)
+        verdict = verify(Draft([guess]), np.stack([ROW, ROW]), [0] * position, SAMPLING, noise)
+        tokens.append(guess.id if verdict.n_accepted else verdict.next_token)
+    assert independent(tokens[:-1], tokens[1:]) > FALSE_ALARM
+    assert chi_square(counts_of(tokens, p.ids), p.probs * len(tokens)) > FALSE_ALARM

@@ -1,0 +1,265 @@
+"""The sampling chain and its noise.
+
+Tests of a law use fixed seeds; each states the probability of a false alarm that its bound was chosen for.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from scipy import stats
+
+from localspec.errors import EngineError, UsageError
+from localspec.sampling.sampling import (
+    Distribution,
+    Noise,
+    SamplingParams,
+    distribution,
+    edit_logits,
+    greedy_token,
+    top_k_ids,
+)
+
+ROWS = hnp.arrays(np.float32, st.integers(1, 700), elements=st.sampled_from([-3.0, 0.0, 0.5, 0.5, 1.0, 2.0, 7.25]))
+
+
+def row_of(seed: int, n: int = 1000, scale: float = 3.0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0.0, scale, n).astype(np.float32)
+
+
+def dense_chain(row: np.ndarray, history: list[int], params: SamplingParams) -> np.ndarray:
+    """The chain by the book, on whole vectors in float64: probabilities [n_vocab]."""
+    logits = row.astype(np.float64)
+    for token, bias in params.logit_bias.items():
+        logits[token] += bias
+    recent = history[len(history) - min(len(history), params.repeat_last_n) :]
+    for token in set(recent):
+        # llama.cpp, llama_sampler_penalties_apply
+        if logits[token] <= 0:
+            logits[token] *= params.repeat_penalty
+        else:
+            logits[token] /= params.repeat_penalty
+        logits[token] -= recent.count(token) * params.frequency_penalty + params.presence_penalty
+    n = len(logits)
+    alive = np.ones(n, dtype=bool)
+    by_size = sorted(range(n), key=lambda i: (-logits[i], i))
+    if params.top_k:
+        alive[by_size[params.top_k :]] = False
+
+    def probabilities() -> np.ndarray:
+        p = np.where(alive, np.exp((logits - logits.max()) / params.temperature), 0.0)
+        return p / p.sum()
+
+    if params.top_p < 1:
+        p, total = probabilities(), 0.0
+        for i in by_size:
+            if total >= params.top_p:
+                alive[i] = False
+            total += p[i]
+    if params.min_p:
+        p = probabilities()
+        alive &= p >= params.min_p * p.max()
+    return probabilities()
+
+
+def dense(d: Distribution, n: int) -> np.ndarray:
+    p = np.zeros(n)
+    p[d.ids] = d.probs
+    return p
+
+
+class TestChain:
+    @settings(max_examples=150, deadline=None)
+    @given(
+        st.integers(0, 10**6),
+        st.sampled_from([1, 7, 300, 1500]),
+        st.fixed_dictionaries(
+            {
+                "temperature": st.sampled_from([0.2, 0.8, 1.0, 3.0]),
+                "top_k": st.sampled_from([0, 1, 5, 40, 2000]),
+                "top_p": st.sampled_from([1.0, 0.9, 0.5, 1e-9]),
+                "min_p": st.sampled_from([0.0, 0.05, 0.5]),
+                "repeat_penalty": st.sampled_from([1.0, 2.0, 0.5]),
+                "presence_penalty": st.sampled_from([0.0, 1.5, -1.0]),
+                "frequency_penalty": st.sampled_from([0.0, 0.75]),
+                "repeat_last_n": st.sampled_from([0, 1, 3, 64]),
+            }
+        ),
+    )
+    def test_equals_a_dense_implementation(self, seed: int, n: int, options: dict[str, Any]) -> None:
+        rng = np.random.default_rng(seed)
+        # Sixty-fourths: no penalty is rounded, so nothing hangs on when float32 comes in; and there are ties.
+        row, history = np.round(row_of(seed, n) * 64) / 64, rng.integers(0, n, 10).tolist()
+        params = SamplingParams(**options, logit_bias={0: 2.0, n - 1: -math.inf} if n > 1 else {})
+        before = row.copy()
+        d = distribution(row, history, params)
+        expected = dense_chain(row, history, params)
+        assert np.array_equal(row, before)
+        np.testing.assert_allclose(dense(d, n), expected, rtol=1e-9, atol=1e-300)
+        assert np.all(np.diff(d.ids) > 0)
+        assert np.all(d.probs > 0)
+
+    def test_greedy_is_the_argmax_after_penalties_and_the_lowest_id_of_equals(self) -> None:
+        row = np.array([1.0, 3.0, 3.0, 2.9], dtype=np.float32)
+        assert greedy_token(row, [], SamplingParams()) == 1
+        assert greedy_token(row, [1, 2], SamplingParams(repeat_penalty=2.0)) == 3
+        d = distribution(row, [], SamplingParams())
+        assert (d.ids.tolist(), d.probs.tolist()) == ([1], [1.0])
+
+    def test_penalties_by_hand(self) -> None:
+        row = np.array([2.0, -2.0, 1.0, 0.0], dtype=np.float32)
+        params = SamplingParams(repeat_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
+        assert edit_logits(row, [0, 1, 1], params).tolist() == [1.0 - 0.75, -4.0 - 1.0, 1.0, 0.0]
+        assert edit_logits(row, [2, 0, 1, 1], SamplingParams(presence_penalty=1.0, repeat_last_n=2)).tolist() == [
+            2.0, -3.0, 1.0, 0.0
+        ]  # fmt: skip
+
+    def test_a_row_that_nothing_changes_is_not_copied(self) -> None:
+        row = row_of(0)
+        assert edit_logits(row, [1, 2], SamplingParams(temperature=1.0, top_k=3)) is row
+        assert edit_logits(row, [1, 2], SamplingParams(repeat_penalty=1.5, repeat_last_n=0)) is row
+
+    @pytest.mark.parametrize(("top_p", "kept"), [(0.5, 1), (0.5000001, 2), (0.75, 2), (0.76, 3), (1.0, 4), (1e-12, 1)])
+    def test_top_p_keeps_the_fewest_that_reach_it(self, top_p: float, kept: int) -> None:
+        row = np.log(np.array([0.125, 0.5, 0.125, 0.25])).astype(np.float32)
+        row -= row.max()  # powers of two: exact
+        d = distribution(row, [], SamplingParams(temperature=1.0, top_p=top_p))
+        assert len(d.ids) == kept
+
+    def test_top_p_of_a_flat_row_keeps_its_share(self) -> None:
+        d = distribution(np.zeros(1000, dtype=np.float32), [], SamplingParams(temperature=1.0, top_p=0.25))
+        assert d.ids.tolist() == list(range(250))
+
+    @pytest.mark.parametrize("temperature", [1e-308, 1e-6, 100.0])
+    @pytest.mark.parametrize("options", [{}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.1}])
+    def test_extreme_temperatures(self, temperature: float, options: dict[str, Any]) -> None:
+        row = row_of(3) * 100
+        d = distribution(row, [], SamplingParams(temperature=temperature, **options))
+        assert np.all(np.isfinite(d.probs))
+        assert abs(d.probs.sum() - 1) < 1e-9
+        assert d.argmax() == int(np.argmax(row))
+        if temperature < 1:
+            assert d.ids.tolist() == [int(np.argmax(row))]
+        assert d.sample(Noise(1), 0) in d.ids
+
+    @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0),
+                                        SamplingParams(temperature=1.0, top_k=5)])  # fmt: skip
+    @pytest.mark.parametrize("broken", [math.nan, math.inf, "all"])
+    def test_broken_logits_are_an_error_and_not_a_token(self, params: SamplingParams, broken: Any) -> None:
+        row = row_of(1)
+        row[slice(None) if broken == "all" else 700] = -math.inf if broken == "all" else broken
+        with pytest.raises(EngineError, match="not numbers"):
+            distribution(row, [], params)
+
+    def test_banned_tokens_never_come(self) -> None:
+        params = SamplingParams(temperature=100.0, logit_bias={i: -math.inf for i in range(1, 1000)})
+        assert distribution(row_of(1), [], params).ids.tolist() == [0]
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"temperature": -1}, {"temperature": math.nan}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.1}, {"min_p": 1},
+         {"repeat_penalty": 0}, {"repeat_last_n": -1}, {"presence_penalty": math.inf}, {"max_tokens": 0},
+         {"logit_bias": {1: math.nan}}, {"logit_bias": {1: math.inf}}, {"stop": [""]}, {"seed": 2**64},
+         {"temperature": "1"}, {"temperature": None}, {"top_k": 2.5}, {"max_tokens": "9"}, {"seed": 0.5},
+         {"stop": None}, {"logit_bias": {"1": 2.0}}, {"logit_bias": [1]}, {"logit_bias": {1: None}},
+         {"presence_penalty": "x"}],
+    )  # fmt: skip
+    def test_absurd_options(self, options: dict[str, Any]) -> None:
+        with pytest.raises(UsageError, match=next(iter(options))):
+            SamplingParams(**options)
+
+
+class TestTopK:
+    @settings(deadline=None)
+    @given(ROWS, st.integers(1, 720))
+    def test_as_a_full_sort_with_ties(self, row: np.ndarray, k: int) -> None:
+        expected = sorted(sorted(range(len(row)), key=lambda i: (-row[i], i))[:k])
+        assert top_k_ids(row, k).tolist() == expected
+
+    @pytest.mark.parametrize("k", [1, 40, 1000])
+    def test_rows_with_banned_tokens(self, k: int) -> None:
+        row = row_of(5, 5000)
+        row[::2] = -math.inf
+        assert set(top_k_ids(row, k)) == set(np.argsort(-row, kind="stable")[:k])
+
+
+class TestNoise:
+    """Each test: false-alarm probability under 1e-4 before the seed was fixed."""
+
+    N = 20_000
+
+    @pytest.mark.parametrize("seed", [0, 1, 2**64 - 1, -1])
+    def test_uniform_over_positions(self, seed: int) -> None:
+        sample = [Noise(seed).uniform(position, 1) for position in range(self.N)]
+        assert stats.kstest(sample, "uniform").pvalue > 1e-4
+        assert min(sample) > 0
+        assert max(sample) < 1
+
+    @pytest.mark.parametrize(("seed", "position", "stream"), [(0, 0, 0), (0, 1, 0), (7, 123, 3)])
+    def test_exponential_over_tokens(self, seed: int, position: int, stream: int) -> None:
+        sample = Noise(seed).exponential(position, np.arange(self.N), stream)
+        assert stats.kstest(sample, "expon").pvalue > 1e-4
+
+    def test_exponential_over_positions_for_one_token(self) -> None:
+        sample = [float(Noise(5).exponential(position, np.array([42]))[0]) for position in range(self.N)]
+        assert stats.kstest(sample, "expon").pvalue > 1e-4
+
+    @pytest.mark.parametrize("other", ["stream", "position", "token", "seed"])
+    def test_independent_of_its_neighbours(self, other: str) -> None:
+        """Rank correlation, and a chi-square test of a 10 x 10 table of deciles: dependence of any form."""
+        ids = np.arange(self.N)
+        a = Noise(3).exponential(10, ids, 0)
+        b = {
+            "stream": lambda: Noise(3).exponential(10, ids, 1),
+            "position": lambda: Noise(3).exponential(11, ids, 0),
+            "token": lambda: Noise(3).exponential(10, ids + 1, 0),
+            "seed": lambda: Noise(4).exponential(10, ids, 0),
+        }[other]()
+        assert stats.spearmanr(a, b).pvalue > 1e-4
+        deciles = [np.quantile(sample, np.linspace(0, 1, 11)) for sample in (a, b)]
+        assert stats.chi2_contingency(np.histogram2d(a, b, bins=deciles)[0]).pvalue > 1e-4
+
+    def test_accept_and_target_draws_are_independent(self) -> None:
+        noise = Noise(11)
+        a = [noise.uniform(position, 1) for position in range(self.N)]
+        b = [float(noise.uniforms(position, np.array([9]), 0)[0]) for position in range(self.N)]
+        assert stats.spearmanr(a, b).pvalue > 1e-4
+
+    def test_no_seed_is_a_fresh_one(self) -> None:
+        assert Noise(None).seed != Noise(None).seed
+        assert Noise(-1).seed == 2**64 - 1
+
+
+class TestDistribution:
+    def test_sample_follows_the_law(self) -> None:
+        """Chi-square over 8 tokens, 20,000 and 4,000 draws (long rows take another path); false alarm under 1e-4."""
+        p = np.array([0.3, 0.2, 0.2, 0.1, 0.1, 0.05, 0.04, 0.01])
+        for n_others in (0, 5000):
+            ids = np.arange(8 + n_others)
+            d = Distribution(ids, np.concatenate([p, np.full(n_others, 1e-30)]))
+            drawn = [d.sample(Noise(1), position) for position in range(4_000 if n_others else 20_000)]
+            counts = np.bincount(drawn, minlength=8)
+            assert counts[8:].sum() == 0
+            assert stats.chisquare(counts[:8], p * len(drawn)).pvalue > 1e-4
+
+    def test_pruned_and_full_race_have_the_same_winner(self) -> None:
+        row = row_of(8, 20_000, 1.0)
+        d = distribution(row, [], SamplingParams(temperature=1.0))
+        for position in range(200):
+            race = Noise(2).exponential(position, d.ids) / d.probs
+            assert d.sample(Noise(2), position) == int(d.ids[np.argmin(race)])
+
+    def test_prob_and_minus(self) -> None:
+        p = Distribution(np.array([2, 5, 9]), np.array([0.5, 0.3, 0.2]))
+        q = Distribution(np.array([1, 5, 9]), np.array([0.2, 0.1, 0.7]))
+        assert [p.prob(i) for i in (1, 2, 5, 9, 10)] == [0.0, 0.5, 0.3, 0.2, 0.0]
+        rest = p.minus(q)
+        assert rest.ids.tolist() == [2, 5]
+        np.testing.assert_allclose(rest.probs, [0.5 / 0.7, 0.2 / 0.7])
+        assert p.minus(p) is p

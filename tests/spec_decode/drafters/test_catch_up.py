@@ -1,0 +1,190 @@
+"""A draft model that was left behind: what it would have guessed for the text it missed is judged when it reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Literal
+
+import pytest
+
+from localspec import LLM, SamplingParams
+from localspec.backends.base import FEW_ROWS, Forward
+from localspec.controllers.auto_plan import AutoPlan
+from localspec.controllers.fixed import FixedPlan
+from localspec.sampling.sampling import Noise, Row
+from localspec.spec_decode.drafters.draft_model import MAX_ABRIDGED, MAX_WITNESS, N_HEAD, N_TAIL
+from localspec.spec_decode.proposer import SamplingProposer
+from tests.conftest import TinyFiles
+
+
+class Recorder:
+    """A plan that only writes down."""
+
+    room = 1
+
+    def __init__(self, worth: int = 1 << 20) -> None:
+        self.seen: list[tuple[float, bool]] = []
+        self.worth = worth
+
+    def more(self, source: str, pending: int = 0) -> bool:
+        return pending <= self.worth
+
+    def piece(self, source: str, pending: int) -> int:
+        return pending
+
+    def spent(self, source: str, n_tokens: int, ms: float) -> None:
+        self.n_read, self.ms = n_tokens, ms
+
+    def nothing(self, source: str) -> None: ...
+
+    def samples(self, source: str, confidence: float) -> bool:
+        return True
+
+    def witness(self, source: str, confidence: float, right: bool) -> None:
+        self.seen.append((confidence, right))
+
+    def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
+        return None
+
+
+def test_guesses_for_missed_tokens_are_judged_and_no_others(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=256) as llm:
+        pair = llm._pair
+        (drafter,) = pair._drafters
+        params = SamplingParams(max_tokens=40, ignore_eos=True)
+        answer = llm.generate("the cat sat", params, speculate=False).token_ids
+        prompt = llm.tokenize("the cat sat", add_special=True)
+
+        def catch_up(n: int) -> Recorder:
+            ((_, context),) = pair._models.values()
+            context.truncate(0)
+            drafter.begin(prompt)
+            drafter.accept(answer[:n])
+            plan, n_rows, decode = Recorder(), [], context.decode
+
+            def counted(tokens: Sequence[int], logits: Literal["all", "last", "none"] = "all") -> Forward:
+                n_rows.append(len(tokens) if logits == "all" else 1)
+                return decode(tokens, logits)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(context, "decode", counted)
+                drafter.draft(prompt + answer[:n], plan, SamplingProposer(params, Noise(0)))
+            assert context.tokens == prompt + answer[:n]
+            assert max(n_rows) <= FEW_ROWS
+            return plan
+
+        def rightly_guessed(n: int) -> list[bool]:
+            ((model, _),) = pair._models.values()
+            with model.new_context(256) as fresh:
+                tops = fresh.decode(prompt + answer[:n]).logits.argmax(axis=1)
+            return [int(tops[len(prompt) - 1 + i]) == answer[i] for i in range(n)]
+
+        plan = llm._call(lambda: catch_up(10))
+        assert plan.n_read == len(prompt) + 10
+        assert [right for _, right in plan.seen] == rightly_guessed(10)
+        assert any(right for _, right in plan.seen)
+        plan = llm._call(lambda: catch_up(40))
+        assert [right for _, right in plan.seen] == rightly_guessed(40)[-MAX_WITNESS:]
+        assert llm._call(lambda: catch_up(0)).seen == []  # a prompt is not what the target said
+
+
+def test_a_guess_is_charged_for_what_is_made_of_its_logits_too(
+    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+
+    class Slow(SamplingProposer):
+        def confidence(self, row: Row, history: Sequence[int], behind: int = 0) -> float:
+            now[0] += 0.05
+            return super().confidence(row, history, behind)
+
+    with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=256) as llm:
+        (drafter,) = llm._pair._drafters
+        prompt, plan = llm.tokenize("the cat sat", add_special=True), Recorder()
+        drafter.begin(prompt)
+        monkeypatch.setattr(
+            "localspec.spec_decode.drafters.draft_model.time", SimpleNamespace(perf_counter=lambda: now[0])
+        )
+        llm._call(lambda: drafter.draft(prompt, plan, Slow(SamplingParams(), Noise(0))))
+        assert plan.ms == pytest.approx(50)
+
+
+def test_what_was_witnessed_is_learned(tiny: TinyFiles) -> None:
+    with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=256) as llm:
+        controller = llm._pair.controller("auto")
+        plan = controller.plan(room=8, n_past=4)
+        assert isinstance(plan, AutoPlan)
+        before = plan.controller.sources["model"].expected(0.97)
+        for _ in range(20):
+            plan.witness("model", 0.97, right=False)
+        assert plan.controller.sources["model"].expected(0.97) < before - 0.3
+
+
+def test_of_a_short_new_prompt_only_the_ends_are_read_if_all_of_it_is_not_worth_that(tiny: TinyFiles) -> None:
+    with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=1024) as llm:
+        (drafter,) = llm._pair._drafters
+        ((_, context),) = llm._pair._models.values()
+        params = SamplingParams()
+
+        def read(prompt: list[int], answer: list[int], worth: int = 80) -> list[int]:
+            drafter.begin(prompt)
+            drafter.accept(answer)
+            drafter.draft(prompt + answer, Recorder(worth), SamplingProposer(params, Noise(0)))
+            return list(context.tokens)
+
+        def words(n: int) -> list[int]:
+            return [20 + i % 60 for i in range(n)]
+
+        for n, abridged in ((40, False), (N_HEAD + N_TAIL, False), (100, True), (MAX_ABRIDGED, True)):
+            prompt, answer = words(n), [7, 8, 9]
+            llm._call(lambda: context.truncate(0))
+            ends = (prompt[:N_HEAD] + prompt[-N_TAIL:] if abridged else prompt) + answer
+            assert llm._call(lambda p=prompt, a=answer: read(p, a)) == ends
+            llm._call(lambda: context.truncate(0))
+            assert llm._call(lambda p=prompt, a=answer: read(p, a, 400)) == prompt + answer
+        llm._call(lambda: context.truncate(0))
+        assert llm._call(lambda: read(words(400), [7])) == []  # a longer one is read whole, or not at all
+        # What was read in an earlier turn stays: nothing is left out of a prompt that goes on from there.
+        prompt = words(400)
+        longer = [*prompt, 7, 8, 9, *words(30)]
+        llm._call(lambda: read(prompt, [7, 8, 9], 500))
+        assert llm._call(lambda: read(longer, [5])) == [*longer, 5]
+
+
+def test_all_of_a_prompt_is_read_once_that_has_come_to_be_worth_it(tiny: TinyFiles) -> None:
+    with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=1024) as llm:
+        (drafter,) = llm._pair._drafters
+        ((_, context),) = llm._pair._models.values()
+
+        def read() -> None:
+            proposer = SamplingProposer(SamplingParams(), Noise(0))
+            context.truncate(0)
+            drafter.begin(prompt)
+            drafter.draft(prompt, Recorder(10), proposer)
+            assert context.tokens == []
+            drafter.accept([7])
+            drafter.draft([*prompt, 7], Recorder(200), proposer)
+            assert context.tokens == [*prompt, 7]
+
+        prompt = [20 + i % 60 for i in range(100)]
+        llm._call(read)
+
+
+def test_an_abridged_prompt_changes_guesses_and_nothing_else(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    worth = N_HEAD + N_TAIL + 8
+    monkeypatch.setattr(FixedPlan, "more", lambda plan, source, pending=0: plan.room > 0 and pending <= worth)
+    with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=1024) as llm:
+        prompt = "the cat sat on the mat and the dog ran to the door " * 4
+        assert N_HEAD + N_TAIL < llm.count_tokens(prompt) <= MAX_ABRIDGED
+        params = SamplingParams(max_tokens=60, ignore_eos=True)
+        plain = llm.generate(prompt, params, speculate=False).token_ids
+        drafted = llm.generate(prompt, params, draft_length=4)
+        assert drafted.token_ids == plain
+        assert drafted.stats["num_accepted_tokens"] > 0
+        assert llm._pair._drafters[0]._n_hidden > 0  # type: ignore[attr-defined]
+        seeded = SamplingParams(temperature=1.0, seed=5, max_tokens=60, ignore_eos=True)
+        assert (
+            llm.generate(prompt, seeded, draft_length=4).token_ids
+            == llm.generate(prompt, seeded, speculate=False).token_ids
+        )

@@ -1,0 +1,157 @@
+"""Detokenizer and stop strings. Chat templates are in test_templates.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localspec.spec_decode.detokenizer import Detokenizer, TextAssembler
+from localspec.spec_decode.rounds import Span, TokenKind
+
+KINDS: Sequence[TokenKind] = ("accepted", "recovered", "bonus", "plain")
+TEXTS = st.text(alphabet="ab\U0001f600é\n", max_size=40)
+STOPS = st.lists(st.text(alphabet="ab\U0001f600é\n", min_size=1, max_size=4), max_size=4)
+
+
+class Pieces:
+    """A vocabulary in which token i is the i-th piece of some bytes."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self.pieces = list(pieces)
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.pieces[token]
+
+
+@st.composite
+def pieces_of(draw: st.DrawFn, whole: st.SearchStrategy[bytes]) -> list[bytes]:
+    """Bytes, cut anywhere: inside of characters too, and with empty pieces."""
+    data = draw(whole)
+    cuts = sorted(draw(st.lists(st.integers(0, len(data)), max_size=len(data) + 2)))
+    bounds = [0, *cuts, len(data)]
+    return [data[a:b] for a, b in pairwise(bounds)]
+
+
+def assemble(pieces: Sequence[bytes], stop: Sequence[str]) -> tuple[str, bool]:
+    assembler = TextAssembler(Pieces(pieces), stop)
+    spans = [span for i in range(len(pieces)) for span in assembler.push(i, "plain", "target")]
+    spans += assembler.finish()
+    return "".join(span.text for span in spans), assembler.stopped
+
+
+def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, bool]:
+    """The definition: an answer ends where a stop string first begins in it."""
+    found = [text.find(s) for s in stop if s in text]
+    return (text[: min(found)], True) if found else (text, False)
+
+
+def releasable(text: str, stop: Sequence[str]) -> int:
+    """How much of a text can be shown whatever follows it."""
+    cut, _ = cut_at_stop(text, stop)
+    opens = [i for i in range(len(text)) if any(s.startswith(text[i:]) and s != text[i:] for s in stop)]
+    return min([len(cut), *opens])
+
+
+class TestDetokenizer:
+    @given(pieces_of(st.one_of(TEXTS.map(str.encode), st.binary(max_size=30))))
+    def test_pieces_make_the_text_of_the_whole(self, pieces: list[bytes]) -> None:
+        detokenizer = Detokenizer(Pieces(pieces))
+        text = "".join(detokenizer.push(i) for i in range(len(pieces))) + detokenizer.flush()
+        assert text == b"".join(pieces).decode("utf-8", "replace")
+
+    def test_a_character_comes_with_its_last_byte(self) -> None:
+        emoji = "\U0001f600".encode()
+        detokenizer = Detokenizer(Pieces([b"a" + emoji[:1], emoji[1:3], emoji[3:] + b"b"]))
+        assert [detokenizer.push(i) for i in range(3)] == ["a", "", "\U0001f600b"]
+        assert detokenizer.flush() == ""
+
+    def test_bytes_are_given_up_as_soon_as_they_cannot_become_a_character_and_not_before(self) -> None:
+        detokenizer = Detokenizer(Pieces([b"\xf0\x9f", b"x", b"\xff", b"\xe2\x82"]))
+        assert [detokenizer.push(i) for i in range(4)] == ["", "\ufffdx", "\ufffd", ""]
+        assert detokenizer.flush() == "\ufffd"
+        assert detokenizer.flush() == ""
+
+
+class TestTextAssembler:
+    @given(pieces_of(TEXTS.map(str.encode)), STOPS)
+    def test_text_ends_where_a_stop_string_first_begins(self, pieces: list[bytes], stop: list[str]) -> None:
+        text = b"".join(pieces).decode()
+        assert assemble(pieces, stop) == cut_at_stop(text, stop)
+
+    @given(TEXTS, STOPS)
+    def test_exactly_what_is_safe_is_released(self, text: str, stop: list[str]) -> None:
+        assembler = TextAssembler(Pieces([c.encode() for c in text]), stop)
+        released = ""
+        for i in range(len(text)):
+            released += "".join(span.text for span in assembler.push(i, "plain", "target"))
+            if assembler.stopped:
+                break
+            assert released == text[: releasable(text[: i + 1], stop)]
+        assert text.startswith(released)
+
+    @given(pieces_of(TEXTS.map(str.encode)), STOPS, st.data())
+    def test_every_character_keeps_the_kind_and_source_of_the_token_that_completed_it(
+        self, pieces: list[bytes], stop: list[str], data: st.DataObject
+    ) -> None:
+        tags = [(data.draw(st.sampled_from(KINDS)), data.draw(st.sampled_from("mn"))) for _ in pieces]
+        assembler, plain = TextAssembler(Pieces(pieces), stop), Detokenizer(Pieces(pieces))
+        expected: list[tuple[str, TokenKind, str]] = []
+        spans: list[Span] = []
+        for i, tag in enumerate(tags):
+            expected += [(character, *tag) for character in plain.push(i)]
+            spans += assembler.push(i, *tag)
+        spans += assembler.finish()
+        got = [(character, span.kind, span.source) for span in spans for character in span.text]
+        assert got == expected[: len(got)]
+
+    def test_a_stop_string_over_three_tokens_is_never_shown(self) -> None:
+        assembler = TextAssembler(Pieces([b"so E", b"N", b"D and on"]), ["END"])
+        assert assembler.push(0, "plain", "target") == [Span("so ", "plain", "target")]
+        assert assembler.push(1, "accepted", "model") == []
+        assert assembler.token_text == "N"
+        assert not assembler.stopped
+        assert assembler.push(2, "bonus", "target") == []
+        assert assembler.stopped
+        assert assembler.finish() == []
+
+    def test_what_was_held_back_comes_out_with_its_tags(self) -> None:
+        assembler = TextAssembler(Pieces([b"E", b"N", b"d"]), ["END"])
+        assert assembler.push(0, "plain", "target") == []
+        assert assembler.push(1, "accepted", "ngram") == []
+        assert assembler.push(2, "accepted", "ngram") == [Span("E", "plain", "target"), Span("Nd", "accepted", "ngram")]
+
+    def test_the_end_releases_what_might_have_become_a_stop_string(self) -> None:
+        assembler = TextAssembler(Pieces([b"x EN", b"\xf0\x9f"]), ["END"])
+        assembler.push(0, "plain", "target")
+        assert assembler.push(1, "bonus", "target") == []
+        assert assembler.finish() == [Span("EN", "plain", "target"), Span("\ufffd", "bonus", "target")]
+        assert not assembler.stopped
+        assert assembler.finish() == []
+
+    @pytest.mark.parametrize(
+        ("text", "stop", "expected"),
+        [
+            ("aab", ["ab"], "a"),
+            ("ababac", ["abac"], "ab"),
+            ("abc", ["abcd", "b"], "a"),
+            ("abcd", ["abcd", "b"], ""),
+            ("abcx", ["abcde", "b", "c"], "a"),
+            ("aabaaabaaax", ["aabaaax"], "aaba"),
+            ("abc", ["abc", "ab"], ""),
+            ("x\U0001f600\U0001f601y", ["\U0001f600\U0001f601"], "x"),
+            ("x\U0001f600\U0001f602y", ["\U0001f600\U0001f601"], "x\U0001f600\U0001f602y"),
+            ("abc", ["c", "c"], "ab"),
+        ],
+    )
+    def test_stop_strings_that_overlap(self, text: str, stop: list[str], expected: str) -> None:
+        whole = assemble([text.encode()], stop)
+        by_byte = assemble([bytes([b]) for b in text.encode()], stop)
+        assert whole == by_byte == (expected, expected != text)
+
+    def test_nothing_is_held_back_without_stop_strings(self) -> None:
+        assembler = TextAssembler(Pieces([b"a", b"b"]))
+        assert [span.text for i in range(2) for span in assembler.push(i, "plain", "target")] == ["a", "b"]

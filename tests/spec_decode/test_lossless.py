@@ -1,0 +1,352 @@
+"""The whole decoder on the reference backend: what is said never depends on what was guessed, to the bit.
+
+Thousands of answers with drafters that guess well, badly, too much or nothing, at any length, are compared with plain
+decoding: tokens, text and the reason for ending must be the same. Then, sampling without a seed, the law of whole
+answers is enumerated with the real draft-model drafter and a controller that learns from every guess it sees.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import localspec.spec_decode.decoder
+from localspec.backends import reference
+from localspec.backends.base import Context
+from localspec.controllers.fixed import FixedController, FixedPlan
+from localspec.sampling.sampling import SamplingParams
+from localspec.spec_decode.controller import Controller
+from localspec.spec_decode.decoder import SpeculativeDecoder
+from localspec.spec_decode.detokenizer import TextAssembler
+from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
+from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
+from localspec.spec_decode.drafters.ngram import NgramDrafter
+from localspec.spec_decode.rounds import DraftToken, Round
+from tests.conftest import TinyFiles
+from tests.spec_decode.test_exactness import EXACT, PROMPT, SAMPLING, Predictions, Tokens, plain_law
+from tests.support.enumeration import Branches, BranchingNoise, branching_samples, explore, largest_difference
+from tests.support.ggufs import micro_model
+
+N_CTX = 72
+
+
+@dataclass
+class Answer:
+    """An answer as the user gets it."""
+
+    tokens: list[int]
+    text: str
+    finish_reason: str | None
+
+    @classmethod
+    def of(cls, rounds: list[Round]) -> Answer:
+        tokens = [token.id for round_ in rounds for token in round_.emitted]
+        return cls(tokens, "".join(round_.text for round_ in rounds), rounds[-1].finish_reason)
+
+
+class RandomDrafter(Drafter):
+    """Knows the plain answer, and guesses along it with a given share of errors, in bursts of any length."""
+
+    source = "random"
+
+    def __init__(self, rng: random.Random, n_vocab: int) -> None:
+        self.rng, self.n_vocab = rng, n_vocab
+        self.answer: list[int] = []
+        self.errors = 0.0
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        self.n_prompt = len(tokens)
+
+    def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
+        guesses: list[DraftToken] = []
+        for _ in range(self.rng.randint(0, 6)):
+            if not plan.more(self.source) or plan.keep(self.source, 0.5) is None:
+                break
+            at = len(tokens) + len(guesses) - self.n_prompt
+            wrong = self.rng.random() < self.errors or at >= len(self.answer)
+            guesses.append(DraftToken(self.rng.randrange(self.n_vocab) if wrong else self.answer[at], self.source, 0.5))
+        return guesses
+
+
+class RandomController(Controller):
+    """Another draft length every round, from none to more than the context has room for."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+
+    def plan(self, room: int, n_past: int) -> Plan:
+        return FixedPlan(min(room, self.rng.choice([0, 1, 2, 3, 5, 8, 60])))
+
+    def update(self, round_: Round) -> None:
+        pass
+
+    def explain(self) -> str:
+        return "random"
+
+
+def run(decoder: SpeculativeDecoder, prompt: list[int], params: SamplingParams) -> list[Round]:
+    decoder.prefill(prompt, lambda: False)
+    text = TextAssembler(decoder.target.model.vocab, params.stop)
+    return list(decoder.rounds(prompt, params, text))
+
+
+class World:
+    """A target that decodes plainly from nothing every time, and one that drafts and never starts afresh."""
+
+    def __init__(self, pair_files: object, rng: random.Random) -> None:
+        self.rng = rng
+        self.target = reference.load(pair_files.target)  # type: ignore[attr-defined]
+        self.small = reference.load(pair_files.draft)  # type: ignore[attr-defined]
+        self.plain_context = self.target.new_context(N_CTX)
+        self.random = RandomDrafter(rng, self.target.n_vocab)
+        self.groups = [
+            [self.random],
+            [DraftModelDrafter(self.small.new_context(N_CTX))],
+            [NgramDrafter(), DraftModelDrafter(self.small.new_context(N_CTX))],
+            [DraftModelDrafter(self.small.new_context(N_CTX // 4)), self.random, NgramDrafter(min_match=2)],
+        ]
+        context = self.target.new_context(N_CTX)
+        self.decoders = [SpeculativeDecoder(context, group, RandomController(rng)) for group in self.groups]
+        self.prompt = [5, 6, 7]
+
+    def next_prompt(self) -> list[int]:
+        """Goes on from, edits, repeats or replaces the one before."""
+        rng, n_vocab = self.rng, self.target.n_vocab
+        kept = self.prompt[: rng.choice([0, 1, len(self.prompt) // 2, len(self.prompt)])]
+        fresh = [rng.randrange(n_vocab) for _ in range(rng.randint(1, 6))]
+        self.prompt = (kept + fresh * rng.choice([1, 1, 3]))[-40:]
+        return self.prompt
+
+    def plain(self, prompt: list[int], params: SamplingParams) -> Answer:
+        self.plain_context.truncate(0)
+        decoder = SpeculativeDecoder(self.plain_context, [], FixedController(0))
+        rounds = run(decoder, prompt, params)
+        assert all(round_.verdict.kind == "plain" and len(round_.emitted) == 1 for round_ in rounds)
+        return Answer.of(rounds)
+
+    def params(self, prompt: list[int], base: SamplingParams) -> SamplingParams:
+        """Random budgets, stops that do occur, penalties and biases on top of ``base``."""
+        rng = self.rng
+        params = replace(base, max_tokens=rng.choice([1, 2, 3, 7, 12, 12, 20, None]), ignore_eos=rng.random() < 0.2)
+        if rng.random() < 0.3:
+            params = replace(params, repeat_penalty=1.3, frequency_penalty=0.2, repeat_last_n=rng.choice([1, 8, 64]))
+        if rng.random() < 0.3:
+            params = replace(params, logit_bias={self.target.vocab.eos: 6.0, 9: 2.0})
+        if rng.random() < 0.5:
+            text = self.plain(prompt, params).text
+            if text:
+                at = rng.randrange(len(text))
+                params = replace(params, stop=(text[at : at + rng.randint(1, 4)], "never said"))
+        return params
+
+    def compare(self, base: SamplingParams) -> list[Round]:
+        """One answer both ways; returns the rounds of the drafted one."""
+        prompt = self.next_prompt()
+        params = self.params(prompt, base)
+        wanted = self.plain(prompt, params)
+        self.random.answer, self.random.errors = wanted.tokens, self.rng.choice([0.0, 0.1, 0.5, 1.0])
+        rounds = run(self.rng.choice(self.decoders), prompt, params)
+        assert Answer.of(rounds) == wanted, (prompt, params)
+        return rounds
+
+
+@pytest.fixture
+def world(tiny: TinyFiles, request: pytest.FixtureRequest) -> World:
+    return World(tiny.quick, random.Random(request.node.name))
+
+
+def check_the_mix(rounds: list[Round], n_answers: int) -> None:
+    """The comparison means something only if everything happened often: acceptance, rejection, every kind of end."""
+    kinds = [token.kind for round_ in rounds for token in round_.emitted]
+    for kind in ("accepted", "recovered", "bonus", "plain"):
+        assert kinds.count(kind) > n_answers / 10, kind
+    ends = [round_.finish_reason for round_ in rounds]
+    assert ends.count("stop") > n_answers / 10
+    assert ends.count("length") > n_answers / 10
+    cut = [round_ for round_ in rounds if len(round_.emitted) <= round_.verdict.n_accepted]
+    assert len(cut) > n_answers / 50, "no answer ended inside of an accepted draft"
+
+
+def test_greedy_answers_equal_plain_ones(world: World) -> None:
+    """2000 answers."""
+    rounds = [round_ for _ in range(1000) for round_ in world.compare(SamplingParams())]
+    check_the_mix(rounds, 2000)
+
+
+def test_seeded_answers_equal_plain_ones(world: World) -> None:
+    """500 answers with seeds, temperatures and filters of all kinds: text is a function of the seed alone."""
+    rounds: list[Round] = []
+    for seed in range(500):
+        chain = world.rng.choice([SAMPLING, replace(SAMPLING, temperature=0.6, top_k=20), replace(SAMPLING, top_p=0.8)])
+        rounds += world.compare(replace(chain, seed=seed))
+    check_the_mix(rounds, 500)
+
+
+def test_the_comparison_notices_a_wrong_rollback(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: when two or more rows go, the row before them is spoiled."""
+    truncate = Context.truncate
+
+    def leaky(self: Context, n: int) -> None:
+        if 1 < n < self.n_past - 1:
+            token = self.tokens[n - 1]
+            truncate(self, n - 1)
+            self.decode([(token + 1) % 300], "none")
+            self.tokens[-1] = token
+        else:
+            truncate(self, n)
+
+    def many() -> None:
+        for _ in range(100):
+            world.compare(SamplingParams())
+
+    monkeypatch.setattr(Context, "truncate", leaky)
+    with pytest.raises(AssertionError):
+        many()
+
+
+# Without a seed: the law of whole answers, adaptive controller included.
+
+
+class NosyController(Controller):
+    """Drafts next by what it saw before: drafted tokens, confidences and verdicts, rejected guesses included."""
+
+    def __init__(self) -> None:
+        self.mood = 2
+
+    def plan(self, room: int, n_past: int) -> Plan:
+        controller = self
+
+        class Nosy(FixedPlan):
+            def samples(self, source: str, confidence: float) -> bool:
+                # Any rule that looks at the law only, not at what comes out of it, must leave the answer's law alone.
+                return (confidence < 0.6) == (controller.mood != 1)
+
+            def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
+                if confidence < 0.3:
+                    controller.mood = 1
+                return super().keep(source, confidence)
+
+        return Nosy(min(room, self.mood))
+
+    def update(self, round_: Round) -> None:
+        self.mood = sum(round_.draft.ids) % 3
+
+    def explain(self) -> str:
+        return "nosy"
+
+
+class TableContext(Context):
+    """A context that looks its rows up, so that a run of the enumeration costs nothing."""
+
+    def __init__(self, predictions: Predictions) -> None:
+        super().__init__(predictions.context.model, 32)
+        self.predictions = predictions
+
+    def _decode(self, tokens: Sequence[int], logits: str) -> object:  # type: ignore[override]
+        import numpy as np
+
+        from localspec.backends.base import Forward
+
+        seen = (*self.tokens, *tokens)
+        n = {"all": len(tokens), "last": 1, "none": 0}[logits]
+        rows = [self.predictions[seen[: len(seen) - n + i + 1]] for i in range(n)]
+        return Forward(np.stack(rows) if rows else np.empty((0, self.model.n_vocab), dtype=np.float32))
+
+    def _truncate(self, n: int) -> None:
+        pass
+
+    def _close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_the_law_of_whole_answers_is_that_of_plain_sampling(
+    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    """Real decoder, real draft model drafter, real proposer; to 1e-12. No random number serves two decisions."""
+    branching_samples(monkeypatch)
+    params = replace(SAMPLING, top_k=3, max_tokens=n, ignore_eos=True)
+    with reference.load(tiny.micro) as model, reference.load(tiny.micro_draft) as draft_model:
+        target, small = Predictions(model), Predictions(draft_model)
+
+        def program(branches: Branches) -> Tokens:
+            noise = BranchingNoise(branches)
+            monkeypatch.setattr(localspec.spec_decode.decoder, "Noise", lambda seed: noise)
+            drafter = DraftModelDrafter(TableContext(small))
+            decoder = SpeculativeDecoder(TableContext(target), [drafter], NosyController())
+            return tuple(token.id for round_ in run(decoder, list(PROMPT), params) for token in round_.emitted)
+
+        law = explore(program)
+        assert sum(law.values()) == pytest.approx(1.0, abs=EXACT)
+        assert largest_difference(plain_law(params, target, n), law) < EXACT
+
+
+@pytest.mark.parametrize("bias", [{}, {5: 4.0, 6: 2.0, 1: 0.5}])
+def test_the_law_with_a_draft_that_is_wider_than_the_target(
+    tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bias: dict[int, float]
+) -> None:
+    """What the target has no row for has no share in q: q is the law of what is drawn, to 1e-12."""
+    branching_samples(monkeypatch)
+    params = replace(SAMPLING, top_k=3, max_tokens=3, ignore_eos=True, logit_bias=bias)
+    wide = micro_model(tmp_path / "wide.gguf", 7, seed=5)
+    with reference.load(tiny.micro) as model, reference.load(wide) as draft_model:
+        target, small = Predictions(model), Predictions(draft_model)
+        guessed: set[int] = set()
+
+        def program(branches: Branches) -> Tokens:
+            noise = BranchingNoise(branches)
+            monkeypatch.setattr(localspec.spec_decode.decoder, "Noise", lambda seed: noise)
+            decoder = SpeculativeDecoder(
+                TableContext(target), [DraftModelDrafter(TableContext(small))], NosyController()
+            )
+            rounds = run(decoder, list(PROMPT), params)
+            guessed.update(guess.id for round_ in rounds for guess in round_.draft)
+            return tuple(token.id for round_ in rounds for token in round_.emitted)
+
+        law = explore(program)
+        assert sum(law.values()) == pytest.approx(1.0, abs=EXACT)
+        assert largest_difference(plain_law(params, target, 3), law) < EXACT
+        assert guessed
+        assert max(guessed) < 5
+        assert any(int(np.argmax(row)) >= 5 for row in (small[(*PROMPT, token)] for token in range(5)))
+
+
+def test_the_law_with_a_draft_that_fails_after_some_tokens(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That a draft model is dropped depends on what was said and guessed, and must not show in what is said."""
+    branching_samples(monkeypatch)
+    params = replace(SAMPLING, top_k=3, max_tokens=4, ignore_eos=True)
+
+    class Failing(TableContext):
+        def _decode(self, tokens: Sequence[int], logits: str) -> object:
+            forward = super()._decode(tokens, logits)
+            if tokens[-1] == 3:
+                forward.logits[:] = math.nan  # type: ignore[attr-defined]
+            return forward
+
+    with reference.load(tiny.micro) as model, reference.load(tiny.micro_draft) as draft_model:
+        target, small = Predictions(model), Predictions(draft_model)
+        n_lost, n_guesses = [0], [0]
+
+        def lost(drafter: Drafter, why: str) -> None:
+            n_lost[0] += 1
+
+        def program(branches: Branches) -> Tokens:
+            noise = BranchingNoise(branches)
+            monkeypatch.setattr(localspec.spec_decode.decoder, "Noise", lambda seed: noise)
+            drafter = DraftModelDrafter(Failing(small))
+            rounds = run(
+                SpeculativeDecoder(TableContext(target), [drafter], NosyController(), lost), list(PROMPT), params
+            )
+            n_guesses[0] += sum(len(round_.draft) for round_ in rounds)
+            return tuple(token.id for round_ in rounds for token in round_.emitted)
+
+        law = explore(program)
+        assert largest_difference(plain_law(params, target, 4), law) < EXACT
+        assert n_lost[0] > 10
+        assert n_guesses[0] > 10

@@ -1,0 +1,150 @@
+"""Losslessness on real engines, where the width of a pass changes the arithmetic.
+
+Greedy: every emitted token is fed again, one token a pass, and must be within the noise of the argmax. The noise is
+measured here, on the same engine and model, as the largest change of (best logit - logit of another candidate) between
+passes of width 1 and 8. A wrong rollback or an off-by-one row is tens of times larger.
+
+Sampled: verification draws from the target's own distribution, tested by chi-square with a stated false-alarm rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from localspec import LLM, SamplingParams
+from localspec.sampling.sampling import Noise, distribution
+from localspec.spec_decode.proposer import SamplingProposer
+from localspec.spec_decode.rounds import Draft, DraftToken
+from localspec.spec_decode.verification import verify
+from tests.conftest import open_backend
+
+pytestmark = pytest.mark.real
+
+PROMPTS = [
+    "Write a Python function that merges two sorted lists.",
+    "Explain in three sentences why the sky is blue.",
+    "Repeat this line five times: the quick brown fox jumps over the lazy dog.",
+]
+
+
+@pytest.fixture(scope="module", params=["ik-llama", "llama-cpp"])
+def llm(request: pytest.FixtureRequest, real_model: Callable[[str], Path]) -> Iterator[LLM]:
+    open_backend(request.param)
+    target, draft = real_model("qwen2.5-coder-1.5b"), real_model("qwen2.5-coder-0.5b")
+    # Tests take contexts of the models that are loaded; in idle time a draft may be replaced by its lighter copy.
+    with LLM(target, draft=["ngram", draft], backend=request.param, n_ctx=1024, idle=False) as loaded:
+        yield loaded
+
+
+def replay(llm: LLM, tokens: list[int], n_prompt: int) -> np.ndarray[Any, Any]:
+    """Margins [n]: the argmax's logit minus the emitted token's, each computed in a pass of one token."""
+    margins = []
+    with llm._pair.target.new_context(1024) as context:
+        context.decode(tokens[: n_prompt - 1], "none")
+        for at in range(n_prompt - 1, len(tokens) - 1):
+            row = context.decode([tokens[at]], "last").logits[0]
+            margins.append(float(row.max() - row[tokens[at + 1]]))
+    return np.array(margins)
+
+
+def width_noise(llm: LLM, tokens: list[int]) -> float:
+    """Largest change of a top-20 logit against the best one between width 1 and width 8, over the given text."""
+    worst = 0.0
+    with llm._pair.target.new_context(1024) as narrow, llm._pair.target.new_context(1024) as wide:
+        for start in range(0, len(tokens) - 8, 8):
+            block = tokens[start : start + 8]
+            rows = wide.decode(block).logits
+            for token, row in zip(block, rows, strict=True):
+                single = narrow.decode([token], "last").logits[0]
+                top = np.argpartition(single, -20)[-20:]
+                worst = max(worst, float(np.abs((row[top] - row.max()) - (single[top] - single.max())).max()))
+    return worst
+
+
+@pytest.mark.parametrize("draft_length", [7, "auto"])
+def test_greedy_answers_hold_when_replayed_at_width_one(llm: LLM, draft_length: int | str) -> None:
+    params = SamplingParams(max_tokens=64)
+    for prompt in PROMPTS:
+        messages = [{"role": "user", "content": prompt}]
+        reply = llm.chat(messages, params, draft_length=draft_length)
+        tokens = llm.encode(messages)
+        n_prompt = len(tokens)
+        margins = replay(llm, tokens + reply.token_ids, n_prompt)
+        noise = width_noise(llm, (tokens + reply.token_ids)[:72])
+        assert margins.max() <= 2 * noise, (
+            f"token {margins.argmax()} of {prompt!r} is {margins.max():.2f} from the argmax"
+        )
+        assert (margins == 0).mean() >= 0.9
+
+
+def test_a_wrong_rollback_would_be_seen(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: a rejected token's row in place of the last settled one's, and the replay finds it."""
+    kind = type(llm._pair.context)
+    original = kind.truncate
+
+    def sloppy(self: Any, n: int) -> None:
+        if self is llm._pair.context and 0 < n < self.n_past:
+            right, stale = self.tokens[n - 1], self.tokens[n]
+            original(self, n - 1)
+            self._decode([stale], "none")
+            self.tokens.append(right)
+        else:
+            original(self, n)
+
+    messages = [{"role": "user", "content": PROMPTS[1]}]
+    tokens = llm.encode(messages)
+    noise = width_noise(llm, tokens)
+    monkeypatch.setattr(kind, "truncate", sloppy)
+    reply = llm.chat(messages, SamplingParams(max_tokens=64, ignore_eos=True), draft_length=7)
+    monkeypatch.undo()
+    assert replay(llm, tokens + reply.token_ids, len(tokens)).max() > 2 * noise
+    llm._pair.context.truncate(0)
+
+
+@pytest.mark.parametrize("rule", ["sampled", "deterministic"])
+def test_the_law_of_verification_on_real_distributions(llm: LLM, rule: str) -> None:
+    """Chi-square of 20,000 draws at one real position: statistic over tokens with expected count 5 or more (the rest
+    pooled), false-alarm rate 1e-4 for each of the two rules and engines, seeds fixed."""
+    params = SamplingParams(temperature=0.9, top_k=40)
+    target = llm._pair.target
+    draft = llm._pair._models[next(iter(llm._pair._models))][0]
+    tokens = target.tokenize("The best thing about a rainy day is", add_special=True)
+    with target.new_context(64) as a, draft.new_context(64) as b:
+        row = a.decode(tokens, "last").logits[0].copy()
+        guess_row = b.decode(tokens, "last").logits[0].copy()
+    p = distribution(row, tokens, params)
+    logits = np.stack([row, row])
+    counts: dict[int, int] = {}
+    n = 20_000
+    for seed in range(n):
+        noise = Noise(seed * 7919 + 13)
+        proposer = SamplingProposer(params, noise)
+        proposer.confidence(guess_row, tokens)
+        token, dist = proposer.choose(len(tokens))
+        if rule == "deterministic":
+            q = distribution(guess_row, tokens, params)
+            token, dist = q.argmax(), None
+        verdict = verify(Draft([DraftToken(token, "model", 0.5, dist)]), logits, tokens, params, noise)
+        first = token if verdict.n_accepted else verdict.next_token
+        counts[first] = counts.get(first, 0) + 1
+    assert set(counts) <= set(p.ids.tolist())
+    expected = p.probs * n
+    observed = np.array([counts.get(int(i), 0) for i in p.ids], dtype=float)
+    rare = expected < 5
+    if rare.any():
+        expected = np.append(expected[~rare], expected[rare].sum())
+        observed = np.append(observed[~rare], observed[rare].sum())
+    assert stats.chisquare(observed, expected * observed.sum() / expected.sum()).pvalue > 1e-4
+
+
+def test_the_same_seed_gives_the_same_text_again(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.8, top_k=40, seed=11, max_tokens=40)
+    messages = [{"role": "user", "content": PROMPTS[0]}]
+    first = llm.chat(messages, params, draft_length=4)
+    assert llm.chat(messages, params, draft_length=4).text == first.text

@@ -1,0 +1,449 @@
+"""Tiny but real GGUF files, written in milliseconds: random weights from a fixed seed, real tokenisers.
+
+Every engine loads them. The weights are scaled so that predictions are peaked (1 to 3 nats) and depend on the context,
+so a wrong position, a wrong row or a stale cache shows up as another answer. Nothing here is trained: text made with
+these models is gibberish, complete with halves of multi-byte characters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+from tests.support.gguf_vocabs import (
+    CONTROL,
+    NORMAL,
+    WORDS,
+    TinyVocab,
+    bpe_vocab,
+    micro_vocab,
+    spm_vocab,
+    vocab_metadata,
+)
+
+Array = npt.NDArray[Any]
+Weights = dict[str, Array]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a llama-architecture model, and how its random weights are scaled.
+
+    ``sharpness`` is the standard deviation of the logits: about 2 to 4 gives an entropy of 3 to 1 nats.
+    ``residual`` is how much each layer adds to the embedding: small, and fewer layers still predict much the same.
+    """
+
+    n_layer: int = 2
+    n_embd: int = 128
+    n_head: int = 4
+    n_head_kv: int = 2
+    n_ff: int = 256
+    n_ctx: int = 2048
+    sharpness: float = 3.0
+    residual: float = 0.6
+    tied: bool = False
+    rope_base: float = 10000.0
+
+    @property
+    def d_head(self) -> int:
+        return self.n_embd // self.n_head
+
+
+def llama_weights(shape: Shape, n_vocab: int, seed: int = 0) -> Weights:
+    """Random weights by GGUF tensor name; a matrix is [rows out, columns in]."""
+    rng = np.random.default_rng(seed)
+
+    def matrix(rows: int, columns: int, scale: float = 1.0) -> Array:
+        return (rng.standard_normal((rows, columns)) * (scale / np.sqrt(columns))).astype(np.float32)
+
+    def norm() -> Array:
+        return rng.uniform(0.8, 1.2, shape.n_embd).astype(np.float32)
+
+    n, kv = shape.n_embd, shape.n_head_kv * shape.d_head
+    weights: Weights = {"token_embd.weight": matrix(n_vocab, n, np.sqrt(n))}
+    for i in range(shape.n_layer):
+        weights |= {
+            f"blk.{i}.attn_norm.weight": norm(),
+            f"blk.{i}.attn_q.weight": matrix(n, n, 2.0),
+            f"blk.{i}.attn_k.weight": matrix(kv, n),
+            f"blk.{i}.attn_v.weight": matrix(kv, n, 2.0),
+            f"blk.{i}.attn_output.weight": matrix(n, n, shape.residual),
+            f"blk.{i}.ffn_norm.weight": norm(),
+            f"blk.{i}.ffn_gate.weight": matrix(shape.n_ff, n),
+            f"blk.{i}.ffn_up.weight": matrix(shape.n_ff, n),
+            f"blk.{i}.ffn_down.weight": matrix(n, shape.n_ff, shape.residual * 2),
+        }
+    weights["output_norm.weight"] = norm()
+    if not shape.tied:
+        weights["output.weight"] = matrix(n_vocab, n, shape.sharpness)
+    else:
+        weights["token_embd.weight"] *= np.float32(shape.sharpness / np.sqrt(n))
+    return weights
+
+
+def perturbed(weights: Weights, n_layer: int, noise: float, seed: int = 1) -> Weights:
+    """The same weights with relative noise, and only the first ``n_layer`` layers."""
+    rng = np.random.default_rng(seed)
+    result: Weights = {}
+    for name, weight in weights.items():
+        if name.startswith("blk.") and int(name.split(".")[1]) >= n_layer:
+            continue
+        scale = noise * float(weight.std()) if weight.ndim > 1 else 0.0
+        result[name] = (weight + scale * rng.standard_normal(weight.shape)).astype(np.float32)
+    return result
+
+
+def write_gguf(
+    path: Path, architecture: str, metadata: Mapping[str, Any], weights: Weights, tensor_type: str = "F32"
+) -> Path:
+    """Write a file: matrices in ``tensor_type`` where their rows fill whole blocks, everything else as F32."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name(f"tiny {architecture}")
+    for key, value in metadata.items():
+        _add(writer, key, value)
+    kind = gguf.GGMLQuantizationType[tensor_type]
+    block = gguf.GGML_QUANT_SIZES[kind][0]
+    for name, weight in weights.items():
+        if weight.ndim < 2 or weight.shape[-1] % block or "conv1d" in name or "ssm_a" in name:
+            writer.add_tensor(name, np.ascontiguousarray(weight, dtype=np.float32))
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(weight, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, np.uint16):
+        writer.add_uint16(key, int(value))
+    elif isinstance(value, np.int32):
+        writer.add_int32(key, int(value))
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, list(value))
+
+
+def llama_metadata(shape: Shape, n_vocab: int, n_layer: int | None = None) -> dict[str, Any]:
+    """The ``llama.*`` keys."""
+    return {
+        "llama.block_count": n_layer if n_layer is not None else shape.n_layer,
+        "llama.context_length": shape.n_ctx,
+        "llama.embedding_length": shape.n_embd,
+        "llama.feed_forward_length": shape.n_ff,
+        "llama.attention.head_count": shape.n_head,
+        "llama.attention.head_count_kv": shape.n_head_kv,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "llama.rope.dimension_count": shape.d_head,
+        "llama.rope.freq_base": shape.rope_base,
+        "llama.vocab_size": n_vocab,
+    }
+
+
+def write_llama(
+    path: Path,
+    shape: Shape | None = None,
+    vocab: TinyVocab | None = None,
+    *,
+    seed: int = 0,
+    tensor_type: str = "F32",
+    weights: Weights | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> Path:
+    """A llama-architecture model.
+
+    Args:
+        path: where to write it.
+        shape: its sizes.
+        vocab: its tokenizer; SentencePiece by default.
+        seed: of the random weights.
+        tensor_type: F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0 or Q5_1.
+        weights: weights to use instead of random ones (the number of layers is taken from them).
+        extra: metadata that replaces or adds to the usual.
+    """
+    shape, vocab = shape or Shape(), vocab or spm_vocab()
+    weights = llama_weights(shape, len(vocab), seed) if weights is None else weights
+    n_layer = len({name.split(".")[1] for name in weights if name.startswith("blk.")})
+    metadata = llama_metadata(shape, len(vocab), n_layer) | vocab_metadata(vocab) | dict(extra or {})
+    return write_gguf(path, "llama", metadata, weights, tensor_type)
+
+
+def write_in_parts(
+    folder: Path,
+    vocab: TinyVocab | None = None,
+    shape: Shape | None = None,
+    *,
+    seed: int = 0,
+    tensor_type: str = "F32",
+    n_parts: int = 2,
+) -> list[Path]:
+    """A llama-architecture model in parts, the first without tensors: ``gguf-split --no-tensor-first-split``."""
+    shape, vocab = shape or Shape(), vocab or bpe_vocab()
+    weights = llama_weights(shape, len(vocab), seed)
+    names, step = list(weights), -(-len(weights) // (n_parts - 1))
+    paths = []
+    for number in range(n_parts):
+        split = {"split.no": np.uint16(number), "split.count": np.uint16(n_parts)}
+        split["split.tensors.count"] = np.int32(len(weights))
+        whole = llama_metadata(shape, len(vocab)) | vocab_metadata(vocab)
+        held = {name: weights[name] for name in names[(number - 1) * step : number * step]} if number else {}
+        path = folder / f"tiny-{number + 1:05}-of-{n_parts:05}.gguf"
+        paths.append(write_gguf(path, "llama", split if number else whole | split, held, tensor_type))
+    return paths
+
+
+def write_trap(path: Path, vocab: TinyVocab | None = None) -> Path:
+    """A sound file that ik-llama-cpp-python 0.1.5 computes wrongly in passes of more than one token.
+
+    Its batched kernels for Q4_1 and Q5_1 fail where a row is no multiple of 128; every other engine is right.
+    """
+    shape = Shape(n_embd=96, n_head=3, n_head_kv=1)
+    return write_llama(path, shape, vocab or bpe_vocab(), tensor_type="Q4_1")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and a draft that often guesses it right."""
+
+    target: Path
+    draft: Path
+
+
+def correlated_pair(
+    folder: Path,
+    vocab: TinyVocab | None = None,
+    *,
+    shape: Shape | None = None,
+    draft_layers: int = 1,
+    noise: float = 0.02,
+    seed: int = 0,
+    tensor_type: str = "F32",
+    name: str = "pair",
+) -> Pair:
+    """A target of 4 layers and a draft of its first ``draft_layers``, slightly disturbed.
+
+    With the defaults the draft's argmax is the target's about two times in three; fewer layers and more noise lower
+    that.
+    """
+    shape, vocab = shape or Shape(n_layer=4, residual=0.1), vocab or bpe_vocab()
+    weights = llama_weights(shape, len(vocab), seed)
+    target = write_llama(folder / f"{name}-target.gguf", shape, vocab, weights=weights, tensor_type=tensor_type)
+    small = perturbed(weights, draft_layers, noise, seed + 1)
+    draft = write_llama(folder / f"{name}-draft.gguf", shape, vocab, weights=small, tensor_type=tensor_type)
+    return Pair(target, draft)
+
+
+def micro_model(path: Path, n_vocab: int = 6, *, seed: int = 0, sharpness: float = 1.0) -> Path:
+    """A model over so few tokens that all continuations can be enumerated (reference backend only)."""
+    shape = Shape(n_layer=1, n_embd=32, n_head=2, n_head_kv=1, n_ff=32, n_ctx=64, sharpness=sharpness)
+    return write_llama(path, shape, micro_vocab(n_vocab), seed=seed)
+
+
+def write_tokenizer_only(path: Path, vocab: TinyVocab | None = None) -> Path:
+    """Metadata and vocabulary but no weights, like the ``ggml-vocab-*.gguf`` files of llama.cpp."""
+    vocab = vocab or spm_vocab()
+    return write_gguf(path, "llama", llama_metadata(Shape(), len(vocab)) | vocab_metadata(vocab), {})
+
+
+def write_embedding_model(path: Path) -> Path:
+    """A BERT: it has weights and a vocabulary, but turns text into vectors and cannot generate any."""
+    rng = np.random.default_rng(0)
+    n, n_ff, words = 64, 128, ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"▁{word}" for word in WORDS)]
+
+    def matrix(*size: int) -> Array:
+        return rng.standard_normal(size).astype(np.float32)
+
+    weights: Weights = {
+        "token_embd.weight": matrix(len(words), n),
+        "token_types.weight": matrix(2, n),
+        "position_embd.weight": matrix(64, n),
+        "token_embd_norm.weight": matrix(n),
+        "token_embd_norm.bias": matrix(n),
+    }
+    for part in ("attn_q", "attn_k", "attn_v", "attn_output"):
+        weights |= {f"blk.0.{part}.weight": matrix(n, n), f"blk.0.{part}.bias": matrix(n)}
+    for part in ("attn_output_norm", "layer_output_norm"):
+        weights |= {f"blk.0.{part}.weight": matrix(n), f"blk.0.{part}.bias": matrix(n)}
+    weights |= {"blk.0.ffn_up.weight": matrix(n_ff, n), "blk.0.ffn_up.bias": matrix(n_ff)}
+    weights |= {"blk.0.ffn_down.weight": matrix(n, n_ff), "blk.0.ffn_down.bias": matrix(n)}
+    vocab = TinyVocab(
+        "bert", words, [CONTROL] * 5 + [NORMAL] * len(WORDS), bos=2, eos=3, unk=1, add_bos=True, chat_template=None
+    )
+    metadata = {
+        "bert.block_count": 1,
+        "bert.context_length": 64,
+        "bert.embedding_length": n,
+        "bert.feed_forward_length": n_ff,
+        "bert.attention.head_count": 2,
+        "bert.attention.layer_norm_epsilon": 1e-12,
+        "bert.attention.causal": False,
+        "bert.pooling_type": 1,
+        "tokenizer.ggml.token_type_count": 2,
+        "tokenizer.ggml.cls_token_id": 2,
+        "tokenizer.ggml.seperator_token_id": 3,
+        "tokenizer.ggml.padding_token_id": 0,
+        "tokenizer.ggml.mask_token_id": 4,
+    }
+    return write_gguf(path, "bert", metadata | vocab_metadata(vocab), weights)
+
+
+def write_mamba(path: Path, vocab: TinyVocab | None = None, *, seed: int = 0) -> Path:
+    """A recurrent model: its memory is a state that cannot be rewound."""
+    rng, vocab = np.random.default_rng(seed), vocab or bpe_vocab()
+    n, inner, state, rank, kernel, n_layer = 64, 128, 16, 4, 4, 2
+
+    def matrix(rows: int, columns: int, scale: float = 1.0) -> Array:
+        return (rng.standard_normal((rows, columns)) * (scale / np.sqrt(columns))).astype(np.float32)
+
+    weights: Weights = {
+        "token_embd.weight": matrix(len(vocab), n, 8.0),
+        "output_norm.weight": np.ones(n, np.float32),
+        "output.weight": matrix(len(vocab), n, 3.0),
+    }
+    for i in range(n_layer):
+        weights |= {
+            f"blk.{i}.attn_norm.weight": np.ones(n, np.float32),
+            f"blk.{i}.ssm_in.weight": matrix(2 * inner, n),
+            f"blk.{i}.ssm_conv1d.weight": matrix(inner, kernel),
+            f"blk.{i}.ssm_conv1d.bias": np.zeros(inner, np.float32),
+            f"blk.{i}.ssm_x.weight": matrix(rank + 2 * state, inner),
+            f"blk.{i}.ssm_dt.weight": matrix(inner, rank),
+            f"blk.{i}.ssm_dt.bias": rng.uniform(-3, 0, inner).astype(np.float32),
+            f"blk.{i}.ssm_a": -np.tile(np.arange(1, state + 1, dtype=np.float32), (inner, 1)),
+            f"blk.{i}.ssm_d": np.ones(inner, np.float32),
+            f"blk.{i}.ssm_out.weight": matrix(n, inner),
+        }
+    metadata = {
+        "mamba.block_count": n_layer,
+        "mamba.context_length": 2048,
+        "mamba.embedding_length": n,
+        "mamba.feed_forward_length": 0,
+        "mamba.attention.head_count": 0,
+        "mamba.ssm.conv_kernel": kernel,
+        "mamba.ssm.inner_size": inner,
+        "mamba.ssm.state_size": state,
+        "mamba.ssm.time_step_rank": rank,
+        "mamba.attention.layer_norm_rms_epsilon": 1e-5,
+    }
+    return write_gguf(path, "mamba", metadata | vocab_metadata(vocab), weights)
+
+
+def write_sliding_window(path: Path, window: int = 32, vocab: TinyVocab | None = None, *, seed: int = 0) -> Path:
+    """A Gemma 3 in small: five layers of six see only the last ``window`` tokens."""
+    rng, vocab = np.random.default_rng(seed), vocab or spm_vocab()
+    n, n_head, n_kv, d_head, n_ff, n_layer = 128, 4, 1, 32, 256, 6
+
+    def matrix(rows: int, columns: int, scale: float = 1.0) -> Array:
+        return (rng.standard_normal((rows, columns)) * (scale / np.sqrt(columns))).astype(np.float32)
+
+    weights: Weights = {
+        # Tied: the same matrix makes the logits, so its scale sets how peaked they are.
+        "token_embd.weight": matrix(len(vocab), n, 3.0),
+        "output_norm.weight": np.ones(n, np.float32),
+    }
+    for i in range(n_layer):
+        weights |= {
+            f"blk.{i}.attn_q.weight": matrix(n_head * d_head, n),
+            f"blk.{i}.attn_k.weight": matrix(n_kv * d_head, n),
+            f"blk.{i}.attn_v.weight": matrix(n_kv * d_head, n),
+            f"blk.{i}.attn_output.weight": matrix(n, n_head * d_head),
+            f"blk.{i}.ffn_gate.weight": matrix(n_ff, n),
+            f"blk.{i}.ffn_up.weight": matrix(n_ff, n),
+            f"blk.{i}.ffn_down.weight": matrix(n, n_ff),
+        }
+        weights |= {f"blk.{i}.{name}_norm.weight": np.ones(d_head, np.float32) for name in ("attn_q", "attn_k")}
+        for name in ("attn", "post_attention", "ffn", "post_ffw"):
+            # The embedding must not drown the layers, or every token predicts itself.
+            scale = 6.0 if name.startswith("post") else 1.0
+            weights[f"blk.{i}.{name}_norm.weight"] = np.full(n, scale, np.float32)
+    metadata = {
+        "gemma3.block_count": n_layer,
+        "gemma3.context_length": 2048,
+        "gemma3.embedding_length": n,
+        "gemma3.feed_forward_length": n_ff,
+        "gemma3.attention.head_count": n_head,
+        "gemma3.attention.head_count_kv": n_kv,
+        "gemma3.attention.key_length": d_head,
+        "gemma3.attention.value_length": d_head,
+        "gemma3.attention.layer_norm_rms_epsilon": 1e-6,
+        "gemma3.attention.sliding_window": window,
+        "gemma3.rope.freq_base": 1000000.0,
+    }
+    return write_gguf(path, "gemma3", metadata | vocab_metadata(vocab), weights)
+
+
+def write_hybrid(path: Path, vocab: TinyVocab | None = None, *, seed: int = 0) -> Path:
+    """A Qwen 3.5 in small: three layers of four keep a state that cannot be rewound, the fourth keys and values."""
+    rng, vocab = np.random.default_rng(seed), vocab or bpe_vocab()
+    n, n_head, n_kv, d_head, n_ff, n_layer = 128, 4, 2, 32, 256, 4
+    d_state, n_group, n_value, kernel = 64, 2, 4, 4  # ik-llama's kernels are for states of 64 and 128
+    inner, channels = d_state * n_value, d_state * (2 * n_group + n_value)
+
+    def matrix(rows: int, columns: int, scale: float = 1.0) -> Array:
+        return (rng.standard_normal((rows, columns)) * (scale / np.sqrt(columns))).astype(np.float32)
+
+    weights: Weights = {
+        "token_embd.weight": matrix(len(vocab), n, 8.0),
+        "output_norm.weight": np.ones(n, np.float32),
+        "output.weight": matrix(len(vocab), n, 3.0),
+    }
+    for i in range(n_layer):
+        layer: Weights = {name: np.ones(n, np.float32) for name in ("attn_norm.weight", "post_attention_norm.weight")}
+        if (i + 1) % 4 == 0:
+            layer |= {
+                "attn_q.weight": matrix(2 * n_head * d_head, n),  # queries, and a gate for each
+                "attn_k.weight": matrix(n_kv * d_head, n),
+                "attn_v.weight": matrix(n_kv * d_head, n),
+                "attn_output.weight": matrix(n, n_head * d_head, 3.0),
+            }
+            layer |= {f"{name}_norm.weight": np.ones(d_head, np.float32) for name in ("attn_q", "attn_k")}
+        else:
+            layer |= {
+                "attn_qkv.weight": matrix(channels, n, 2.0),
+                "attn_gate.weight": matrix(inner, n),
+                "ssm_conv1d.weight": matrix(channels, kernel),
+                "ssm_dt.bias": rng.uniform(-3, 0, n_value).astype(np.float32),
+                "ssm_a": -rng.uniform(0.1, 1.0, n_value).astype(np.float32),
+                "ssm_beta.weight": matrix(n_value, n),
+                "ssm_alpha.weight": matrix(n_value, n),
+                "ssm_norm.weight": np.ones(d_state, np.float32),
+                "ssm_out.weight": matrix(n, inner, 3.0),
+            }
+        layer |= {"ffn_gate.weight": matrix(n_ff, n), "ffn_up.weight": matrix(n_ff, n)}
+        layer["ffn_down.weight"] = matrix(n, n_ff)
+        weights |= {f"blk.{i}.{name}": weight for name, weight in layer.items()}
+    metadata = {
+        "qwen35.block_count": n_layer,
+        "qwen35.context_length": 2048,
+        "qwen35.embedding_length": n,
+        "qwen35.feed_forward_length": n_ff,
+        "qwen35.attention.head_count": n_head,
+        "qwen35.attention.head_count_kv": n_kv,
+        "qwen35.attention.key_length": d_head,
+        "qwen35.attention.value_length": d_head,
+        "qwen35.attention.layer_norm_rms_epsilon": 1e-6,
+        "qwen35.rope.freq_base": 10000.0,
+        "qwen35.rope.dimension_count": d_head,
+        "qwen35.rope.dimension_sections": [6, 5, 5, 0],
+        "qwen35.full_attention_interval": 4,
+        "qwen35.ssm.conv_kernel": kernel,
+        "qwen35.ssm.inner_size": inner,
+        "qwen35.ssm.state_size": d_state,
+        "qwen35.ssm.time_step_rank": n_value,
+        "qwen35.ssm.group_count": n_group,
+    }
+    return write_gguf(path, "qwen35", metadata | vocab_metadata(vocab), weights)

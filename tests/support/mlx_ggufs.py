@@ -1,0 +1,199 @@
+"""Tiny random files of every architecture and tensor type that the MLX loader knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+from tests.support import ggufs
+from tests.support.gguf_vocabs import TinyVocab, bpe_vocab, vocab_metadata
+
+Array = npt.NDArray[Any]
+
+# Where the halves d and, for some, the minimum's factor lie in a block, and how many d's the factor is so that values
+# centre on zero.
+_HALVES: dict[str, tuple[int, int | None, float]] = {
+    "Q4_0": (0, None, 0), "Q4_1": (0, 2, -7.5), "Q5_0": (0, None, 0), "Q5_1": (0, 2, -15.5), "Q8_0": (0, None, 0),
+    "Q2_K": (80, 82, 1.5), "Q3_K": (108, None, 0), "Q4_K": (0, 2, 7.5), "Q5_K": (0, 2, 15.5), "Q6_K": (208, None, 0),
+    "IQ4_NL": (0, None, 0), "IQ4_XS": (0, None, 0),
+}  # fmt: skip
+
+
+def random_blocks(kind: str, n_rows: int, n_columns: int, rng: np.random.Generator, std: float = 1.0) -> Array:
+    """Rows of random blocks [n_rows, bytes], every bit of every code and scale in use, with about this deviation."""
+    type_ = gguf.GGMLQuantizationType[kind]
+    block, n_bytes = gguf.GGML_QUANT_SIZES[type_]
+    blocks = rng.integers(0, 256, (n_rows * n_columns // block, n_bytes), dtype=np.uint8)
+    at, minimum, factor = _HALVES[kind]
+    d = rng.uniform(0.5, 1.5, (len(blocks), 1)) * rng.choice([-1, 1], (len(blocks), 1))
+    scale = 1.0
+    for _ in range(2):  # once to see the deviation, once to have it
+        blocks[:, at : at + 2] = (d * scale).astype(np.float16).view(np.uint8)
+        if minimum is not None:
+            blocks[:, minimum : minimum + 2] = (d * scale * factor).astype(np.float16).view(np.uint8)
+        scale *= std / float(gguf.quants.dequantize(blocks[:1000], type_).std())
+    return blocks.reshape(n_rows, -1)
+
+
+def values(kind: str, rows: Array) -> Array:
+    """What gguf-py says that blocks mean."""
+    return np.asarray(gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind]))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a model; rows of 256 values and more, as the K-quants need them."""
+
+    n_layer: int = 4
+    n_embd: int = 256
+    n_head: int = 4
+    n_head_kv: int = 2
+    n_ff: int = 512
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "block_count": self.n_layer,
+            "context_length": 2048,
+            "embedding_length": self.n_embd,
+            "feed_forward_length": self.n_ff,
+            "attention.head_count": self.n_head,
+            "attention.head_count_kv": self.n_head_kv,
+            "attention.layer_norm_rms_epsilon": 1e-5,
+            "rope.freq_base": 10000.0,
+        }
+
+
+@dataclass(frozen=True)
+class TinyFile:
+    """A file of one architecture.
+
+    Attributes:
+        architecture: its name.
+        settings: ``<architecture>.<key>`` beyond the usual, or other values for those.
+        types: tensor name or ``blk`` key -> tensor type, where it is not F32.
+        omit: tensors that are left out.
+        extra: tensors that are added.
+        sizes: see ``Sizes``.
+    """
+
+    architecture: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    types: Mapping[str, str] = field(default_factory=dict)
+    omit: tuple[str, ...] = ()
+    extra: Mapping[str, Array] = field(default_factory=dict)
+    sizes: Sizes | None = None
+
+    def write(self, path: Path, *, vocab: TinyVocab | None = None, seed: int = 0) -> Path:
+        vocab = vocab or bpe_vocab()
+        if self.architecture == "mamba":
+            return ggufs.write_mamba(path, vocab, seed=seed)
+        sizes = self.sizes or (Sizes(n_layer=6) if self.architecture == "gemma3" else Sizes())
+        settings = sizes.settings() | dict(_SETTINGS.get(self.architecture, {})) | dict(self.settings)
+        weights = _weights(self.architecture, sizes, settings, len(vocab), np.random.default_rng(seed))
+        for name in self.omit:
+            del weights[name]
+        return _write(path, self, settings, weights | dict(self.extra), vocab, seed)
+
+
+_SETTINGS: dict[str, dict[str, Any]] = {
+    # A head wider than n_embd / n_head, as Gemma and Qwen 3 have it.
+    "gemma": {"attention.key_length": 96, "attention.value_length": 96},
+    "gemma3": {
+        "attention.key_length": 96,
+        "attention.value_length": 96,
+        "attention.sliding_window": 16,
+        "rope.freq_base": 100.0,  # far from the 10000 of the layers with a window
+    },
+    "qwen3": {"attention.key_length": 96, "attention.value_length": 96},
+    "qwen3moe": {
+        "attention.key_length": 96,
+        "attention.value_length": 96,
+        "expert_count": 8,
+        "expert_used_count": 3,
+        "expert_feed_forward_length": 64,
+    },
+    "granite": {"attention.scale": 0.05, "embedding_scale": 6.0, "residual_scale": 0.4, "logit_scale": 2.0},
+    "llama": {"rope.dimension_count": 64},
+    "phi3": {"rope.dimension_count": 48},
+}
+
+
+def _weights(
+    architecture: str, sizes: Sizes, settings: Mapping[str, Any], n_vocab: int, rng: np.random.Generator
+) -> dict[str, Array]:
+    n, n_ff = sizes.n_embd, sizes.n_ff
+    d_head = settings.get("attention.key_length", n // sizes.n_head)
+    n_q, n_kv = sizes.n_head * d_head, sizes.n_head_kv * d_head
+
+    def matrix(rows: int, columns: int, scale: float = 1.0) -> Array:
+        return (rng.standard_normal((rows, columns)) * (scale / np.sqrt(columns))).astype(np.float32)
+
+    def norm(size: int = n) -> Array:
+        return rng.uniform(0.7, 1.3, size).astype(np.float32)
+
+    # What layers add must not drown in Gemma's enlarged embedding, or every token predicts itself.
+    added = 5.0 if architecture == "gemma" else 1.0
+    weights = {"token_embd.weight": matrix(n_vocab, n, 3.0 if architecture.startswith("gemma") else 8.0)}
+    weights["output_norm.weight"] = norm()
+    if not architecture.startswith("gemma"):
+        weights["output.weight"] = matrix(n_vocab, n, 3.0)
+    for i in range(sizes.n_layer):
+        layer: dict[str, Array] = {}
+        if architecture == "phi3":
+            layer["attn_qkv.weight"] = np.concatenate([matrix(n_q, n, 2.0), matrix(n_kv, n, 2.0), matrix(n_kv, n, 2.0)])
+        else:
+            for part, rows in (("q", n_q), ("k", n_kv), ("v", n_kv)):
+                layer[f"attn_{part}.weight"] = matrix(rows, n, 2.0)
+                if architecture == "qwen2":
+                    layer[f"attn_{part}.bias"] = 0.3 * rng.standard_normal(rows).astype(np.float32)
+        layer["attn_output.weight"] = matrix(n, n_q, added)
+        if architecture in ("gemma3", "qwen3", "qwen3moe"):
+            layer |= {"attn_q_norm.weight": norm(d_head), "attn_k_norm.weight": norm(d_head)}
+        if architecture == "olmo2":
+            layer |= {"attn_q_norm.weight": norm(n_q), "attn_k_norm.weight": norm(n_kv)}
+        else:
+            layer |= {"attn_norm.weight": norm(), "ffn_norm.weight": norm()}
+        if architecture in ("olmo2", "gemma3"):
+            layer |= {"post_attention_norm.weight": 4 * norm(), "post_ffw_norm.weight": 4 * norm()}
+        if architecture == "qwen3moe":
+            n_expert, n_ff = settings["expert_count"], settings["expert_feed_forward_length"]
+            layer["ffn_gate_inp.weight"] = matrix(n_expert, n, 2.0)
+            for part, rows, columns in (("gate", n_ff, n), ("up", n_ff, n), ("down", n, n_ff)):
+                experts = [matrix(rows, columns, 2.0) for _ in range(n_expert)]
+                layer[f"ffn_{part}_exps.weight"] = np.stack(experts)
+        elif architecture == "phi3":
+            layer |= {"ffn_up.weight": matrix(2 * n_ff, n), "ffn_down.weight": matrix(n, n_ff, 2.0)}
+        else:
+            layer |= {"ffn_gate.weight": matrix(n_ff, n), "ffn_up.weight": matrix(n_ff, n)}
+            layer["ffn_down.weight"] = matrix(n, n_ff, 2 * added)
+        weights |= {f"blk.{i}.{key}": weight for key, weight in layer.items()}
+    return weights
+
+
+def _write(
+    path: Path, tiny: TinyFile, settings: Mapping[str, Any], weights: Mapping[str, Array], vocab: TinyVocab, seed: int
+) -> Path:
+    rng = np.random.default_rng(seed + 1)
+    writer = gguf.GGUFWriter(path, tiny.architecture)
+    for key, value in ({f"{tiny.architecture}.{k}": v for k, v in settings.items()} | vocab_metadata(vocab)).items():
+        ggufs._add(writer, key, value)
+    for name, weight in weights.items():
+        key = name.split(".", 2)[-1]
+        kind = tiny.types.get(name, tiny.types.get(key, "F32"))
+        type_ = gguf.GGMLQuantizationType[kind]
+        if kind in _HALVES:
+            rows = random_blocks(kind, weight.size // weight.shape[-1], weight.shape[-1], rng, float(weight.std()))
+            writer.add_tensor(name, rows.reshape(*weight.shape[:-1], -1), raw_dtype=type_)
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(weight, type_), raw_dtype=type_)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

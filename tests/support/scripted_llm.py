@@ -1,0 +1,177 @@
+"""A stand-in for ``LLM`` that says what a test tells it to: for the screen only, nothing here decodes.
+
+``python -m tests.support.scripted_llm`` opens the chat with it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+from localspec.sampling.sampling import SamplingParams
+from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Span, SpecStats, Verdict
+
+Guess = tuple[str, str, bool]
+"""Text, source, accepted."""
+
+
+def make_round(index: int, guesses: Sequence[Guess], own: str, finish: Any = None, ms: float = 30.0) -> Round:
+    """A round: its guesses, and the token that the target added."""
+    n_accepted = sum(accepted for _, _, accepted in guesses)
+    kind: Any = "plain" if not guesses else "bonus" if n_accepted == len(guesses) else "recovered"
+    spoken = [(text, "accepted", source) for text, source, accepted in guesses if accepted]
+    if own:
+        spoken.append((own, kind, "target"))
+    return Round(
+        index=index,
+        draft=Draft([DraftToken(i, source, 0.9) for i, (_, source, _) in enumerate(guesses)]),
+        verdict=Verdict(n_accepted, 0, kind),
+        emitted=[EmittedToken(crc32(text.encode()) % 50_000, kind, source, text) for text, kind, source in spoken],
+        ms_draft=5.0 * len(guesses),
+        ms_verify=ms,
+        draft_texts=[text for text, _, _ in guesses],
+        spans=[Span(text, kind, source) for text, kind, source in spoken],
+        finish_reason=finish,
+    )
+
+
+def speak(text: str, source: str = "model") -> list[Round]:
+    """An answer in words: three guesses a round, of which every other round has the last one wrong."""
+    words = [word + " " for word in text.split(" ")]
+    words[-1] = words[-1][:-1]
+    rounds: list[Round] = []
+    while words:
+        good = len(rounds) % 2 == 0
+        taken, words = words[:3], words[3:]
+        guesses: list[Guess] = [(word, source, True) for word in taken[:-1]]
+        if not good:
+            guesses.append(("WRONG ", source, False))
+        rounds.append(make_round(len(rounds), guesses, taken[-1], None if words else "stop"))
+    return rounds
+
+
+@dataclass
+class ScriptedReply:
+    """What the chat uses of a ``Reply``."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    stats: SpecStats
+
+
+class ScriptedStream:
+    """A ``RoundStream`` over prepared rounds."""
+
+    def __init__(self, rounds: Sequence[Round], pace: float, gate: Path | None = None) -> None:
+        self._rounds, self._pace, self._gate = list(rounds), pace, gate
+        self._stats, self._text, self._ids, self._finish = SpecStats(), "", list[int](), "cancelled"
+        self._closed = False
+
+    def __iter__(self) -> Iterator[Round]:
+        for round_ in self._rounds:
+            time.sleep(self._pace)
+            while self._gate and round_.index == 2 and not self._gate.exists():
+                time.sleep(0.02)
+            if self._closed:
+                return
+            self._stats.add(round_)
+            self._text += round_.text
+            self._ids += [token.id for token in round_.emitted]
+            self._finish = round_.finish_reason or self._finish
+            yield round_
+
+    @property
+    def reply(self) -> ScriptedReply:
+        self._stats.seconds_plain_token = 0.05
+        return ScriptedReply(self._text, self._ids, self._finish, self._stats)
+
+    def close(self) -> None:
+        self._closed = True
+
+    def __enter__(self) -> ScriptedStream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+@dataclass
+class ScriptedLLM:
+    """Answers each question with the next of its answers; the last one again and again."""
+
+    answers: list[list[Round]] = field(default_factory=list)
+    pace: float = 0.0
+    gate: Path | None = None
+    draft_length: int | str = "auto"
+    model_name: str = "scripted"
+    draft_names: list[str] = field(default_factory=lambda: ["scripted-draft"])
+    backend_name: str = "none"
+    n_ctx: int = 4096
+    warnings: list[str] = field(default_factory=list)
+    chat_defaults: dict[str, Any] = field(default_factory=dict)
+    plain_tokens_per_second: float = 12.0
+    asked: list[Any] = field(default_factory=list)
+    options: list[dict[str, Any]] = field(default_factory=list)
+    params: list[SamplingParams | None] = field(default_factory=list)
+
+    def rounds(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> ScriptedStream:
+        self.asked.append(prompt)
+        self.options.append(options)
+        self.params.append(params)
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        return ScriptedStream(answer, self.pace, self.gate)
+
+    def read_ahead(self, messages: Any) -> None:
+        """Nothing reads here."""
+
+    def explain(self) -> str:
+        return "because the script says so"
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        return f"<{tokens[0]}>"
+
+    def set_draft(self, spec: Any) -> None:
+        self.draft_names = [] if spec is None else [str(spec)]
+
+    def close(self) -> None:
+        return
+
+    def __enter__(self) -> ScriptedLLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return
+
+
+DEMO = """Here is a function that reverses a list. It walks from both ends towards the middle and swaps what it finds, \
+so it needs no second list and takes time in proportion to the length of the list, which is as good as it can be.
+
+```python
+def reverse(items: list[int]) -> list[int]:
+    left, right = 0, len(items) - 1  # this comment is long enough to run over the edge of the screen at eighty
+    while left < right:
+        items[left], items[right] = items[right], items[left]
+        left, right = left + 1, right - 1
+    return items
+```
+
+宽字符也必须保持可读，不能在行尾被切成两半，因为那样会很难看，而且光标会在错误的地方。 Done, and émigré naïve 🙂 too."""
+
+
+if __name__ == "__main__":
+    from localspec.commands.chat.chat import Chat
+    from localspec.commands.chat.command import _answer_lines, _converse
+    from localspec.commands.chat.screen import Screen
+
+    pace = float(sys.argv[1]) if len(sys.argv) > 1 else 0.1
+    plain = not sys.stdin.isatty()
+    gate = Path(sys.argv[2]) if len(sys.argv) > 2 else None
+    llm: Any = ScriptedLLM([speak(DEMO), speak(DEMO, "ngram")], pace, gate)
+    chat = Chat(llm, Screen(plain=plain), params=SamplingParams())
+    sys.exit(_answer_lines(chat) if plain else _converse(chat))

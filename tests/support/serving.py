@@ -1,0 +1,71 @@
+"""A real server in a thread, for tests: uvicorn, a socket, an ``LLM``."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from localspec import LLM
+from localspec.commands.serve.runner import Runner, listen, url_of
+from localspec.commands.serve.service import Service, Settings
+from tests.support.waiting import PATIENCE, wait_until
+
+
+class Server:
+    """A server that runs.
+
+    Attributes:
+        url: without a slash at its end.
+        port: on 127.0.0.1.
+    """
+
+    def __init__(self, runner: Runner, url: str) -> None:
+        self.runner = runner
+        self.url = url
+        self.port = int(url.rpartition(":")[2])
+
+    @property
+    def service(self) -> Service:
+        return self.runner.service
+
+    def ask(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, dict[str, str], bytes]:
+        """A request by the standard library: (status, headers in lower case, body). Text and bytes go as they are."""
+        headers = {"Content-Type": "application/json"} | (headers or {})
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
+        try:
+            connection.request(method, path, data, {name: value for name, value in headers.items() if value})
+            response = connection.getresponse()
+            return response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
+        finally:
+            connection.close()
+
+    def wait_idle(self) -> None:
+        """Until nothing runs and nobody waits, in the server and in the engine."""
+        turns, llm = self.service.turns, self.service.llm
+        wait_until(lambda: not (turns.running or turns.waiting or llm.busy or llm.queue_length), "no request is stuck")
+
+
+@contextmanager
+def serve(llm: LLM, **settings: Any) -> Iterator[Server]:
+    """Serve a model on a free port of 127.0.0.1; settings as in ``Settings``."""
+    with listen("127.0.0.1", 0) as sock:
+        runner = Runner(llm, Settings(**settings))
+        thread = threading.Thread(target=runner.run, args=([sock],), daemon=True)
+        thread.start()
+        while not runner.started:
+            assert thread.is_alive(), "the server did not start"
+            time.sleep(0.005)
+        try:
+            yield Server(runner, url_of(sock))
+        finally:
+            runner.stop()
+            thread.join(PATIENCE)
+            assert not thread.is_alive(), "the server did not stop"
