@@ -332,7 +332,7 @@ def growth(model: Model, kv_type: str) -> float:
     """By what share a pass grows with every token in the memory: keys and values read, over weights read."""
     try:
         with GGUFFile(model.path) as gguf:
-            per_token = kv_shape(gguf).bytes(1, {"f32": 4.0, "q8_0": 34 / 32, "q4_0": 18 / 32}.get(kv_type, 2.0))
+            per_token = kv_shape(gguf).bytes(1, kv_type)
     except ModelFileError:  # a model that is no file, as the reference backend's can be
         return 0.0
     return per_token / model.size_bytes if model.size_bytes else 0.0

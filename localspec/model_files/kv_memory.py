@@ -12,6 +12,10 @@ from localspec.model_files.gguf_file import GGUFFile
 # Every n-th layer sees the whole context and the others a window, where the file does not list the layers itself.
 _GLOBAL_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3n": 5, "cohere2": 4, "gpt-oss": 2, "llama4": 4, "exaone4": 4}
 
+KV_VALUE_BYTES = {"f64": 8.0, "f32": 4.0, "f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
+"""Type of a KV cache -> bytes per value: the quantised types keep 2 bytes of scale with every 32. f64 is the reference
+backend's own."""
+
 _WINDOW_SLACK = 256
 """Rows beyond the window that an engine keeps for the tokens of one pass."""
 
@@ -32,20 +36,20 @@ class KVShape:
     window: int
     recurrent: bool
 
-    def bytes(self, n_ctx: int, bytes_per_value: float = 2.0, *, only_window: bool = False) -> int:
+    def bytes(self, n_ctx: int, kv_type: str = "f16", *, only_window: bool = False) -> int:
         """Memory for a context [bytes].
 
         Args:
             n_ctx: tokens.
-            bytes_per_value: 2 for f16, 34/32 for q8_0, 18/32 for q4_0.
+            kv_type: a key of ``KV_VALUE_BYTES``.
             only_window: what an engine takes that forgets what left the window. localspec keeps all, because a
-                rejected guess can only be taken back exactly if nothing was forgotten for it.
+                rejected token can only be taken back exactly if nothing was forgotten for it.
         """
         total = 0
         for values, windowed in zip(self.values_per_token, self.windowed, strict=True):
             rows = min(n_ctx, self.window + _WINDOW_SLACK) if windowed and only_window else n_ctx
             total += values * rows
-        return round(total * bytes_per_value)
+        return round(total * KV_VALUE_BYTES[kv_type])
 
 
 def kv_shape(gguf: GGUFFile) -> KVShape:

@@ -41,7 +41,6 @@ from localspec.system.home import home
 from localspec.system.json_store import Ledger
 from localspec.system.memory import read_memory
 
-_VALUE_BYTES = {"f32": 4.0, "f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
 _WARM_UP = "Count: 1 2 3 4 1 2 3 4 1 2 3"
 
 Json = dict[str, Any]
@@ -300,7 +299,7 @@ def _measured(model: Model, context: Context, watch: Watch) -> PassTimes:
 def _kv(model: Model, context: Context, kv_cache: str) -> int:
     try:
         with GGUFFile(model.path) as gguf:
-            return kv_shape(gguf).bytes(context.n_ctx, _VALUE_BYTES[kv_cache])
+            return kv_shape(gguf).bytes(context.n_ctx, kv_cache)
     except ModelFileError:
         return 0
 

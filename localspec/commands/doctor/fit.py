@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from localspec.commands.doctor.engines import FOR_GPUS
-from localspec.commands.doctor.header import KV_VALUE_BYTES
 from localspec.commands.doctor.report import Check, EngineFacts, FitFacts, NeedFacts
 from localspec.commands.doctor.subject import Subject
+from localspec.model_files.kv_memory import KV_VALUE_BYTES
 from localspec.model_files.sources.base import size_text
 from localspec.runtime.pair import DEFAULT_CTX
 from localspec.terminal.sheet import Status

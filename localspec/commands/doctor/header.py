@@ -12,9 +12,6 @@ from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.kv_memory import KVShape, kv_shape
 from localspec.model_files.vocab import Vocab
 
-KV_VALUE_BYTES = {"f32": 4.0, "f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
-"""Type of a KV cache -> bytes per value; the quantised types store a scale with every 32."""
-
 _CTX_STEP = 256
 """Engines round a context up to a multiple of this."""
 
@@ -64,9 +61,9 @@ class Header:
             backend: the engine; the reference one keeps everything in float64.
         """
         if backend == "reference":
-            return NeedFacts(name, 8 * self.n_params, self.kv.bytes(n_ctx, 8.0), 8 * self.vocab.n_tokens * n_ctx)
+            return NeedFacts(name, 8 * self.n_params, self.kv.bytes(n_ctx, "f64"), 8 * self.vocab.n_tokens * n_ctx)
         padded = -(-n_ctx // _CTX_STEP) * _CTX_STEP
-        return NeedFacts(name, self.weights_bytes, self.kv.bytes(padded, KV_VALUE_BYTES[kv_type]), self.compute_bytes)
+        return NeedFacts(name, self.weights_bytes, self.kv.bytes(padded, kv_type), self.compute_bytes)
 
     @property
     def compute_bytes(self) -> int:
