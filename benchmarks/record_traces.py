@@ -52,7 +52,7 @@ class Spy:
     def nothing(self, source: str) -> None:
         pass
 
-    def witness(self, source: str, confidence: float, right: bool) -> None:
+    def counterfactual(self, source: str, confidence: float, right: bool) -> None:
         pass
 
     def samples(self, source: str, confidence: float) -> bool:

@@ -25,7 +25,7 @@ from localspec.controllers.auto_controller import AutoController
 from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.time_budget import TimeBudget
 from localspec.sampling.sampling import Distribution, SamplingParams
-from localspec.spec_decode.drafters.draft_model import MAX_ABRIDGED, MAX_WITNESS, N_HEAD, N_TAIL
+from localspec.spec_decode.drafters.draft_model import MAX_ABRIDGED, MAX_COUNTERFACTUAL, N_HEAD, N_TAIL
 from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Verdict
 from tests.support.simulator import row_of
 
@@ -102,10 +102,12 @@ class Replay:
                                 break
                         else:
                             continue
-                        first = max(0, position - MAX_WITNESS, 0 if known is None else known)
+                        first = max(0, position - MAX_COUNTERFACTUAL, 0 if known is None else known)
                         if (pending := at + 1 + extra) > 2:
                             for i in range(first, position):
-                                plan.witness("model", trace_of["confidence"][i], rng.random() < trace_of["right"][i])
+                                plan.counterfactual(
+                                    "model", trace_of["confidence"][i], rng.random() < trace_of["right"][i]
+                                )
                         model, known = trace_of, at + 1
                         confidence = model["confidence"][at]
                         sampled = self.temperature > 0 and plan.samples("model", confidence)

@@ -35,7 +35,7 @@ class AutoPlan:
     invests: bool = False
     after: int = START
     last: str = ""
-    witnessed: int = START
+    last_counterfactual: int = START
 
     def more(self, source: str, pending: int = 0) -> bool:
         if self.room <= 0 or pending == 0:  # where looking costs nothing, keep() decides with the confidence known
@@ -52,12 +52,12 @@ class AutoPlan:
         charged = self.controller.charge(source, n_tokens, ms, is_investment=self.invests)
         self.ms_spent += 0.0 if self.invests else charged
 
-    def witness(self, source: str, confidence: float, right: bool) -> None:
+    def counterfactual(self, source: str, confidence: float, right: bool) -> None:
         acceptance = self.controller.sources[source]
         acceptance.notice(confidence)
-        if self.witnessed != START:
-            acceptance.notice(confidence, self.witnessed)
-        self.witnessed = leads_to(confidence) if right else START
+        if self.last_counterfactual != START:
+            acceptance.notice(confidence, self.last_counterfactual)
+        self.last_counterfactual = leads_to(confidence) if right else START
         acceptance.observe(confidence, right)
         self.controller.stale = True
 

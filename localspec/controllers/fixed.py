@@ -37,7 +37,7 @@ class FixedPlan:
     def nothing(self, source: str) -> None:
         pass
 
-    def witness(self, source: str, confidence: float, right: bool) -> None:
+    def counterfactual(self, source: str, confidence: float, right: bool) -> None:
         pass
 
     def samples(self, source: str, confidence: float) -> bool:

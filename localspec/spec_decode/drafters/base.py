@@ -51,8 +51,8 @@ class Plan(Protocol):
     def nothing(self, source: str) -> None:
         """The drafter, asked for a guess, has none."""
 
-    def witness(self, source: str, confidence: float, right: bool) -> None:
-        """A guess that the drafter would have made for a token settled since, and whether it would have been right."""
+    def counterfactual(self, source: str, confidence: float, right: bool) -> None:
+        """A counterfactual draft token: one never sent, scored against the token already emitted in its place."""
 
     def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
         """Whether the token at hand is worth a row of the target's pass.

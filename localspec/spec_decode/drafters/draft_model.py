@@ -12,8 +12,8 @@ from localspec.sampling.sampling import Row
 from localspec.spec_decode.drafters.base import Drafter, DrafterFailed, Plan, Proposer
 from localspec.spec_decode.rounds import DraftToken
 
-MAX_WITNESS = 24
-"""Guesses judged after the fact when a draft model catches up; each takes a row of its output head."""
+MAX_COUNTERFACTUAL = 24
+"""Counterfactual draft tokens scored when a draft model catches up; each takes a row of its output head."""
 
 
 N_HEAD = 4
@@ -60,8 +60,8 @@ class DraftModelDrafter(Drafter):
         started = time.perf_counter()
         # What it would have guessed for the last settled tokens that it is reading only now shows how it is doing here.
         n_settled, n_prompt = self._n_settled - self._n_hidden, self._n_prompt - self._n_hidden
-        n_witness = min(n_settled - max(known, n_prompt - 1) - 1, MAX_WITNESS)
-        row = self._read(tokens, known, n_witness if len(tokens) - known > 2 else 0, plan, proposer)
+        n_counterfactual = min(n_settled - max(known, n_prompt - 1) - 1, MAX_COUNTERFACTUAL)
+        row = self._read(tokens, known, n_counterfactual if len(tokens) - known > 2 else 0, plan, proposer)
         confidence = proposer.confidence(row, tokens)
         plan.spent(self.source, len(tokens) - known, (time.perf_counter() - started) * 1e3)
         if not confidence:
@@ -98,24 +98,26 @@ class DraftModelDrafter(Drafter):
                 return None
         return known
 
-    def _read(self, tokens: Sequence[int], known: int, n_witness: int, plan: Plan, proposer: Proposer) -> Row:
+    def _read(self, tokens: Sequence[int], known: int, n_counterfactual: int, plan: Plan, proposer: Proposer) -> Row:
         """Decode ``tokens[known:]`` and return the logits behind the last; judge guesses for settled ones on the way.
 
         Args:
-            n_witness: how many of the last settled tokens to judge a guess for; none if not positive.
+            n_counterfactual: how many of the last settled tokens to score a draft token for; none if not positive.
         """
-        if n_witness <= 0:
+        if n_counterfactual <= 0:
             last: Row = self._decode(tokens[known:], "last")[0]
             return last
-        first = self._n_settled - self._n_hidden - n_witness - 1  # its logits predict the first token to be judged
+        first = (
+            self._n_settled - self._n_hidden - n_counterfactual - 1
+        )  # its logits predict the first token to be judged
         if first > known:
             self._decode(tokens[known:first], "none")
         for start in range(first, len(tokens), FEW_ROWS):
             logits = self._decode(tokens[start : start + FEW_ROWS], "all")
-            for at in range(start + 1, min(start + FEW_ROWS, first + n_witness) + 1):
+            for at in range(start + 1, min(start + FEW_ROWS, first + n_counterfactual) + 1):
                 confidence = proposer.confidence(logits[at - start - 1], tokens[:at], behind=len(tokens) - at)
                 if confidence:
-                    plan.witness(self.source, confidence, proposer.best() == tokens[at])
+                    plan.counterfactual(self.source, confidence, proposer.best() == tokens[at])
         behind_last: Row = logits[-1]
         return behind_last
 

@@ -13,7 +13,7 @@ from localspec.backends.base import FEW_ROWS, Forward
 from localspec.controllers.auto_plan import AutoPlan
 from localspec.controllers.fixed import FixedPlan
 from localspec.sampling.sampling import Noise, Row
-from localspec.spec_decode.drafters.draft_model import MAX_ABRIDGED, MAX_WITNESS, N_HEAD, N_TAIL
+from localspec.spec_decode.drafters.draft_model import MAX_ABRIDGED, MAX_COUNTERFACTUAL, N_HEAD, N_TAIL
 from localspec.spec_decode.proposer import SamplingProposer
 from tests.conftest import TinyFiles
 
@@ -41,7 +41,7 @@ class Recorder:
     def samples(self, source: str, confidence: float) -> bool:
         return True
 
-    def witness(self, source: str, confidence: float, right: bool) -> None:
+    def counterfactual(self, source: str, confidence: float, right: bool) -> None:
         self.seen.append((confidence, right))
 
     def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
@@ -85,7 +85,7 @@ def test_guesses_for_missed_tokens_are_judged_and_no_others(tiny: TinyFiles, mon
         assert [right for _, right in plan.seen] == rightly_guessed(10)
         assert any(right for _, right in plan.seen)
         plan = llm._call(lambda: catch_up(40))
-        assert [right for _, right in plan.seen] == rightly_guessed(40)[-MAX_WITNESS:]
+        assert [right for _, right in plan.seen] == rightly_guessed(40)[-MAX_COUNTERFACTUAL:]
         assert llm._call(lambda: catch_up(0)).seen == []  # a prompt is not what the target said
 
 
@@ -110,14 +110,14 @@ def test_a_guess_is_charged_for_what_is_made_of_its_logits_too(
         assert plan.ms == pytest.approx(50)
 
 
-def test_what_was_witnessed_is_learned(tiny: TinyFiles) -> None:
+def test_counterfactual_draft_tokens_are_learned_from(tiny: TinyFiles) -> None:
     with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=256) as llm:
         controller = llm._pair.controller("auto")
         plan = controller.plan(room=8, n_past=4)
         assert isinstance(plan, AutoPlan)
         before = plan.controller.sources["model"].expected(0.97)
         for _ in range(20):
-            plan.witness("model", 0.97, right=False)
+            plan.counterfactual("model", 0.97, right=False)
         assert plan.controller.sources["model"].expected(0.97) < before - 0.3
 
 

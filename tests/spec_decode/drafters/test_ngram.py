@@ -43,7 +43,7 @@ class FixedPlan:
     def nothing(self, source: str) -> None:
         pass
 
-    def witness(self, source: str, confidence: float, right: bool) -> None:
+    def counterfactual(self, source: str, confidence: float, right: bool) -> None:
         raise AssertionError("an n-gram learns by itself")
 
     def samples(self, source: str, confidence: float) -> bool:
