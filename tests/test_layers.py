@@ -28,7 +28,7 @@ ROOMS = {
     "commands.files": "system terminal model_files",
     "commands.options": "system model_files backends sampling controllers api commands.files",
     "commands.chat": "system terminal model_files sampling spec_decode runtime api commands.options",
-    "commands.replay": "terminal spec_decode commands.chat",
+    "commands.replay": "system terminal spec_decode commands.chat",
     "commands.serve": "terminal prompts sampling spec_decode runtime api commands.options",
     "commands.verify": "system terminal backends sampling spec_decode controllers runtime api commands.options",
     "commands.doctor": "system terminal model_files backends sampling spec_decode controllers runtime api "

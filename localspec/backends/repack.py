@@ -9,9 +9,7 @@ near-exact here, and said.
 
 from __future__ import annotations
 
-import os
 import struct
-import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +20,7 @@ import numpy.typing as npt
 
 from localspec.errors import EngineError
 from localspec.model_files.gguf_file import GGUFFile, TensorInfo
+from localspec.system.files import write_atomically
 from localspec.system.home import home
 from localspec.system.machine import default_threads
 from localspec.system.steps import Steps, exhaust
@@ -153,26 +152,18 @@ def writing_copy(gguf: GGUFFile, target: Path, types: dict[str, str], marks: dic
         header += _string(name) + struct.pack("<I", len(tensor.shape))
         header += struct.pack(f"<{len(tensor.shape)}Q", *tensor.shape) + struct.pack("<IQ", kind, offset)
         offset += -(-n_bytes // alignment) * alignment
-    handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(header)
-            file.write(bytes(-len(header) % alignment))
-            written = 0
-            for data in _converted(gguf, {name: kind.name for name, kind in kinds.items()}):
-                if data is None:  # the end of a tensor
-                    file.write(bytes(-written % alignment))
-                    written = 0
-                    continue
-                file.write(np.ascontiguousarray(data).data)
-                written += data.nbytes
-                yield
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with write_atomically(target) as file:
+        file.write(header)
+        file.write(bytes(-len(header) % alignment))
+        written = 0
+        for data in _converted(gguf, {name: kind.name for name, kind in kinds.items()}):
+            if data is None:  # the end of a tensor
+                file.write(bytes(-written % alignment))
+                written = 0
+                continue
+            file.write(np.ascontiguousarray(data).data)
+            written += data.nbytes
+            yield
 
 
 def _converted(gguf: GGUFFile, types: dict[str, str]) -> Iterator[Bytes | None]:

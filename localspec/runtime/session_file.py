@@ -16,10 +16,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,13 +27,11 @@ import numpy.typing as npt
 from localspec.backends.base import ContextState
 from localspec.errors import SessionFileError
 from localspec.runtime.saved_state import Memory
+from localspec.system.files import write_atomically
 
 MAGIC = b"localspec-session "
 VERSION = 1
 MAX_TEXT_BYTES = 1 << 28
-
-_STALE_SECONDS = 3600.0
-"""A temporary file this old was left by a process that was killed."""
 
 
 def write(path: Path, text: Mapping[str, Any], memories: Sequence[Memory]) -> None:
@@ -69,23 +64,12 @@ def write(path: Path, text: Mapping[str, Any], memories: Sequence[Memory]) -> No
         document = json.dumps({**text, "memories": listed}, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError) as error:  # a lone surrogate, or a value of some other kind
         raise SessionFileError(f"cannot write {path}: what was said is not JSON ({error})") from error
-    _remove_stale(path)
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".tmp")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(MAGIC + b"%d\n%d %s\n" % (VERSION, len(document), _digest(document).encode()))
-                file.write(document)
-                for array in arrays:
-                    file.write(_bytes(array))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)
-            raise
-        _sync_folder(path.parent)
+        with write_atomically(path, private=True) as file:
+            file.write(MAGIC + b"%d\n%d %s\n" % (VERSION, len(document), _digest(document).encode()))
+            file.write(document)
+            for array in arrays:
+                file.write(_bytes(array))
     except (OSError, ValueError) as error:  # ValueError: no name for a file, as with a NUL in it
         reason = getattr(error, "strerror", None) or error
         raise SessionFileError(f"cannot write {path}: {reason}") from error
@@ -165,20 +149,3 @@ def _bytes(array: npt.NDArray[Any]) -> memoryview:
 
 def _digest(data: bytes | memoryview) -> str:
     return blake2b(data, digest_size=16).hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the new name itself survive a power failure, where folders can be opened."""
-    with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-def _remove_stale(path: Path) -> None:
-    with suppress(OSError):
-        for temporary in path.parent.glob(f".{path.name}-*.tmp"):
-            if time.time() - temporary.stat().st_mtime > _STALE_SECONDS:
-                temporary.unlink()

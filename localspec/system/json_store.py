@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from localspec.system.files import write_atomically
 
 Key = Mapping[str, str]
 
@@ -41,18 +42,11 @@ class Ledger:
     def put(self, key: Key, value: Mapping[str, Any]) -> None:
         """Store a value. A full or read-only disk only means that it will be found out again."""
         text = json.dumps({"format": self.format, "key": dict(key), "value": value})
-        try:
+        with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=self.folder, suffix=".tmp")
-            try:
-                with os.fdopen(handle, "w") as file:
-                    file.write(text)
-                os.replace(temporary, self._path(key))
-            except BaseException:
-                Path(temporary).unlink(missing_ok=True)
-                raise
-        except OSError:
-            return
+            # After a power failure an empty file counts as none, and waiting for the disk would delay an answer.
+            with write_atomically(self._path(key), private=True, durable=False) as file:
+                file.write(text.encode())
 
     def _path(self, key: Key) -> Path:
         digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()[:20]

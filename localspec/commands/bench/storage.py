@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import types
 import typing
-from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from secrets import token_hex
 from typing import Any, Literal
 
 from localspec.commands.bench.record import SCHEMA_VERSION, TYPE, Record
 from localspec.errors import LocalspecError
+from localspec.system.files import write_atomically
 from localspec.terminal.text import on_one_line
 
 _MOST_BYTES = 1 << 30
@@ -25,7 +23,7 @@ class RecordError(LocalspecError):
 
 
 def write_record(path: Path, record: Record, results: dict[str, Any] | None = None) -> None:
-    """Store a run: complete under its name, or not at all."""
+    """Store a run."""
     write(path, to_json(record, results).encode())
 
 
@@ -46,17 +44,9 @@ def write(path: Path, data: bytes) -> None:
     Raises:
         RecordError: the disk refuses.
     """
-    path = Path(os.path.realpath(path))  # a link keeps pointing where it does
-    temporary = path.with_name(f".{path.name}-{token_hex(4)}.tmp")
     try:
-        try:
-            with temporary.open("xb") as file:
-                file.write(data)
-            os.replace(temporary, path)
-        except BaseException:
-            with suppress(OSError):
-                temporary.unlink()
-            raise
+        with write_atomically(path) as file:
+            file.write(data)
     except OSError as error:
         raise RecordError(f"cannot write {path}: {error.strerror or error}") from None
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from localspec.errors import LocalspecError, UsageError
 from localspec.sampling.sampling import CHAT_SETTINGS, SamplingParams
+from localspec.system.files import write_atomically
 
 FORMAT = "localspec-chat"
 VERSION = 1
@@ -96,18 +94,8 @@ def save(path: Path, chat: SavedChat, *, draft: list[str], backend: str) -> None
         "turns": [asdict(turn) for turn in chat.conversation.turns],
     }
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(document, file, ensure_ascii=False, indent=1)
-                file.write("\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)
-            raise
+        with write_atomically(path, private=True) as file:
+            file.write(json.dumps(document, ensure_ascii=False, indent=1).encode() + b"\n")
     except OSError as error:
         raise ChatFileError(f"cannot write {path}: {error.strerror or error}") from error
 

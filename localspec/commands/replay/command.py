@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
-from secrets import token_hex
 
 from localspec.commands.chat.conversation import MAX_BYTES
 from localspec.commands.replay.page import render
 from localspec.commands.replay.recording import RecordingError, read
 from localspec.errors import UsageError
+from localspec.system.files import write_atomically
 
 STREAM = "-"
 """The name of standard input and standard output."""
@@ -88,18 +87,8 @@ def _destination(file: str, html: str | None, force: bool) -> Path | None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Complete under its name, or not at all."""
-    temporary = path.with_name(f".{path.name}-{token_hex(4)}.tmp")
     try:
-        try:
-            with temporary.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            with suppress(OSError):
-                temporary.unlink()
-            raise
+        with write_atomically(path) as file:
+            file.write(data)
     except OSError as error:
         raise RecordingError(f"cannot write {path}: {error.strerror or error}") from None

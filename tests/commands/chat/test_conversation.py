@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from localspec.commands.chat import conversation
 from localspec.commands.chat.chat import Chat
 from localspec.commands.chat.commands import COMMANDS, complete, is_command, run_command
 from localspec.commands.chat.conversation import ChatFileError, Conversation, SavedChat, Turn, load, save, set_parameter
@@ -80,7 +79,7 @@ def test_a_save_that_breaks_off_leaves_the_old_file(tmp_path: Path, monkeypatch:
     def full(fd: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(conversation.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ChatFileError, match="No space left"):
         save(path, SAVED, draft=[], backend="c")
     assert path.read_bytes() == before

@@ -1,0 +1,66 @@
+"""Files that are complete under their name, or not there."""
+
+from __future__ import annotations
+
+import glob
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from secrets import token_hex
+from typing import BinaryIO
+
+_STALE_SECONDS = 3600.0
+"""A temporary file this old was left by a process that was killed: nothing here is written for an hour."""
+
+
+@contextmanager
+def write_atomically(path: Path, *, private: bool = False, durable: bool = True) -> Iterator[BinaryIO]:
+    """Open a file that takes its name, or the place of an older one, when the block ends.
+
+    If the block raises, Ctrl-C included, what was there before stays as it was. A link keeps pointing where it does.
+
+    Args:
+        path: its name; the folder must exist.
+        private: readable by this user alone.
+        durable: survives a power failure that comes right after. Takes milliseconds, on some disks many.
+
+    Raises:
+        OSError: the disk or its permissions refuse.
+        ValueError: no file can have this name.
+    """
+    path = Path(os.path.realpath(path))
+    _remove_stale(path)
+    temporary = path.with_name(f".{path.name}-{token_hex(8)}.tmp")
+    try:
+        with open(temporary, "xb", opener=partial(os.open, mode=0o600 if private else 0o666)) as file:
+            yield file
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError, ValueError):
+            temporary.unlink()
+        raise
+    if durable:
+        _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the new name survive a power failure too, where folders can be opened."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _remove_stale(path: Path) -> None:
+    with suppress(OSError):
+        for temporary in path.parent.glob(f".{glob.escape(path.name)}-*.tmp"):
+            if time.time() - temporary.stat().st_mtime > _STALE_SECONDS:
+                temporary.unlink()

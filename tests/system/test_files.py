@@ -1,0 +1,87 @@
+"""Files that are complete under their name, or not there."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from localspec.system.files import write_atomically
+
+posix_only = pytest.mark.skipif(os.name == "nt", reason="POSIX file modes and links")
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_file_appears_when_its_block_ends(tmp_path: Path, durable: bool) -> None:
+    path = tmp_path / "x [1].json"
+    for text in (b"first", b"second"):
+        before = path.read_bytes() if path.exists() else None
+        with write_atomically(path, durable=durable) as file:
+            file.write(text)
+            assert (path.read_bytes() if path.exists() else None) == before
+        assert path.read_bytes() == text
+    assert os.listdir(tmp_path) == [path.name]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError, ValueError])
+def test_what_is_broken_off_leaves_what_was_there(tmp_path: Path, error: type[BaseException]) -> None:
+    path = tmp_path / "x"
+    path.write_text("old")
+
+    def write() -> None:
+        with write_atomically(path) as file:
+            file.write(b"new")
+            raise error
+
+    with pytest.raises(error):
+        write()
+    assert (path.read_text(), os.listdir(tmp_path)) == ("old", ["x"])
+
+
+def test_a_generator_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
+    def steps() -> object:
+        with write_atomically(tmp_path / "x") as file:
+            file.write(b"half")
+            yield
+
+    work = iter(steps())  # type: ignore[call-overload]
+    next(work)
+    work.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    for path, error in ((tmp_path / "none" / "x", FileNotFoundError), (tmp_path, IsADirectoryError)):
+        with pytest.raises(error), write_atomically(path) as file:
+            file.write(b"x")
+    with pytest.raises(ValueError, match="null"), write_atomically(Path("a\0b")) as file:
+        file.write(b"x")
+    assert os.listdir(tmp_path) == []
+
+
+@posix_only
+def test_modes_and_links(tmp_path: Path) -> None:
+    path, link = tmp_path / "x", tmp_path / "link"
+    link.symlink_to(path)
+    before = os.umask(0o022)
+    try:
+        for private, mode in ((False, 0o644), (True, 0o600)):
+            with write_atomically(link, private=private) as file:
+                file.write(b"new")
+            assert (link.is_symlink(), stat.S_IMODE(path.stat().st_mode)) == (True, mode)
+    finally:
+        os.umask(before)
+
+
+def test_what_a_killed_process_left_is_removed_after_an_hour(tmp_path: Path) -> None:
+    left = [tmp_path / f".{name}-0123.tmp" for name in ("x[1]", "y")]
+    for path in left:
+        path.touch()
+        os.utime(path, (0, 0))
+    recent = tmp_path / ".x[1]-4567.tmp"
+    recent.touch()
+    with write_atomically(tmp_path / "x[1]"):
+        pass
+    assert [path.exists() for path in (*left, recent)] == [False, True, True]
