@@ -18,7 +18,7 @@ from localspec.backends.base import Progress
 from localspec.backends.trust import fingerprint
 from localspec.errors import Cancelled
 from localspec.system.home import home
-from localspec.system.json_store import Ledger
+from localspec.system.json_store import JsonStore
 
 _FORMAT = 1
 _POLL_S = 0.1
@@ -40,15 +40,15 @@ def survives(path: Path, engine: str, kv_type: str, n_threads: int, progress: Pr
     Raises:
         Cancelled: ``progress`` said so.
     """
-    ledger, key = Ledger(home() / "trials", _FORMAT), {"engine": engine, "file": fingerprint(path), "kv": kv_type}
-    known = (ledger.get(key) or {}).get("survives")
+    store, key = JsonStore(home() / "trials", _FORMAT), {"engine": engine, "file": fingerprint(path), "kv": kv_type}
+    known = (store.get(key) or {}).get("survives")
     if isinstance(known, bool):
         return known
     status = _run(path, kv_type, n_threads, progress)
     # An exception (1) is no reason to refuse: the same one will be raised here, in the engine's own words.
     found = status in (0, 1)
     if status not in _KILLED_FROM_OUTSIDE:
-        ledger.put(key, {"survives": found})
+        store.put(key, {"survives": found})
     return found
 
 

@@ -25,7 +25,7 @@ from localspec.backends.registry import engine_module, unavailable_reason
 from localspec.errors import EngineError, EngineMismatch, LocalspecError
 from localspec.model_files.gguf_parts import model_files
 from localspec.system.home import home
-from localspec.system.json_store import Ledger
+from localspec.system.json_store import JsonStore
 from localspec.system.steps import Steps, exhaust
 
 MAX_MEAN_KL = 0.15
@@ -205,10 +205,10 @@ def verdict_key(backend: str, options: Mapping[str, Any], digest: str) -> dict[s
     return {"engine": f"{backend} {engine}", "gpu layers": str(options.get("n_gpu_layers")), "file": digest}
 
 
-def verdicts() -> Ledger:
+def verdicts() -> JsonStore:
     """What was found, by ``verdict_key``: ``holds``, ``why``, and ``waits`` (loads for which the comparison with
     another engine was put off) where that is still to be made."""
-    return Ledger(home() / "trust", _FORMAT)
+    return JsonStore(home() / "trust", _FORMAT)
 
 
 def load_checked(
@@ -235,13 +235,13 @@ def load_checked(
         EngineMismatch: the engine is wrong about the file and no repacked copy helps.
     """
     module = engine_module(backend)
-    ledger, source = verdicts(), fingerprint(path)
+    store, source = verdicts(), fingerprint(path)
     model: Model | None = None
 
     def key(digest: str) -> dict[str, str]:
         return verdict_key(backend, options, digest)
 
-    verdict = ledger.get(key(source))
+    verdict = store.get(key(source))
     if verdict is None or verdict["holds"]:
         model = module.load(path, **options)
         assert model is not None
@@ -250,13 +250,13 @@ def load_checked(
     if model is not None and verdict is None:
         say(f"checking that {model.engine} computes {path.name} rightly (once per file)")
         verdict = _examine_alone(model)
-        ledger.put(key(source), verdict)
+        store.put(key(source), verdict)
     if model is not None and verdict is not None and "waits" in verdict:
         if put_off and verdict["waits"] < MAX_PUT_OFF:
             verdict = {**verdict, "waits": verdict["waits"] + 1}
         else:
             verdict = _compare(model, path, options, verdict)
-        ledger.put(key(source), verdict)
+        store.put(key(source), verdict)
     assert verdict is not None
     if verdict["holds"] and model is not None:
         return model
@@ -265,10 +265,10 @@ def load_checked(
     for repacked in repack.copies(path, source, say):
         copy: Model = module.load(repacked, **options)
         digest = fingerprint(repacked)
-        found = ledger.get(key(digest))
+        found = store.get(key(digest))
         if found is None:
             found = _examine(copy, path, options)
-            ledger.put(key(digest), found)
+            store.put(key(digest), found)
         if found["holds"]:
             warn(f"{copy.engine} computes {path.name} wrongly in batches ({verdict['why']}): using {repacked.name}")
             return copy

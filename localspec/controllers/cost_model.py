@@ -15,7 +15,7 @@ from localspec.errors import ModelFileError
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.kv_memory import kv_shape
 from localspec.system.home import home
-from localspec.system.json_store import Key, Ledger
+from localspec.system.json_store import JsonStore, Key
 from localspec.system.machine import cpu_name
 from localspec.system.steps import Steps, exhaust
 
@@ -292,14 +292,14 @@ class CalibrationCache:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._ledger = Ledger(folder, _FORMAT)
+        self._store = JsonStore(folder, _FORMAT)
 
     def get(self, key: Key) -> PassTimes | None:
         """The stored curve; None where there is none, it cannot be read, or was found not to fit any more.
 
         One that was disturbed is ``noisy``: measure again, and ``put`` keeps the best of both.
         """
-        stored = self._ledger.get(key) or {}
+        stored = self._store.get(key) or {}
         try:
             base = {int(width): float(ms) for width, ms in stored["ms"].items()}
             n_disturbed, quick = int(stored.get("disturbed", 0)), bool(stored.get("quick"))
@@ -318,14 +318,14 @@ class CalibrationCache:
         if times.noisy and not times.quick:
             n_disturbed = 1
             if known is not None and known.noisy and not known.quick:
-                n_disturbed += int((self._ledger.get(key) or {})["disturbed"])
+                n_disturbed += int((self._store.get(key) or {})["disturbed"])
                 times.base = {width: min(ms, known.base.get(width, ms)) for width, ms in times.base.items()}
         curve = {str(w): round(ms, 4) for w, ms in times.base.items()}
-        self._ledger.put(key, {"ms": curve, "disturbed": n_disturbed, "quick": times.quick})
+        self._store.put(key, {"ms": curve, "disturbed": n_disturbed, "quick": times.quick})
 
     def drop(self, key: Key) -> None:
         """Forget a curve, so that it is measured again at the next load."""
-        self._ledger.put(key, {})
+        self._store.put(key, {})
 
 
 def growth(model: Model, kv_type: str) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 from localspec.controllers.acceptance import COPY_CLIMATES, SourceAcceptance, estimate_prior, model_prior
 from localspec.controllers.time_budget import TimeBudget
 from localspec.sampling.sampling import SamplingParams
-from localspec.system.json_store import Key, Ledger
+from localspec.system.json_store import JsonStore, Key
 
 _FORMAT = 1
 
@@ -32,10 +32,10 @@ class Experience:
     """
 
     def __init__(self, folder: Path | None, key: Key) -> None:
-        self._ledger = Ledger(folder, _FORMAT) if folder is not None else None
+        self._store = JsonStore(folder, _FORMAT) if folder is not None else None
         self._key = dict(key)
         self._tables: dict[str, SourceAcceptance] = {}
-        self._stored: dict[str, Any] = (self._ledger.get(self._key) or {}) if self._ledger else {}
+        self._stored: dict[str, Any] = (self._store.get(self._key) or {}) if self._store else {}
         self.budget = TimeBudget.restored(self._stored.get("budget"))
 
     def source(self, params: SamplingParams, source: str, *, copies: bool, sampled: bool = False) -> SourceAcceptance:
@@ -59,7 +59,7 @@ class Experience:
 
     def save(self) -> None:
         """Keep what was learned so far."""
-        if self._ledger is not None and self._tables:
+        if self._store is not None and self._tables:
             self._stored |= {name: table.as_dict() for name, table in list(self._tables.items())}
             self._stored["budget"] = self.budget.as_dict()
-            self._ledger.put(self._key, self._stored)
+            self._store.put(self._key, self._stored)

@@ -17,7 +17,7 @@ from localspec.backends.trust import fingerprint
 from localspec.controllers.cost_model import WIDE, PassTimes, calibrating_model, curve_key, curves
 from localspec.runtime.draft_choice import best_rate
 from localspec.system.home import home
-from localspec.system.json_store import Ledger
+from localspec.system.json_store import JsonStore
 from localspec.system.machine import cpu_name, default_threads
 from localspec.system.steps import Steps
 
@@ -52,16 +52,16 @@ def engines_measuring(n_ctx: int, kv_type: str) -> Callable[[Model], Steps[None]
 
 def remember(model: Model, kv_type: str, times: PassTimes) -> None:
     """Keep what a nominal answer takes on a model's engine."""
-    ledger, key = _ledger(), _key(fingerprint(model.path), model.n_threads, kv_type)
-    stored = ledger.get(key) or {}
+    store, key = _store(), _key(fingerprint(model.path), model.n_threads, kv_type)
+    stored = store.get(key) or {}
     figures = {**stored.get("ms", {}), model.backend: round(nominal_ms(times), 1)}
     plain = {**stored.get("plain", {}), model.backend: round(1e3 / times(1), 2)}
-    ledger.put(key, {**stored, "ms": figures, "plain": plain})
+    store.put(key, {**stored, "ms": figures, "plain": plain})
 
 
 def measured(path: Path, n_threads: int | None, kv_type: str) -> dict[str, float]:
     """Engine -> time of a nominal answer [ms], where it was measured with the present versions of all engines."""
-    return _figures(_ledger().get(_key(fingerprint(path), n_threads or default_threads(), kv_type)))
+    return _figures(_store().get(_key(fingerprint(path), n_threads or default_threads(), kv_type)))
 
 
 def ordered(
@@ -84,8 +84,8 @@ def ordered(
     """
     if on_gpu or not all(name in names for name in ENGINES):
         return list(names)
-    ledger, key = _ledger(), _key(fingerprint(path), n_threads or default_threads(), kv_type)
-    stored = ledger.get(key) or {}
+    store, key = _store(), _key(fingerprint(path), n_threads or default_threads(), kv_type)
+    stored = store.get(key) or {}
     figures = _figures(stored)
     usual = [name for name in names if name in ENGINES]
     if any(name not in figures for name in usual):
@@ -94,7 +94,7 @@ def ordered(
     if figures[first] <= MARGIN * figures[second]:
         return list(names)
     if not stored.get("told"):
-        ledger.put(key, {**stored, "told": True})
+        store.put(key, {**stored, "told": True})
         share = figures[first] / figures[second]
         warn(f"{second} answers {share:.2f} times as fast as {first} with {path.name} here, as measured: auto uses it")
     return [{first: second, second: first}.get(name, name) for name in names]
@@ -107,8 +107,8 @@ def _figures(stored: dict[str, Any] | None) -> dict[str, float]:
     return {str(name): float(ms) for name, ms in found.items() if isinstance(ms, int | float) and ms > 0}
 
 
-def _ledger() -> Ledger:
-    return Ledger(home() / "engines", 1)
+def _store() -> JsonStore:
+    return JsonStore(home() / "engines", 1)
 
 
 def _key(digest: str, n_threads: int, kv_type: str) -> dict[str, str]:

@@ -17,7 +17,7 @@ from localspec.errors import Cancelled, LocalspecError, VocabularyMismatch
 from localspec.runtime import draft_choice
 from localspec.runtime.engine_choice import ordered
 from localspec.system.home import home
-from localspec.system.json_store import Ledger
+from localspec.system.json_store import JsonStore
 from localspec.system.machine import cpu_name
 from localspec.system.steps import Steps, exhaust
 
@@ -66,7 +66,7 @@ class Loader:
     def __init__(self, options: PairOptions, warnings: list[str]) -> None:
         self.options = options
         self.warnings = warnings
-        self._choices = Ledger(home() / "drafts", 1)
+        self._choices = JsonStore(home() / "drafts", 1)
 
     def load(self, path: Path, report: Report, *, backend: str | None = None, check: bool = True) -> Model:
         """Load a file; see ``backends.load``. An exception from ``report`` cancels, and is raised here."""

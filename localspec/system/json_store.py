@@ -14,7 +14,7 @@ from localspec.system.files import write_atomically
 Key = Mapping[str, str]
 
 
-class Ledger:
+class JsonStore:
     """One JSON file per key, in a folder.
 
     The whole key is stored with the value, so that a chance agreement of file names shows nothing foreign.

@@ -7,34 +7,34 @@ from pathlib import Path
 
 from localspec.controllers.experience import Experience
 from localspec.sampling.sampling import SamplingParams
-from localspec.system.json_store import Ledger
+from localspec.system.json_store import JsonStore
 
 KEY = {"engine": "x 1", "file": "abc"}
 
 
 def test_what_is_put_is_got_by_its_key_alone(tmp_path: Path) -> None:
-    Ledger(tmp_path, 1).put(KEY, {"ms": 3})
-    assert Ledger(tmp_path, 1).get(KEY) == {"ms": 3}
-    assert Ledger(tmp_path, 1).get({**KEY, "file": "other"}) is None
-    assert Ledger(tmp_path, 2).get(KEY) is None
+    JsonStore(tmp_path, 1).put(KEY, {"ms": 3})
+    assert JsonStore(tmp_path, 1).get(KEY) == {"ms": 3}
+    assert JsonStore(tmp_path, 1).get({**KEY, "file": "other"}) is None
+    assert JsonStore(tmp_path, 2).get(KEY) is None
     assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_damaged_or_foreign_file_is_a_missing_one(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path, 1)
-    ledger.put(KEY, {"ms": 3})
+    store = JsonStore(tmp_path, 1)
+    store.put(KEY, {"ms": 3})
     (file,) = tmp_path.iterdir()
     good = json.loads(file.read_text())
     for text in ("", "{", "[]", json.dumps(good | {"key": {}}), json.dumps(good | {"value": 7}), "\x00\xff"):
         file.write_text(text)
-        assert ledger.get(KEY) is None
+        assert store.get(KEY) is None
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    ledger = Ledger(tmp_path / "file" / "below", 1)
-    ledger.put(KEY, {"ms": 3})
-    assert ledger.get(KEY) is None
+    store = JsonStore(tmp_path / "file" / "below", 1)
+    store.put(KEY, {"ms": 3})
+    assert store.get(KEY) is None
 
 
 def test_experience_outlives_the_process_and_stays_with_its_way_of_sampling(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.rounds import Round
 from localspec.system.home import home
-from localspec.system.json_store import Ledger
+from localspec.system.json_store import JsonStore
 from localspec.system.memory import read_memory
 
 _WARM_UP = "Count: 1 2 3 4 1 2 3 4 1 2 3"
@@ -317,8 +317,8 @@ def sha256(path: Path, watch: Watch) -> str:
     """A model's digest, of all its parts one after the other; kept, as reading a large file takes seconds."""
     files = model_files(path)
     changed = " ".join(str(file.stat().st_mtime_ns) for file in files)
-    ledger, key = Ledger(home() / "digests", 1), {"file": fingerprint(path), "changed": changed}
-    known = (ledger.get(key) or {}).get("sha256")
+    store, key = JsonStore(home() / "digests", 1), {"file": fingerprint(path), "changed": changed}
+    known = (store.get(key) or {}).get("sha256")
     if isinstance(known, str):
         return known
     found, done, size = hashlib.sha256(), 0, model_bytes(path) or 1
@@ -328,5 +328,5 @@ def sha256(path: Path, watch: Watch) -> str:
                 found.update(block)
                 done += len(block)
                 watch.report(f"digest of {path.name}", done / size)
-    ledger.put(key, {"sha256": found.hexdigest()})
+    store.put(key, {"sha256": found.hexdigest()})
     return found.hexdigest()
