@@ -2,39 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
 from localspec import __version__
-from localspec.commands.cli_checks import bench, doctor, replay, verify
-from localspec.commands.cli_options import (
-    Backend,
-    Ctx,
-    Draft,
-    DraftBackend,
-    DraftLength,
-    GpuLayers,
-    Idle,
-    Json,
-    KVCache,
-    LightDraft,
-    MaxTokens,
-    MinP,
-    Model,
-    RepeatPenalty,
-    Run,
-    Seed,
-    Stop,
-    System,
-    Temperature,
-    Threads,
-    TopK,
-    TopP,
-    Verbose,
-    shared_options,
-)
+from localspec.commands.cli_options import Json, Model, run_options, with_shared_options
+
+Run = Callable[[], int]
 
 app = typer.Typer(
     name="localspec",
@@ -95,40 +72,33 @@ def root(
         print(ctx.get_help())
 
 
-def chat(
-    model: Model = None,
-    draft: Draft = None,
-    draft_length: DraftLength = "auto",
-    backend: Backend = "auto",
-    draft_backend: DraftBackend = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repeat_penalty: RepeatPenalty = None,
-    seed: Seed = None,
-    max_tokens: MaxTokens = None,
-    stop: Stop = None,
-    ctx: Ctx = None,
-    threads: Threads = None,
-    gpu_layers: GpuLayers = None,
-    kv_cache: KVCache = "f16",
-    light_draft: LightDraft = True,
-    idle: Idle = True,
-    system: System = None,
-    verbose: Verbose = False,
-) -> Run:
+def command(without: Collection[str] = ()) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Make a function a command; see ``with_shared_options`` for what becomes of its ``**options``.
+
+    Parsing only binds the arguments. The command runs outside of Typer, which would treat Ctrl-C, a closed pipe and
+    errors in its own way.
+    """
+
+    def register(function: Callable[..., int]) -> Callable[..., int]:
+        def bind(**given: Any) -> Run:
+            return partial(function, **given)
+
+        bind.__signature__ = with_shared_options(function, without)  # type: ignore[attr-defined]
+        app.command(function.__name__.rstrip("_"), help=function.__doc__)(bind)
+        return function
+
+    return register
+
+
+@command()
+def chat(model: Model = None, **options: Any) -> int:
     """Chat, and watch the guesses. Without a terminal on standard input each line is a turn."""
-    options = shared_options(locals())
+    from localspec.commands.chat.command import chat_command
 
-    def run() -> int:
-        from localspec.commands.chat.command import chat_command
-
-        return chat_command(options())
-
-    return run
+    return chat_command(run_options(model, options))
 
 
+@command()
 def generate(
     model: Model = None,
     prompt: Annotated[
@@ -142,38 +112,123 @@ def generate(
         str | None, typer.Option("--json-schema", metavar="FILE", help="Answer in JSON that follows this schema.")
     ] = None,
     grammar: Annotated[str | None, typer.Option(metavar="FILE", help="Answer as this GBNF grammar has it.")] = None,
-    draft: Draft = None,
-    draft_length: DraftLength = "auto",
-    backend: Backend = "auto",
-    draft_backend: DraftBackend = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repeat_penalty: RepeatPenalty = None,
-    seed: Seed = None,
-    max_tokens: MaxTokens = None,
-    stop: Stop = None,
-    ctx: Ctx = None,
-    threads: Threads = None,
-    gpu_layers: GpuLayers = None,
-    kv_cache: KVCache = "f16",
-    light_draft: LightDraft = True,
-    idle: Idle = True,
-    system: System = None,
-    verbose: Verbose = False,
-) -> Run:
+    **options: Any,
+) -> int:
     """Answer one prompt."""
-    options = shared_options(locals())
+    from localspec.commands.generate import generate_command
+    from localspec.commands.options import answer_form
 
-    def run() -> int:
-        from localspec.commands.generate import generate_command
-
-        return generate_command(options(), prompt, raw=raw, format=format)
-
-    return run
+    form = answer_form(json_schema, grammar)
+    return generate_command(run_options(model, options, **form), prompt, raw=raw, format=format)
 
 
+@command(without=("draft_length", "idle"))
+def bench(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL] | show FILE | compare A B",
+            help="The model to measure; or a file of bench --json to show again, or two to compare.",
+            show_default=False,
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Two minutes: short answers.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Long answers, fixed lengths too, no time limit.")] = False,
+    arm: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="auto|N|ngram:N|model:N",
+            help="What to measure against plain decoding; repeatable, or with commas.",
+            show_default="auto",
+        ),
+    ] = None,
+    prompts: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Questions in Spec-Bench's or SPEED-Bench's format, as JSON lines."),
+    ] = None,
+    which: Annotated[
+        str | None, typer.Option("--set", metavar="report|tuning", help="Which of our own questions.")
+    ] = None,
+    category: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this kind; repeatable.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Time budget.", show_default="15, or 2 if --quick")] = None,
+    repeats: Annotated[int | None, typer.Option(help="Ask each question so often.")] = None,
+    slice_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--slice", metavar="TOKENS", help="Take turns after so many tokens; 0: after answers.", show_default="4"
+        ),
+    ] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Let answers go on to --max-tokens.")] = False,
+    json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Keep everything measured.")] = None,
+    markdown: Annotated[str | None, typer.Option(metavar="FILE|-", help="A report.")] = None,
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="A page with plots.")] = None,
+    svg: Annotated[str | None, typer.Option(metavar="FILE", help="The plot of speed-ups.")] = None,
+    resume: Annotated[str | None, typer.Option(metavar="FILE", help="Go on with a file of --json.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="auto|llama-cpp|ik-llama|reference",
+            help="The engine; repeatable, or with commas: side by side.",
+            show_default="auto",
+        ),
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer.", show_default="by the mode")] = None,
+    **options: Any,
+) -> int:
+    """Measure a pair: the same questions plainly and with guesses, in turns. Ctrl-C keeps what is done."""
+    from localspec.commands.bench.command import Outputs, bench_command
+
+    named = list(words or ())
+    request = {
+        "options": run_options(next(iter(named), None), options | {"max_tokens": max_tokens}),
+        "backends": backend or (),
+        "arms": arm or (),
+        "categories": category or (),
+        "prompts": prompts,
+        "which": which,
+        "quick": quick,
+        "full": full,
+        "minutes": minutes,
+        "repeats": repeats,
+        "slice_tokens": slice_tokens,
+        "ignore_eos": ignore_eos,
+        "resume": resume,
+    }
+    return bench_command(named, request, Outputs(json, markdown, html, svg, force))
+
+
+@command(without=("idle",))
+def verify(
+    model: Model = None,
+    as_json: Json = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer and shorter answers.")] = False,
+    prompts: Annotated[int | None, typer.Option(help="Questions to answer.", show_default="8, or 3 if --quick")] = None,
+    **options: Any,
+) -> int:
+    """Audit a pair: is it lossless, here, with these kernels? Exit status 1 if not."""
+    from localspec.commands.verify.command import verify_command
+
+    return verify_command(run_options(model, options), prompts=prompts, quick=quick, as_json=as_json)
+
+
+@command(without=("idle",))
+def doctor(
+    model: Model = None,
+    as_json: Json = False,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure anew what passes cost, and keep it.")] = False,
+    rank: Annotated[
+        bool, typer.Option("--rank", help="Try the drafts on this disk for a minute, and rank them.")
+    ] = False,
+    **options: Any,
+) -> int:
+    """Examine this machine and a pair: does it fit, does it match, does it pay?"""
+    from localspec.commands.doctor.command import doctor_command
+
+    return doctor_command(run_options(model, options), as_json=as_json, calibrate=calibrate, rank=rank)
+
+
+@command()
 def serve(
     model: Model = None,
     host: Annotated[str, typer.Option(help="Address to listen at; any but a loopback one needs a key.")] = "127.0.0.1",
@@ -191,49 +246,50 @@ def serve(
     allow_host: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Another name of this computer; repeatable.")
     ] = None,
-    draft: Draft = None,
-    draft_length: DraftLength = "auto",
-    backend: Backend = "auto",
-    draft_backend: DraftBackend = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repeat_penalty: RepeatPenalty = None,
-    seed: Seed = None,
-    max_tokens: MaxTokens = None,
-    stop: Stop = None,
-    ctx: Ctx = None,
-    threads: Threads = None,
-    gpu_layers: GpuLayers = None,
-    kv_cache: KVCache = "f16",
-    light_draft: LightDraft = True,
-    idle: Idle = True,
-    system: System = None,
-    verbose: Verbose = False,
-) -> Run:
+    **options: Any,
+) -> int:
     """Serve OpenAI's API, and a chat page, to the programs on this computer."""
-    options = shared_options(locals())
+    from localspec.commands.serve.command import ServeOptions, serve_command
 
-    def run() -> int:
-        from localspec.commands.serve.command import ServeOptions, serve_command
-
-        serving = ServeOptions(
-            host=host,
-            port=port,
-            api_key=api_key,
-            queue=queue,
-            prefix_cache=prefix_cache,
-            time_limit=time_limit,
-            alias=alias or (),
-            allow_origin=allow_origin or (),
-            allow_host=allow_host or (),
-        )
-        return serve_command(options(), serving)
-
-    return run
+    serving = ServeOptions(
+        host=host,
+        port=port,
+        api_key=api_key,
+        queue=queue,
+        prefix_cache=prefix_cache,
+        time_limit=time_limit,
+        alias=alias or (),
+        allow_origin=allow_origin or (),
+        allow_host=allow_host or (),
+    )
+    return serve_command(run_options(model, options), serving)
 
 
+@command()
+def replay(
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE",
+            help="What generate --format events printed, or a chat that /save wrote; - is standard input.",
+            show_default=False,
+        ),
+    ],
+    html: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OUT", help="Where the page goes; - is standard output.", show_default="FILE with .html instead"
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
+) -> int:
+    """Make a web page of a recording: the answer, and every guess as it was made and checked."""
+    from localspec.commands.replay.command import replay_command
+
+    return replay_command(file, html, force=force)
+
+
+@command()
 def pull(
     names: Annotated[
         list[str] | None,
@@ -243,54 +299,37 @@ def pull(
             show_default=False,
         ),
     ] = None,
-) -> Run:
+) -> int:
     """Fetch models, check their digests, print their paths."""
+    from localspec.commands.files import pull_command
 
-    def run() -> int:
-        from localspec.commands.files import pull_command
-
-        return pull_command(names or ())
-
-    return run
+    return pull_command(names or ())
 
 
-def list_(as_json: Json = False) -> Run:
+@command()
+def list_(as_json: Json = False) -> int:
     """List the models known by name, and which are on this disk."""
+    from localspec.commands.files import list_command
 
-    def run() -> int:
-        from localspec.commands.files import list_command
-
-        return list_command(as_json)
-
-    return run
+    return list_command(as_json)
 
 
+@command()
 def rm(
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Models to remove.", show_default=False)],
-) -> Run:
+) -> int:
     """Remove models from this disk."""
+    from localspec.commands.files import rm_command
 
-    def run() -> int:
-        from localspec.commands.files import rm_command
-
-        return rm_command(names)
-
-    return run
+    return rm_command(names)
 
 
+@command()
 def inspect(
     model: Annotated[str, typer.Argument(metavar="FILE", help="A model file, or a name.", show_default=False)],
     as_json: Json = False,
-) -> Run:
+) -> int:
     """Say what is in a model file: sizes, vocabulary, template, memory."""
+    from localspec.commands.files import inspect_command
 
-    def run() -> int:
-        from localspec.commands.files import inspect_command
-
-        return inspect_command(model, as_json)
-
-    return run
-
-
-for _command in (chat, generate, bench, verify, doctor, serve, replay, pull, list_, rm, inspect):
-    app.command(_command.__name__.rstrip("_"))(_command)
+    return inspect_command(model, as_json)

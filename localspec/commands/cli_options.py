@@ -1,13 +1,15 @@
-"""Options that several commands share. Nothing heavy is imported here."""
+"""Options that several commands share, each written once. Nothing heavy is imported here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any
+import inspect
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-Run = Callable[[], int]
+if TYPE_CHECKING:
+    from localspec.commands.options import RunOptions
 
 Model = Annotated[
     str | None,
@@ -55,33 +57,60 @@ Verbose = Annotated[bool, typer.Option("--verbose", help="Show what the engine l
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def shared_options(given: dict[str, Any]) -> Callable[[], Any]:
-    """The shared options as given; ``RunOptions`` checks them when it is called."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed", "max_tokens")
-    sampling = {name: given[name] for name in names if given[name] is not None}
-    if given["stop"]:
-        sampling["stop"] = tuple(given["stop"])
-    rest = (
-        "model",
-        "draft_length",
-        "backend",
-        "draft_backend",
-        "ctx",
-        "threads",
-        "gpu_layers",
-        "kv_cache",
-        "light_draft",
-        "idle",
-        "system",
-        "verbose",
-    )
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed", "max_tokens")
 
-    given = {"draft_backend": None, "idle": False} | given
 
-    def build() -> Any:
-        from localspec.commands.options import RunOptions, answer_form
+def _shared(
+    draft: Draft = None,
+    draft_length: DraftLength = "auto",
+    backend: Backend = "auto",
+    draft_backend: DraftBackend = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repeat_penalty: RepeatPenalty = None,
+    seed: Seed = None,
+    max_tokens: MaxTokens = None,
+    stop: Stop = None,
+    ctx: Ctx = None,
+    threads: Threads = None,
+    gpu_layers: GpuLayers = None,
+    kv_cache: KVCache = "f16",
+    light_draft: LightDraft = True,
+    idle: Idle = True,
+    system: System = None,
+    verbose: Verbose = False,
+) -> None:
+    """The shared options, in the order of ``--help``."""
 
-        form = answer_form(given.get("json_schema"), given.get("grammar"))
-        return RunOptions(draft=given["draft"] or (), sampling=sampling | form, **{name: given[name] for name in rest})
 
-    return build
+def with_shared_options(function: Callable[..., int], without: Collection[str] = ()) -> inspect.Signature:
+    """The signature of a command, its ``**options`` replaced by the shared options.
+
+    Args:
+        function: the command; a shared option that it declares itself takes the shared one's place.
+        without: shared options that make no sense for it.
+    """
+    signature = inspect.signature(function, eval_str=True)
+    own = dict(signature.parameters)
+    if own.pop("options", None) is None:
+        return signature
+    shared = inspect.signature(_shared, eval_str=True).parameters
+    last = [own.pop(name, parameter) for name, parameter in shared.items() if name not in without]
+    return signature.replace(parameters=[*own.values(), *last])
+
+
+def run_options(model: str | None, given: dict[str, Any], **sampling: Any) -> RunOptions:
+    """The shared options as given, checked.
+
+    Raises:
+        UsageError: a value makes no sense.
+    """
+    from localspec.commands.options import RunOptions
+
+    rest = {"idle": False} | given
+    sampling |= {name: value for name in SAMPLING if (value := rest.pop(name)) is not None}
+    if stop := rest.pop("stop"):
+        sampling["stop"] = tuple(stop)
+    return RunOptions(model=model, draft=rest.pop("draft") or (), sampling=sampling, **rest)
