@@ -13,8 +13,9 @@ import numpy as np
 
 from localspec.controllers.acceptance import EDGES, SourceAcceptance, leads_to
 from localspec.controllers.auto_plan import AutoPlan
-from localspec.controllers.break_even import NEVER, break_even, reason
+from localspec.controllers.break_even import lowest_break_even
 from localspec.controllers.cost_model import PassTimes
+from localspec.controllers.explainer import NEVER, reason
 from localspec.controllers.prefill_gate import PATIENCE_TOKENS, prompt_pays, stretch_pays
 from localspec.controllers.stopping import Continuation, Prospects
 from localspec.controllers.time_budget import TimeBudget
@@ -366,7 +367,7 @@ class AutoController(Controller):
     def _explain_source(self, source: str, need: float) -> str:
         gains = need <= NEVER and self.solve(source).rate * self.ms_plain > 1.001
         is_behind = source in self._behind and self._emitted > 0
-        return reason(source, need, self.sources[source].mean(), gains=gains, is_behind=is_behind)
+        return reason(source, need, self.sources[source].mean(), gains=gains, is_lagging=is_behind)
 
     def _needs(self) -> dict[str, float]:
         return {source: self.break_even(source) for source in self.sources}
@@ -374,5 +375,4 @@ class AutoController(Controller):
     def break_even(self, source: str) -> float:
         """The acceptance per token at which the best fixed draft length of this source only equals plain decoding."""
         step = self.draft_times[source](1) if source in self.draft_times else 0.0
-        shares = [break_even(k, lambda w: self.times(w) + self.ms_other, step) for k in range(1, 9)]
-        return min((share for share in shares if share is not None), default=1.0)
+        return lowest_break_even(range(1, 9), lambda w: self.times(w) + self.ms_other, step)

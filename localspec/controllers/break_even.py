@@ -1,18 +1,17 @@
-"""What a draft of fixed length is worth if all guesses are equally likely to be right: the rule of thumb.
+"""The speed-up formula: what a draft of fixed length is worth if all its tokens are equally likely to be accepted.
 
-With a draft of k tokens, each accepted with probability a given that all before it were, a round emits
-(1 − a^(k+1)) / (1 − a) tokens (Leviathan et al. 2023, equation 1) and takes t(k + 1) + k·d, where t(w) is the
-target's time for a pass over w tokens and d the draft's for one step. Plain decoding emits one token in t(1); the
-quotient is the speed-up. Real guesses are neither independent nor equally likely: decisions are made by ``stopping``,
-this is for telling people in one number what is needed. Guesses from the text itself cost nothing (d = 0).
+A draft of k tokens, each accepted with probability a given that those before it were, emits (1 - a^(k+1)) / (1 - a)
+tokens a round (Leviathan et al. 2023, equation 1) and takes t(k + 1) + k·d: t(w) is the target's time for a pass over w
+tokens, d that of a draft step. Plain decoding emits one token in t(1); the quotient is the speed-up. Leviathan et al.
+(theorem 3.8) take t(k + 1) for t(1), as on hardware with arithmetic to spare; here t is measured.
+
+Real draft tokens are neither independent nor equally likely to be accepted, so ``auto`` decides by ``stopping``. This
+formula compares models and engines before there is a text, and says in one number what acceptance rate is needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-NEVER = 0.995
-"""Where more guesses than this must be right, drafting does not pay whatever the text."""
+from collections.abc import Callable, Iterable
 
 Times = Callable[[int], float]
 """t(w): tokens in a pass -> milliseconds."""
@@ -34,16 +33,26 @@ def speedup(acceptance: float, length: int, times: Times, step_ms: float) -> flo
     """Predicted speed over plain decoding.
 
     Args:
-        acceptance: probability that a guess is accepted, those before it having been.
+        acceptance: probability that a draft token is accepted, those before it having been.
         length: tokens per draft; 0 is plain decoding.
         times: the target's t(w).
-        step_ms: time of one draft token; 0 for guesses without a model.
+        step_ms: time of one draft token; 0 where no model runs.
     """
     return expected_tokens(acceptance, length) / round_time(length, times, step_ms)
 
 
+def best_length(acceptance: float, lengths: Iterable[int], times: Times, step_ms: float) -> int:
+    """The draft length with the largest predicted speed-up, of these."""
+    return max(lengths, key=lambda length: speedup(acceptance, length, times, step_ms))
+
+
+def best_speedup(acceptance: float, lengths: Iterable[int], times: Times, step_ms: float) -> float:
+    """The largest predicted speed-up of these draft lengths."""
+    return max(speedup(acceptance, length, times, step_ms) for length in lengths)
+
+
 def break_even(length: int, times: Times, step_ms: float) -> float | None:
-    """The acceptance at which drafting this many tokens equals plain decoding; None: not even perfect guesses pay."""
+    """The acceptance rate at which drafting this many tokens equals plain decoding; None: 1 would not do."""
     needed = round_time(length, times, step_ms)
     if length + 1 <= needed:
         return None
@@ -54,21 +63,7 @@ def break_even(length: int, times: Times, step_ms: float) -> float | None:
     return high
 
 
-def reason(source: str, need: float, mean: float, *, gains: bool, is_behind: bool) -> str:
-    """Why there is drafting with a source or not, in a sentence.
-
-    Args:
-        source: its name.
-        need: acceptance per token at which its best fixed length equals plain decoding; 1 where none does.
-        mean: acceptance expected of its next guess.
-        gains: whether it is expected to make this text faster, alone and at its best.
-        is_behind: whether it would have to read too much first.
-    """
-    if need > NEVER:
-        return f"not drafting with {source}: here even guesses that are always right cost more than they save"
-    if not gains:
-        needs = f"needs {need:.0%} acceptance to break even here, this text gives {mean:.0%}"
-        return f"not drafting with {source}: {needs}"
-    if is_behind:
-        return f"not drafting with {source}: reading the text so far would cost more than it is expected to save"
-    return f"drafting with {source}: {need:.0%} acceptance breaks even here, this text gives {mean:.0%}"
+def lowest_break_even(lengths: Iterable[int], times: Times, step_ms: float) -> float:
+    """The least acceptance rate that pays, at whichever of these lengths; 1 where none does."""
+    shares = (break_even(length, times, step_ms) for length in lengths)
+    return min((share for share in shares if share is not None), default=1.0)

@@ -175,8 +175,9 @@ class Loader:
         finally:
             if lighter is not None:
                 close_both(*lighter)
-        self._choices.put(key, {"light": two.rate > one.rate, "published": one.as_dict(), "lighter": two.as_dict()})
-        return two.rate > one.rate
+        light_is_faster = two.speedup > one.speedup
+        self._choices.put(key, {"light": light_is_faster, "published": one.as_dict(), "lighter": two.as_dict()})
+        return light_is_faster
 
     def _open_lighter(self, path: Path, target: Target, report: Report) -> tuple[Model, Context] | None:
         light = lighter_copy(path, fingerprint(path), lambda line: report(line, None))

@@ -26,7 +26,6 @@ from localspec.commands.doctor import engines, fit, payoff, ranking, report
 from localspec.commands.doctor.advice import recommend_ranked
 from localspec.commands.doctor.plot import bars
 from localspec.commands.doctor.screen import DoctorScreen
-from localspec.controllers.break_even import break_even, expected_tokens, speedup
 from localspec.model_files.catalog import Catalog
 from localspec.system import bandwidth, memory, power
 from localspec.system.home import home, models_dir
@@ -523,34 +522,14 @@ def test_bars() -> None:
     assert bars([0, 0], height=1, width=1, gap=0) == ["  "]
 
 
-# -- the theory --------------------------------------------------------------------------------------------------------
+# -- what measured passes mean -----------------------------------------------------------------------------------------
 
 
-def test_expected_tokens_are_a_geometric_sum() -> None:
-    for a in (0.0, 0.25, 0.9, 1.0):
-        for k in (0, 1, 5, 16):
-            assert expected_tokens(a, k) == pytest.approx(sum(a**i for i in range(k + 1)))
-
-
-def test_break_even() -> None:
-    def steps(width: int) -> float:
-        return 50.0 + 6.0 * (width - 1) + (20.0 if width > 4 else 0.0)
-
-    for k in payoff.LENGTHS:
-        share = break_even(k, steps, 10.0)
-        assert share is not None
-        assert speedup(share, k, steps, 10.0) == pytest.approx(1.0, abs=1e-6)
-    assert break_even(1, steps, 10.0) == pytest.approx(16.0 / 50.0, abs=1e-6)  # a·t(1) = t(2) - t(1) + d
-    assert break_even(3, lambda width: 50.0 * width, 1.0) is None
-    assert break_even(3, lambda width: 50.0, 0.0) == pytest.approx(0.0, abs=1e-6)
-
-
-def test_best_length_is_none_where_nothing_pays() -> None:
-    assert payoff.best_length(0.9, lambda width: 50.0 * width, 1.0) == 0
+def test_where_nothing_pays_there_is_no_break_even() -> None:
     found = payoff.payoff("x", lambda width: 50.0 * width, 1.0)
     assert found.lowest_break_even is None
     assert set(found.speedup.values()) == {1.0}
-    assert payoff.best_length(0.9, lambda width: 50.0, 0.0) == payoff.LENGTHS[-1]
+    assert set(found.best_length.values()) == {0}
 
 
 def test_guesses_that_cost_nothing_are_recommended(doctor: Doctor, tiny: TinyFiles) -> None:
