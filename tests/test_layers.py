@@ -27,14 +27,17 @@ ROOMS = {
     "api": "system model_files backends prompts sampling spec_decode runtime",
     "commands.files": "system terminal model_files",
     "commands.options": "system model_files backends sampling controllers api commands.files",
-    "commands.chat": "system terminal model_files sampling spec_decode runtime api commands.options",
-    "commands.replay": "system terminal spec_decode commands.chat",
+    "commands.report": "terminal",
+    "commands.questions": "",
+    "commands.chat": "system terminal model_files sampling spec_decode runtime api commands.options commands.report",
+    "commands.replay": "system terminal spec_decode commands.report commands.chat",
     "commands.serve": "terminal prompts sampling spec_decode runtime api commands.options",
-    "commands.verify": "system terminal backends sampling spec_decode controllers runtime api commands.options",
+    "commands.verify": "system terminal backends sampling spec_decode controllers runtime api commands.options "
+    "commands.report commands.questions",
     "commands.doctor": "system terminal model_files backends sampling spec_decode controllers runtime api "
-    "commands.options",
+    "commands.options commands.report commands.questions",
     "commands.bench": "system terminal model_files backends sampling spec_decode controllers runtime api "
-    "commands.options commands.doctor",
+    "commands.options commands.report commands.questions commands.doctor",
     "commands": "system terminal spec_decode runtime api commands.files commands.options commands.chat "
     "commands.replay commands.serve commands.verify commands.doctor commands.bench",
     "__main__": "terminal commands",

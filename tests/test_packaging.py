@@ -101,9 +101,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]
 def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "localspec").rglob("*.py")}
-    page = {path.relative_to(ROOT).as_posix() for path in (ROOT / "localspec/commands/replay/page").iterdir()}
-    assert page
-    assert modules | page <= names
+    folders = [ROOT / "localspec/commands/replay/page", ROOT / "localspec/commands/report/templates"]
+    pages = {path.relative_to(ROOT).as_posix() for folder in folders for path in folder.iterdir()}
+    assert len(pages) > len(folders)
+    assert modules | pages <= names
     assert "localspec/py.typed" in names
     assert {name.split("/")[0] for name in names} == {"localspec", f"localspec-{localspec.__version__}.dist-info"}
 
