@@ -35,7 +35,7 @@ from localspec.backends.base import Context, Model
 from localspec.backends.mlx.model import MLXModel
 from localspec.backends.mlx.network import bytes_per_token
 from localspec.backends.trust import CHECK_TEXT
-from localspec.commands.bench.questions import own_questions
+from localspec.commands.questions import own_questions
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.system.machine import cpu_name

@@ -23,7 +23,7 @@ import numpy as np
 
 from localspec import LLM, SamplingParams
 from localspec.backends.base import FloatArray
-from localspec.commands.bench.questions import of_categories, own_questions, read_questions
+from localspec.commands.questions import of_categories, own_questions, read_questions
 from localspec.sampling.sampling import Noise, distribution, top_probability
 from localspec.spec_decode.drafters.draft_model import N_HEAD, N_TAIL
 from localspec.spec_decode.drafters.ngram import NgramDrafter

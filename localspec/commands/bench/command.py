@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from localspec.commands.bench import questions, schedule
+from localspec.commands import questions
+from localspec.commands.bench import schedule
 from localspec.commands.bench.arms import parse_arms
 from localspec.commands.bench.charts import speedup_file
 from localspec.commands.bench.compare import comparison, comparison_json, comparison_markdown, print_comparison

@@ -22,10 +22,10 @@ from localspec.backends.trust import fingerprint
 from localspec.commands.bench.arms import PLAIN, Arm
 from localspec.commands.bench.conditions import Watcher
 from localspec.commands.bench.lane import Asked, Lane, Stopped, UnderWay, hold
-from localspec.commands.bench.questions import Question
 from localspec.commands.bench.record import Engine, ModelFile
 from localspec.commands.doctor.costs import WIDTHS, Watch
 from localspec.commands.doctor.header import read_header
+from localspec.commands.questions import Question
 from localspec.controllers.cost_model import PassTimes, calibrate_model
 from localspec.errors import EngineError, ModelFileError, PromptTooLong
 from localspec.llm import LLM

@@ -17,8 +17,8 @@ from typing import Any
 from localspec.backends.base import Context, ContextState, Model
 from localspec.commands.bench.arms import Arm
 from localspec.commands.bench.conditions import Reading, Watcher
-from localspec.commands.bench.questions import Question
 from localspec.commands.bench.record import Sample
+from localspec.commands.questions import Question
 from localspec.llm import LLM
 from localspec.runtime.pair import Pair
 from localspec.spec_decode.decoder import PREFILL_CHUNK

@@ -18,7 +18,6 @@ from localspec.commands.bench import conditions
 from localspec.commands.bench.arms import Arm
 from localspec.commands.bench.engine import EngineUnderTest
 from localspec.commands.bench.lane import Stopped
-from localspec.commands.bench.questions import Question
 from localspec.commands.bench.record import Ending, Record, Session, Settings
 from localspec.commands.bench.results import speedups
 from localspec.commands.bench.schedule import (
@@ -37,6 +36,7 @@ from localspec.commands.bench.storage import RecordError
 from localspec.commands.doctor import machine
 from localspec.commands.doctor.costs import Watch
 from localspec.commands.options import RunOptions, ensure_model
+from localspec.commands.questions import Question
 from localspec.errors import UsageError
 from localspec.llm import LLM
 from localspec.model_files.catalog import Catalog

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from localspec.commands.bench.questions import Question
 from localspec.commands.bench.statistics import Values, estimate, range_level
+from localspec.commands.questions import Question
 
 
 @dataclass(frozen=True, slots=True)

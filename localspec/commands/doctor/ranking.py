@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import resources
 from typing import TYPE_CHECKING
 
 from localspec.commands.doctor.costs import Watch
 from localspec.commands.doctor.report import RankedFacts, RankFacts
 from localspec.commands.doctor.subject import Subject, on_disk
+from localspec.commands.questions import own_questions
 from localspec.errors import LocalspecError
 from localspec.sampling.sampling import SamplingParams
 from localspec.system.interrupts import on_interrupt
@@ -60,15 +59,14 @@ class Candidate:
 
 def tuning_prompts() -> list[Prompt]:
     """Single questions, a different kind each time, the shorter ones of a kind first."""
-    text = resources.files("localspec.commands.bench").joinpath("prompts.jsonl").read_text(encoding="utf-8")
-    rows = [row for row in map(json.loads, text.splitlines()) if row["set"] == "tuning" and len(row["turns"]) == 1]
+    rows = [row for row in own_questions("tuning") if len(row.turns) == 1]
     by_kind = {
-        kind: sorted((row for row in rows if row["category"] == kind), key=lambda row: len(row["turns"][0]))
+        kind: sorted((row for row in rows if row.category == kind), key=lambda row: len(row.turns[0]))
         for kind in _CATEGORIES
     }
     deepest = max(map(len, by_kind.values()))
     chosen = [by_kind[kind][depth] for depth in range(deepest) for kind in _CATEGORIES if depth < len(by_kind[kind])]
-    return [Prompt(row["id"], row["turns"][0]) for row in chosen]
+    return [Prompt(row.id, row.turns[0]) for row in chosen]
 
 
 def matching_drafts(target: Subject) -> list[Subject]:

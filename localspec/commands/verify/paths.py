@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from itertools import chain, repeat
 
 import numpy as np
 
 from localspec.backends.base import Context, Model
+from localspec.commands.questions import own_questions
 from localspec.commands.verify.findings import Path
 from localspec.commands.verify.rows import KeptRow
 from localspec.commands.verify.width_noise import WidthNoise
@@ -34,13 +33,9 @@ class Prompt:
 
 def prompts() -> list[Prompt]:
     """The prompts that speed is reported on: the shortest of each category first, then the next of each."""
-    lines = (
-        resources.files("localspec.commands.bench").joinpath("prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    )
     by_category: dict[str, list[Prompt]] = {}
-    for line in map(json.loads, lines):
-        if line["set"] == "report":
-            by_category.setdefault(line["category"], []).append(Prompt(line["id"], line["turns"][0]))
+    for question in own_questions("report"):
+        by_category.setdefault(question.category, []).append(Prompt(question.id, question.turns[0]))
     ranked = [sorted(group, key=lambda prompt: len(prompt.text)) for group in by_category.values()]
     tiers = [[group[i] for group in ranked if i < len(group)] for i in range(max(map(len, ranked)))]
     return list(chain.from_iterable(sorted(tier, key=lambda prompt: len(prompt.text)) for tier in tiers))

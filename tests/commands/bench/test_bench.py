@@ -16,7 +16,6 @@ from localspec.commands.bench import schedule
 from localspec.commands.bench.arms import PLAIN, Arm, parse_arm, parse_arms
 from localspec.commands.bench.compare import comparison
 from localspec.commands.bench.conditions import Watcher, clock_mhz, temperature_c
-from localspec.commands.bench.questions import Question, digest, in_turns, own_questions, read_questions
 from localspec.commands.bench.record import Engine, ModelFile, Record, Sample, Session, Settings
 from localspec.commands.bench.results import analyse
 from localspec.commands.bench.schedule import (
@@ -39,6 +38,7 @@ from localspec.commands.bench.statistics import (
     reliability,
     wilson,
 )
+from localspec.commands.questions import Question, digest, in_turns, own_questions, read_questions
 from localspec.errors import UsageError
 
 # -- questions ---------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ RUN = 12
 
 @pytest.fixture(scope="module")
 def prompts() -> list[dict]:
-    text = resources.files("localspec.commands.bench").joinpath("prompts.jsonl").read_text(encoding="utf-8")
+    text = resources.files("localspec.commands").joinpath("questions.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
 
 

@@ -1,4 +1,4 @@
-"""The questions that speed is measured on: our own, or a file in the format of Spec-Bench or SPEED-Bench.
+"""The questions that pairs are measured and audited on: our own, or a file in the format of Spec-Bench or SPEED-Bench.
 
 All formats are JSON lines with ``category`` and ``turns``, a list of what the user says one after the other, and an id:
 ``question_id``, a number in Spec-Bench and a string in SPEED-Bench, ``id`` in ours. Other fields (``reference``,
@@ -28,7 +28,7 @@ _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One conversation; the answer to its last turn is timed.
+    """One conversation; the answer to its last turn is measured.
 
     Attributes:
         id: unique among the questions of a run.
@@ -40,16 +40,11 @@ class Question:
     category: str
     turns: tuple[str, ...]
 
-    @property
-    def n_chars(self) -> int:
-        return sum(map(len, self.turns))
-
 
 def own_questions(which: str = "report") -> list[Question]:
     """The questions in the package: one of ``SETS``."""
-    text = resources.files("localspec.commands.bench").joinpath("prompts.jsonl").read_text(encoding="utf-8")
-    rows = [row for row in map(json.loads, text.splitlines()) if row["set"] == which]
-    return [Question(row["id"], row["category"], tuple(row["turns"])) for row in rows]
+    text = resources.files("localspec.commands").joinpath("questions.jsonl").read_text(encoding="utf-8")
+    return [_question(row) for row in map(json.loads, text.splitlines()) if row["set"] == which]
 
 
 def read_questions(path: Path) -> list[Question]:
@@ -80,13 +75,13 @@ def read_questions(path: Path) -> list[Question]:
             continue
         try:
             question = _question(json.loads(line))
+            if question.id in found:
+                raise ValueError(f"question {question.id} is there twice")
         except RecursionError:
             raise UsageError(f"{path}, line {number}: nested too deeply") from None
         except ValueError as error:
             what = "not JSON: one object a line is wanted" if isinstance(error, json.JSONDecodeError) else str(error)
             raise UsageError(f"{path}, line {number}: {what}") from None
-        if question.id in found:
-            raise UsageError(f"{path}, line {number}: question {question.id} is there twice")
         found[question.id] = question
     if not found:
         raise UsageError(f"{path} has no questions")
@@ -113,8 +108,7 @@ def _question(row: Any) -> Question:
         raise ValueError(
             f"question {name} has only a placeholder for its text; SPEED-Bench's prepare_data.py fetches the texts"
         )
-    texts = (str(name), category, *turns)
-    if any("\ud800" <= char <= "\udfff" for text in texts for char in text):
+    if any("\ud800" <= char <= "\udfff" for text in (str(name), category, *turns) for char in text):
         raise ValueError(f"question {name} has half of a surrogate pair in it")
     return Question(str(name), category.strip(), tuple(turns))
 
@@ -144,7 +138,7 @@ def in_turns(questions: Iterable[Question], *, short_first: bool = False) -> lis
         by_category.setdefault(question.category, []).append(question)
     if short_first:
         for group in by_category.values():
-            group.sort(key=lambda question: (len(question.turns), question.n_chars))
+            group.sort(key=lambda question: (len(question.turns), sum(map(len, question.turns))))
     rows = zip_longest(*by_category.values())
     return [question for row in rows for question in row if question is not None]
 
