@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import Counter
 from collections.abc import Callable
@@ -38,86 +37,8 @@ from localspec.commands.bench.statistics import (
     reliability,
     wilson,
 )
-from localspec.commands.questions import Question, digest, in_turns, own_questions, read_questions
+from localspec.commands.questions import Question, in_turns
 from localspec.errors import UsageError
-
-# -- questions ---------------------------------------------------------------------------------------------------------
-
-SPEC_BENCH = {"question_id": 81, "category": "writing", "turns": ["Describe a lake.", "Shorter."], "reference": ["x"]}
-SPEED_BENCH = {
-    "question_id": "8f3a", "category": "coding", "sub_category": "python", "turns": ["Sort a list."],
-    "source": "somewhere", "src_id": "12", "difficulty": "easy", "multiturn": False,
-}  # fmt: skip
-OURS = {"id": "code-1", "set": "report", "category": "code", "turns": ["Write a loop."]}
-
-
-def lines(folder: Path, *rows: object, end: str = "\n") -> Path:
-    path = folder / "questions.jsonl"
-    path.write_bytes(end.join(row if isinstance(row, str) else json.dumps(row) for row in rows).encode())
-    return path
-
-
-@pytest.mark.parametrize("row", [SPEC_BENCH, SPEED_BENCH, OURS])
-def test_every_format_is_read(row: dict, tmp_path: Path) -> None:
-    (question,) = read_questions(lines(tmp_path, row))
-    assert question.id == str(row.get("question_id", row.get("id")))
-    assert (question.category, list(question.turns)) == (row["category"], row["turns"])
-
-
-def test_blank_lines_windows_line_ends_and_a_mark_of_the_encoding_do_not_matter(tmp_path: Path) -> None:
-    path = lines(tmp_path, "", SPEC_BENCH, "", SPEED_BENCH, "", end="\r\n")
-    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    assert [question.id for question in read_questions(path)] == ["81", "8f3a"]
-
-
-@pytest.mark.parametrize(
-    ("rows", "said"),
-    [
-        ([SPEC_BENCH, "{"], "line 2: not JSON"),
-        ([SPEC_BENCH, "", [1]], "line 3: not an object"),
-        ([SPEC_BENCH | {"question_id": None}], "no question_id"),
-        ([SPEC_BENCH | {"question_id": True}], "no question_id"),
-        ([SPEC_BENCH | {"category": " "}], "question 81 has no category"),
-        ([SPEC_BENCH | {"turns": []}], "question 81 has no turns"),
-        ([SPEC_BENCH | {"turns": "one"}], "question 81 has no turns"),
-        ([SPEC_BENCH | {"turns": ["a", " "]}], "question 81 has no turns"),
-        ([SPEC_BENCH, SPEC_BENCH], "line 2: question 81 is there twice"),
-        ([SPEED_BENCH | {"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM…"]}], "prepare_data.py"),
-        (['{"question_id": 1, "category": "a", "turns": ["\\ud800"]}'], "surrogate"),
-        (["[" * 100_000], "nested too deeply"),
-        ([], "has no questions"),
-    ],
-)
-def test_a_bad_file_is_refused_by_line(rows: list, said: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"questions\.jsonl") as refused:
-        read_questions(lines(tmp_path, *rows))
-    assert said in str(refused.value)
-
-
-@pytest.mark.parametrize(("data", "said"), [(b"PAR1\x00\x00", "Parquet"), (b"\xff\xfe{", "not UTF-8")])
-def test_a_file_of_another_kind_is_refused(data: bytes, said: str, tmp_path: Path) -> None:
-    path = tmp_path / "questions.parquet"
-    path.write_bytes(data)
-    with pytest.raises(UsageError, match=said):
-        read_questions(path)
-    with pytest.raises(UsageError, match="No such file"):
-        read_questions(tmp_path / "nothing.jsonl")
-
-
-def test_categories_take_turns_and_short_questions_may_come_first() -> None:
-    questions = [Question(f"{c}{i}", c, ("x" * (9 - i),) * (1 + (i == 2))) for c in "ab" for i in range(3)]
-    assert [q.id for q in in_turns(questions)] == ["a0", "b0", "a1", "b1", "a2", "b2"]
-    # The third of each has two turns: whatever its length, it comes last.
-    assert [q.id for q in in_turns(questions, short_first=True)] == ["a1", "b1", "a0", "b0", "a2", "b2"]
-
-
-def test_our_own_questions_are_enough_for_an_interval_over_all() -> None:
-    own = own_questions("report")
-    assert len(own) >= 30
-    assert len({question.category for question in own[:9]} | {"repeat"}) > 1
-    assert digest(own) != digest(own[1:])
-    assert digest(own) == digest(own_questions("report"))
-
 
 # -- arms and turns ----------------------------------------------------------------------------------------------------
 
