@@ -234,7 +234,14 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen at; any but a loopback one needs a key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at; 0 finds a free one.")] = 8642,
     api_key: Annotated[
-        str | None, typer.Option(metavar="KEY", help="What clients must send.", show_default="$LOCALSPEC_API_KEY")
+        str | None,
+        typer.Option(
+            metavar="KEY",
+            help="What clients must send.",
+            envvar="LOCALSPEC_API_KEY",
+            show_envvar=False,
+            show_default="$LOCALSPEC_API_KEY",
+        ),
     ] = None,
     queue: Annotated[int, typer.Option(help="Requests that may wait; more are told to come back.")] = 32,
     prefix_cache: Annotated[int, typer.Option(metavar="MB", help="Memory for conversations that are put aside.")] = 512,
@@ -249,20 +256,21 @@ def serve(
     **options: Any,
 ) -> int:
     """Serve OpenAI's API, and a chat page, to the programs on this computer."""
-    from localspec.commands.serve.command import ServeOptions, serve_command
+    from localspec.commands.serve.command import serve_command
+    from localspec.commands.serve.settings import ServerSettings
 
-    serving = ServeOptions(
+    settings = ServerSettings(
         host=host,
         port=port,
         api_key=api_key,
         queue=queue,
         prefix_cache=prefix_cache,
         time_limit=time_limit,
-        alias=alias or (),
-        allow_origin=allow_origin or (),
-        allow_host=allow_host or (),
+        aliases=alias or (),
+        origins=allow_origin or (),
+        hosts=allow_host or (),
     )
-    return serve_command(run_options(model, options), serving)
+    return serve_command(run_options(model, options), settings)
 
 
 @command()

@@ -12,7 +12,8 @@ from typing import Any
 
 from localspec import LLM
 from localspec.commands.serve.runner import Runner, listen, url_of
-from localspec.commands.serve.service import Service, Settings
+from localspec.commands.serve.service import Service
+from localspec.commands.serve.settings import ServerSettings
 from tests.support.waiting import PATIENCE, wait_until
 
 
@@ -55,9 +56,9 @@ class Server:
 
 @contextmanager
 def serve(llm: LLM, **settings: Any) -> Iterator[Server]:
-    """Serve a model on a free port of 127.0.0.1; settings as in ``Settings``."""
+    """Serve a model on a free port of 127.0.0.1; settings as in ``ServerSettings``."""
     with listen("127.0.0.1", 0) as sock:
-        runner = Runner(llm, Settings(**settings))
+        runner = Runner(llm, ServerSettings(**settings))
         thread = threading.Thread(target=runner.run, args=([sock],), daemon=True)
         thread.start()
         while not runner.started:

@@ -18,7 +18,9 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from localspec import __version__
-from localspec.commands.serve import chat, completions
+from localspec.commands.serve.answers import ApiAnswer
+from localspec.commands.serve.chat import ChatAnswer
+from localspec.commands.serve.completions import CompletionAnswer
 from localspec.commands.serve.disconnects import while_connected
 from localspec.commands.serve.errors import ApiError, on_error
 from localspec.commands.serve.events import EventStream
@@ -30,7 +32,11 @@ from localspec.errors import LocalspecError
 
 PAGE = Path(__file__).parent / "page"
 
-_ANSWER_KINDS: dict[str, Any] = {"chat": (chat, chat_request), "completions": (completions, completion_request)}
+_ANSWERS: dict[str, Any] = {
+    "chat": (chat_request, ChatAnswer),
+    "completions": (completion_request, CompletionAnswer),
+}
+"""Endpoint -> what checks a request to it, and what answers it."""
 
 
 def build(service: Service) -> Starlette:
@@ -39,14 +45,6 @@ def build(service: Service) -> Starlette:
     Args:
         service: what answers.
     """
-    settings = service.settings
-    guard = Middleware(
-        Guard,
-        api_key=settings.api_key,
-        hosts=settings.hosts,
-        any_address=settings.any_address,
-        origins=settings.origins,
-    )
     routes = [
         Route("/v1/chat/completions", _answer_at(service, "chat"), methods=["POST"]),
         Route("/v1/completions", _answer_at(service, "completions"), methods=["POST"]),
@@ -60,7 +58,7 @@ def build(service: Service) -> Starlette:
     ]
     app = Starlette(
         routes=routes,
-        middleware=[guard],
+        middleware=[Middleware(Guard, settings=service.settings)],
         exception_handlers={HTTPException: on_error, ApiError: on_error, LocalspecError: on_error},
     )
     app.router.redirect_slashes = False
@@ -75,41 +73,34 @@ def _service(request: Request) -> Service:
 
 def _answer_at(service: Service, kind: str) -> Any:
     """The endpoint that answers chats, or continues texts."""
-    module, check = _ANSWER_KINDS[kind]
+    check, answer = _ANSWERS[kind]
 
-    async def endpoint(request: Request) -> Response:
-        async with service.counting(kind) as count:
-            service.check_open()
-            fields = Fields(await service.bodies.json(request))
-            _check_model(service, fields)
-            # Grammars are compiled here, and templates rendered below: nothing that others should wait for.
-            asked = await asyncio.to_thread(check, fields, service.served())
-            if asked.common.stream:
-                return EventStream(_events(service, module, asked, count.later()), service.ending)
-            work = _whole(service, module, asked)
-            return JSONResponse(await while_connected(request.receive, service.ending, work))
+    async def whole(request: Any) -> dict[str, Any]:
+        prepared: ApiAnswer = await asyncio.to_thread(answer, service, request)
+        return await prepared.whole()
 
-    async def answer(request: Request) -> Response:
+    async def events(request: Any, count: Counting) -> AsyncGenerator[bytes, None]:
+        async with count:
+            prepared: ApiAnswer = await asyncio.to_thread(answer, service, request)
+            async with aclosing(prepared.events()) as encoded:
+                async for event in encoded:
+                    yield event
+
+    async def endpoint(http: Request) -> Response:
         try:
-            return await endpoint(request)
+            async with service.counting(kind) as count:
+                service.check_open()
+                fields = Fields(await service.bodies.json(http))
+                _check_model(service, fields)
+                # Grammars are compiled here, and templates rendered above: nothing that others should wait for.
+                request = await asyncio.to_thread(check, fields, service.served())
+                if request.options.stream:
+                    return EventStream(events(request, count.later()), service.ending)
+                return JSONResponse(await while_connected(http.receive, service.ending, whole(request)))
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
 
-    return answer
-
-
-async def _whole(service: Service, module: Any, asked: Any) -> dict[str, Any]:
-    jobs = await asyncio.to_thread(module.prepare, service, asked)
-    answer: dict[str, Any] = await module.whole(service, asked, jobs)
-    return answer
-
-
-async def _events(service: Service, module: Any, asked: Any, count: Counting) -> AsyncGenerator[bytes, None]:
-    async with count:
-        jobs = await asyncio.to_thread(module.prepare, service, asked)
-        async with aclosing(module.events(service, asked, jobs)) as encoded:
-            async for event in encoded:
-                yield event
+    return endpoint
 
 
 def _check_model(service: Service, fields: Fields) -> None:

@@ -2,99 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from localspec.commands.serve.choice import Delta
-from localspec.commands.serve.events import event
-from localspec.commands.serve.requests import ChatAsked
-from localspec.commands.serve.service import Job, Service, numbered
+from localspec.commands.serve.answers import ApiAnswer, finite
+from localspec.commands.serve.deltas import Delta
+from localspec.commands.serve.requests import ChatRequest
+from localspec.commands.serve.service import Service, repeated
 from localspec.commands.serve.tool_calls import CallStart
-from localspec.commands.serve.wire import Envelope, chat_logprobs, prompt_tokens
+from localspec.spec_decode.rounds import EmittedToken
 
 
-def prepare(service: Service, asked: ChatAsked) -> list[Job]:
-    """The jobs that the request comes to; for a thread of its own.
+class ChatAnswer(ApiAnswer):
+    """The answer to a chat. Made in a thread: templates and grammars may take a while.
 
     Raises:
         LocalspecError: the messages do not fit the template or the context.
     """
-    return numbered(service.chat_job(asked.messages, asked.tools, asked.common), asked.common.n)
 
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-def envelope(service: Service, jobs: Sequence[Job]) -> Envelope:
-    return Envelope(service, "chatcmpl", "chat.completion", "chat.completion.chunk", prompt_tokens(jobs))
+    def __init__(self, service: Service, request: ChatRequest) -> None:
+        task = service.chat_task(request.messages, request.tools, request.options)
+        super().__init__(service, request.options, repeated(task, request.options.n))
 
+    def begin(self, index: int) -> Iterator[dict[str, Any]]:
+        yield {"delta": {"role": "assistant", "content": "", "refusal": None}}
 
-async def whole(service: Service, asked: ChatAsked, jobs: Sequence[Job]) -> dict[str, Any]:
-    """The answer in one piece."""
-    frame = envelope(service, jobs)
-    choices: list[dict[str, Any]] = []
-    for i in range(len(jobs)):
-        message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
-        logprobs: dict[str, Any] | None = (
-            {"content": [], "refusal": None} if asked.common.logprobs is not None else None
-        )
-        choices.append({"index": i, "message": message, "logprobs": logprobs, "finish_reason": None})
-    async for happening in service.answers(asked.common, jobs):
-        choice = choices[happening.index]
-        if happening.delta is not None:
-            _append(choice["message"], happening.delta)
-            if choice["logprobs"] is not None:
-                choice["logprobs"]["content"] += chat_logprobs(service, happening.delta.tokens)
-        if happening.reply is not None:
-            choice["finish_reason"] = happening.finish_reason
-            frame.replies.append(happening.reply)
-            if choice["message"].get("tool_calls") and not choice["message"]["content"]:
-                choice["message"]["content"] = None
-    return frame.frame(frame.kind) | {"choices": choices, "usage": frame.usage(), "localspec": frame.figures()}
+    def pieces(self, index: int, delta: Delta) -> Iterator[dict[str, Any]]:
+        if delta.text or delta.tokens:
+            piece: dict[str, Any] = {"delta": {"content": delta.text}}
+            if self.options.logprobs is not None:
+                piece["logprobs"] = {"content": [self._entry(token) for token in delta.tokens], "refusal": None}
+            yield piece
+        for call in delta.calls:
+            if isinstance(call, CallStart):
+                said = {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}}
+            else:
+                said = {"function": {"arguments": call.text}}
+            yield {"delta": {"tool_calls": [{"index": call.index} | said]}}
 
+    def end(self) -> dict[str, Any]:
+        return {"delta": {}}
 
-def _append(message: dict[str, Any], delta: Delta) -> None:
-    message["content"] += delta.text
-    for piece in delta.calls:
-        if isinstance(piece, CallStart):
-            call = {"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}}
-            message.setdefault("tool_calls", []).append(call)
-        else:
-            message["tool_calls"][piece.index]["function"]["arguments"] += piece.text
+    def whole_choice(self, pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        message: dict[str, Any] = {}
+        calls: list[dict[str, Any]] = []
+        for delta in (dict(piece["delta"]) for piece in pieces):
+            for call in delta.pop("tool_calls", ()):
+                if "id" in call:
+                    calls.append({name: value for name, value in call.items() if name != "index"})
+                else:
+                    calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+            message |= delta | {"content": message.get("content", "") + delta.get("content", "")}
+        if calls:
+            message |= {"tool_calls": calls, "content": message["content"] or None}
+        if self.options.logprobs is None:
+            return {"message": message}
+        tokens = [entry for piece in pieces if piece["logprobs"] for entry in piece["logprobs"]["content"]]
+        return {"message": message, "logprobs": {"content": tokens, "refusal": None}}
 
+    def _entry(self, token: EmittedToken) -> dict[str, Any]:
+        """``logprobs.content`` for one token."""
+        assert token.logprobs is not None
+        top = [self._named(id, logprob) for id, logprob in token.logprobs.top]
+        return self._named(token.id, token.logprobs.logprob) | {"top_logprobs": top}
 
-async def events(service: Service, asked: ChatAsked, jobs: Sequence[Job]) -> AsyncGenerator[bytes, None]:
-    """The answer as it comes."""
-    frame = envelope(service, jobs)
-    common = asked.common
-    usage = {"usage": None} if common.include_usage else {}
-    begun: set[int] = set()
-
-    def chunk(index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        return event(frame.frame(frame.chunk) | {"choices": [choice]} | usage)
-
-    async with aclosing(service.answers(common, jobs)) as happenings:
-        async for happening in happenings:
-            i = happening.index
-            if i not in begun:
-                begun.add(i)
-                yield chunk(i, {"role": "assistant", "content": "", "refusal": None})
-            if happening.round is not None and common.rounds:
-                yield frame.round_event(happening)
-            if happening.delta is not None:
-                logprobs = None
-                if common.logprobs is not None:
-                    logprobs = {"content": chat_logprobs(service, happening.delta.tokens), "refusal": None}
-                if happening.delta.text or happening.delta.tokens:
-                    yield chunk(i, {"content": happening.delta.text}, logprobs=logprobs)
-                for piece in happening.delta.calls:
-                    call: dict[str, Any] = {"index": piece.index}
-                    if isinstance(piece, CallStart):
-                        call |= {"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}}
-                    else:
-                        call |= {"function": {"arguments": piece.text}}
-                    yield chunk(i, {"tool_calls": [call]})
-            if happening.reply is not None:
-                frame.replies.append(happening.reply)
-                yield chunk(i, {}, happening.finish_reason)
-    if common.include_usage or common.rounds:
-        yield frame.last_event()
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+        llm = self.service.llm
+        raw = list(llm.vocab.token_bytes(token))
+        return {"token": llm.token_text(token), "logprob": finite(logprob), "bytes": raw}

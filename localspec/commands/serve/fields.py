@@ -1,9 +1,9 @@
-"""The fields of a JSON object, taken one by one and checked; what is wrong is told by its path."""
+"""The fields of a JSON object, taken one by one and checked; an error names the field by its path."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from localspec.commands.serve.errors import ApiError, invalid
@@ -44,13 +44,15 @@ class Fields:
         """The field as it was sent; None if absent."""
         return self._value.get(name)
 
-    def text(self, name: str, default: str | None = None) -> str | None:
+    def _take(self, name: str, rule: str, fits: Callable[[Any], bool]) -> Any:
         value = self._value.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, str):
-            raise self.wrong(name, "a string")
+        if value is not None and not fits(value):
+            raise self.wrong(name, rule)
         return value
+
+    def text(self, name: str) -> str | None:
+        text: str | None = self._take(name, "a string", lambda value: isinstance(value, str))
+        return text
 
     def required_text(self, name: str) -> str:
         value = self.text(name)
@@ -59,47 +61,30 @@ class Fields:
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
-        value = self._value.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.wrong(name, "true or false")
-        return value
+        value = self._take(name, "true or false", lambda value: isinstance(value, bool))
+        return default if value is None else bool(value)
 
     def integer(self, name: str, low: int, high: int) -> int | None:
-        value = self._value.get(name)
-        if value is None:
-            return None
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.wrong(name, f"an integer in {low}..{high}")
-        return value
+        def fits(value: Any) -> bool:
+            return _is_number(value) and low <= value <= high and float(value).is_integer()
+
+        value = self._take(name, f"an integer in {low}..{high}", fits)
+        return None if value is None else int(value)
 
     def number(self, name: str, low: float, high: float) -> float | None:
-        value = self._value.get(name)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.wrong(name, f"a number in {low:g}..{high:g}")
-        if not (low <= value <= high and math.isfinite(value)):
-            raise self.wrong(name, f"a number in {low:g}..{high:g}")
-        return float(value)
+        def fits(value: Any) -> bool:
+            return _is_number(value) and low <= value <= high and math.isfinite(value)
 
-    def choice(self, name: str, allowed: Sequence[str], default: str) -> str:
-        value = self.text(name) or default
-        if value not in allowed:
-            raise self.wrong(name, " or ".join(allowed))
-        return value
+        value = self._take(name, f"a number in {low:g}..{high:g}", fits)
+        return None if value is None else float(value)
+
+    def choice(self, name: str, allowed: Sequence[str]) -> str:
+        """One of several words; the first if absent."""
+        return self._take(name, " or ".join(allowed), lambda value: value in allowed) or allowed[0]
 
     def items(self, name: str, most: int) -> list[Any]:
         """A list of at most so many; empty if absent."""
-        value = self._value.get(name)
-        if value is None:
-            return []
-        if not isinstance(value, list) or len(value) > most:
-            raise self.wrong(name, f"a list of at most {most}")
-        return value
+        return self._take(name, f"a list of at most {most}", lambda v: isinstance(v, list) and len(v) <= most) or []
 
     def object(self, name: str) -> Fields | None:
         value = self._value.get(name)
@@ -110,6 +95,10 @@ class Fields:
         for name, reason in reasons.items():
             if self.has(name):
                 raise invalid(f"{self.path(name)} {reason}", self.path(name), "unsupported_parameter")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def kind_of(value: Any) -> str:

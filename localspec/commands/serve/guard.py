@@ -10,13 +10,14 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import re
-from collections.abc import Sequence
+import socket
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from localspec.commands.serve.errors import ApiError, as_api_error, log_failure
+from localspec.commands.serve.settings import ServerSettings
 
 OPEN_PATHS = ("/", "/health")
 """What needs no API key: the page, which asks for it, and its files under ``/page/``."""
@@ -45,25 +46,16 @@ class Guard:
 
     Args:
         app: what it guards.
-        api_key: what ``Authorization: Bearer`` must carry; None asks for none.
-        hosts: names that requests may be addressed to, besides ``localhost`` and the loopback addresses.
-        any_address: whether they may be addressed to any IP address: nobody can rebind those.
-        origins: web origins, besides the server's own, whose pages may use it.
+        settings: the server's: key, names, origins.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        api_key: str | None = None,
-        hosts: Sequence[str] = (),
-        any_address: bool = False,
-        origins: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self.app = app
-        self._key = api_key.encode() if api_key is not None else None
-        self._hosts = {"localhost", *(host.lower() for host in hosts)}
-        self._any_address = any_address
-        self._origins = {origin.lower().rstrip("/") for origin in origins}
+        self._key = settings.api_key.encode() if settings.api_key is not None else None
+        ours = () if settings.local else (settings.host, socket.gethostname())
+        self._hosts = {"localhost", *(host.lower() for host in (*settings.hosts, *ours))}
+        self._local = settings.local
+        self._origins = {origin.lower().rstrip("/") for origin in settings.origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -120,7 +112,7 @@ class Guard:
             address = ipaddress.ip_address(name.strip("[]"))
         except ValueError:
             return False
-        return self._any_address or address.is_loopback
+        return not self._local or address.is_loopback  # nobody can let a name point to other addresses of ours
 
     def _check_origin(self, headers: Headers, method: str, path: str, host: str, allowed: str | None) -> None:
         origin = headers.get("origin")

@@ -20,21 +20,41 @@ MAX_MESSAGES = 10_000
 MAX_TOOLS = 128
 MAX_COUNT = 1 << 31
 
+# The sampling parameters, under OpenAI's names and those that local servers add to them, and what each may be.
+_NUMBERS = {
+    "temperature": (0, 100),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0, 100),
+    "repeat_penalty": (0, 100),
+}
+_INTEGERS = {
+    "seed": (-(2**63), 2**64 - 1),
+    "max_tokens": (1, MAX_COUNT),
+    "max_completion_tokens": (1, MAX_COUNT),
+    "top_k": (-1, MAX_COUNT),
+    "repeat_last_n": (0, MAX_COUNT),
+}
+_SYNONYMS = {"max_completion_tokens": "max_tokens", "repetition_penalty": "repeat_penalty"}
+"""Name of a field -> what ``SamplingParams`` calls it; it goes before a field of that name."""
+
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_LOCALSPEC_FIELDS = {"draft", "draft_length", "off"}
+_LOCALSPEC_FIELDS = ("draft", "draft_length", "off")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AnswerOptions:
     """What both kinds of request have in common.
 
     Attributes:
-        params: how tokens are chosen; the server's defaults where nothing was said.
+        params: how tokens are chosen; the server's defaults where the request says nothing.
         n: how many answers.
         stream, include_usage, rounds: whether they come as events, with usage at the end, with every round.
         logprobs: alternatives to name for each token; None: no log-probabilities at all.
         prediction: a text that the answer is likely to repeat.
-        drafters: those that may guess; None is all that are loaded, () is none.
+        drafters: those that take part; None is all that are loaded, () is none.
         draft_length: ``auto``, a number, or None for the server's.
     """
 
@@ -54,25 +74,25 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatAsked:
+class ChatRequest:
     """The body of ``/v1/chat/completions``."""
 
-    common: Asked
+    options: AnswerOptions
     messages: list[Any]
     tools: ToolUse
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionAsked:
+class CompletionRequest:
     """The body of ``/v1/completions``; every prompt is a text or token ids."""
 
-    common: Asked
+    options: AnswerOptions
     prompts: list[str | list[int]]
     echo: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedModel:
     """What requests are checked against.
 
     Attributes:
@@ -86,7 +106,7 @@ class Served:
     n_vocab: int
 
 
-def chat_request(fields: Fields, served: Served) -> ChatAsked:
+def chat_request(fields: Fields, served: ServedModel) -> ChatRequest:
     """Check the body of ``/v1/chat/completions``.
 
     Raises:
@@ -107,11 +127,11 @@ def chat_request(fields: Fields, served: Served) -> ChatAsked:
     top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
     if top is not None and not wants:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
-    common = _common(fields, served, (top or 0) if wants else None)
-    return ChatAsked(common, messages, _tools(fields))
+    options = _answer_options(fields, served, (top or 0) if wants else None)
+    return ChatRequest(options, messages, _tools(fields))
 
 
-def completion_request(fields: Fields, served: Served) -> CompletionAsked:
+def completion_request(fields: Fields, served: ServedModel) -> CompletionRequest:
     """Check the body of ``/v1/completions``.
 
     Raises:
@@ -119,25 +139,25 @@ def completion_request(fields: Fields, served: Served) -> CompletionAsked:
     """
     fields.refuse(suffix="cannot be had: the model continues a text, it does not fill one in")
     best_of = fields.integer("best_of", 1, MAX_CHOICES)
-    common = _common(fields, served, fields.integer("logprobs", 0, MAX_TOP_LOGPROBS))
-    if best_of is not None and best_of != common.n:
+    options = _answer_options(fields, served, fields.integer("logprobs", 0, MAX_TOP_LOGPROBS))
+    if best_of is not None and best_of != options.n:
         raise invalid("best_of must equal n: answers are not ranked", "best_of", "unsupported_parameter")
     prompts = _prompts(fields, served)
-    if len(prompts) * common.n > MAX_CHOICES:
+    if len(prompts) * options.n > MAX_CHOICES:
         raise invalid(f"n times the number of prompts must be at most {MAX_CHOICES}", "prompt")
     echo = fields.flag("echo")
-    if echo and common.logprobs is not None:
+    if echo and options.logprobs is not None:
         raise invalid("echo with logprobs cannot be had: prompts are not scored", "echo", "unsupported_parameter")
-    return CompletionAsked(common, prompts, echo)
+    return CompletionRequest(options, prompts, echo)
 
 
-def _common(fields: Fields, served: Served, logprobs: int | None) -> Asked:
+def _answer_options(fields: Fields, served: ServedModel, logprobs: int | None) -> AnswerOptions:
     stream = fields.flag("stream")
     options = fields.object("stream_options")
     if options is not None and not stream:
         raise invalid("stream_options needs stream: true", "stream_options")
     drafters, draft_length = _speculation(fields, served)
-    return Asked(
+    return AnswerOptions(
         params=_params(fields, served),
         n=fields.integer("n", 1, MAX_CHOICES) or 1,
         stream=stream,
@@ -150,62 +170,46 @@ def _common(fields: Fields, served: Served, logprobs: int | None) -> Asked:
     )
 
 
-def _params(fields: Fields, served: Served) -> SamplingParams:
-    """Sampling parameters under OpenAI's names, and those that local servers add to them."""
-    given: dict[str, Any] = {
-        "temperature": fields.number("temperature", 0, 100),
-        "top_p": fields.number("top_p", 0, 1),
-        "presence_penalty": fields.number("presence_penalty", -2, 2),
-        "frequency_penalty": fields.number("frequency_penalty", -2, 2),
-        "seed": fields.integer("seed", -(2**63), 2**64 - 1),
-        "max_tokens": fields.integer("max_completion_tokens", 1, MAX_COUNT),
-        "top_k": fields.integer("top_k", -1, MAX_COUNT),
-        "min_p": fields.number("min_p", 0, 1),
-        "repeat_penalty": fields.number("repeat_penalty", 0, 100),
-        "repeat_last_n": fields.integer("repeat_last_n", 0, MAX_COUNT),
-    }
-    if given["max_tokens"] is None:
-        given["max_tokens"] = fields.integer("max_tokens", 1, MAX_COUNT)
-    if given["repeat_penalty"] is None:
-        given["repeat_penalty"] = fields.number("repetition_penalty", 0, 100)
+def _params(fields: Fields, served: ServedModel) -> SamplingParams:
+    given: dict[str, Any] = {name: fields.number(name, *within) for name, within in _NUMBERS.items()}
+    given |= {name: fields.integer(name, *within) for name, within in _INTEGERS.items()}
+    for synonym, name in _SYNONYMS.items():
+        if (value := given.pop(synonym)) is not None:
+            given[name] = value
     if given["top_p"] is not None:
         given["top_p"] = max(given["top_p"], 1e-9)  # OpenAI's 0 leaves the likeliest token
     if given["top_k"] == -1:
         given["top_k"] = 0
-    if fields.has("stop"):
-        given["stop"] = _stops(fields)
-    if fields.has("logit_bias"):
-        given["logit_bias"] = _logit_bias(fields, served)
-    if fields.has("response_format"):
-        if fields.has("grammar"):
-            raise invalid("response_format and grammar exclude each other", "grammar")
-        given["response_format"] = fields.get("response_format")
+    given["stop"] = _stops(fields)
+    given["logit_bias"] = _logit_bias(fields, served)
+    given["response_format"] = fields.get("response_format")
     given["grammar"] = fields.text("grammar")
-    if fields.flag("ignore_eos"):
-        given["ignore_eos"] = True
+    given["ignore_eos"] = fields.flag("ignore_eos") or None
+    given = {name: value for name, value in given.items() if value is not None}
     try:
-        return replace(served.params, **{name: value for name, value in given.items() if value is not None})
+        return replace(served.params, **given)
     except UsageError as error:
-        formats = [name for name in ("response_format", "grammar") if given.get(name) is not None]
+        formats = [name for name in ("response_format", "grammar") if name in given]
         param = next((name for name in given if str(error).startswith(name)), formats[0] if formats else None)
         raise invalid(str(error), param) from None
 
 
-def _stops(fields: Fields) -> tuple[str, ...]:
+def _stops(fields: Fields) -> list[str] | None:
     value = fields.get("stop")
+    if value is None:
+        return None
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(s, str) and s for s in stops):
         raise fields.wrong("stop", f"a string, or a list of at most {MAX_STOPS} strings, none empty")
-    return tuple(stops)
+    return stops
 
 
-def _logit_bias(fields: Fields, served: Served) -> dict[int, float]:
-    value = fields.get("logit_bias")
-    if not isinstance(value, Mapping) or len(value) > served.n_vocab:
-        raise fields.wrong("logit_bias", "an object of token ids and numbers")
-    biases = Fields(value, "logit_bias")
+def _logit_bias(fields: Fields, served: ServedModel) -> dict[int, float] | None:
+    biases = fields.object("logit_bias")
+    if biases is None:
+        return None
     found = {}
-    for key in value:
+    for key in fields.get("logit_bias"):
         if not (isinstance(key, str) and key.isdecimal() and len(key) < 10 and int(key) < served.n_vocab):
             raise invalid(f"logit_bias: {key!r:.40} is not a token id under {served.n_vocab}", "logit_bias")
         found[int(key)] = biases.number(key, -100, 100) or 0.0
@@ -216,22 +220,20 @@ def _prediction(fields: Fields) -> str:
     prediction = fields.object("prediction")
     if prediction is None:
         return ""
-    prediction.choice("type", ("content",), "content")
+    prediction.choice("type", ("content",))
     content = prediction.get("content")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts = [Fields(part, prediction.path("content")).text("text") or "" for part in parts]
-    return "".join(texts)
+    return "".join(Fields(part, prediction.path("content")).text("text") or "" for part in parts)
 
 
-def _speculation(fields: Fields, served: Served) -> tuple[tuple[str, ...] | None, int | str | None]:
-    """Our own field ``localspec``: who guesses, and how far."""
+def _speculation(fields: Fields, served: ServedModel) -> tuple[tuple[str, ...] | None, int | str | None]:
+    """Our own field ``localspec``: which drafters take part, and how far they draft."""
     own = fields.object("localspec")
     if own is None:
         return None, None
-    unknown = sorted(set(fields.get("localspec")) - _LOCALSPEC_FIELDS)
-    if unknown:
-        known = ", ".join(sorted(_LOCALSPEC_FIELDS))
-        raise invalid(f"localspec.{unknown[0]!s:.40} is unknown; there is {known}", f"localspec.{unknown[0]!s:.40}")
+    for name in sorted(set(fields.get("localspec")) - set(_LOCALSPEC_FIELDS)):
+        path = f"localspec.{name!s:.40}"
+        raise invalid(f"{path} is unknown; there is {', '.join(_LOCALSPEC_FIELDS)}", path)
     length = own.get("draft_length")
     if length is not None and length != "auto":
         length = own.integer("draft_length", 0, 64)
@@ -243,20 +245,18 @@ def _speculation(fields: Fields, served: Served) -> tuple[tuple[str, ...] | None
     if names and names != ["auto"]:
         drafters = () if names == ["none"] else tuple(names)
         # Only what is loaded: a request cannot make the server open files.
-        missing = [name for name in drafters if name not in served.drafters]
-        if missing:
-            there = ", ".join(served.drafters) or "none"
-            raise invalid(f"no drafter {missing[0]!r:.80} is loaded; there is {there}", "localspec.draft")
-    if own.flag("off"):
-        drafters = ()
-    return drafters, length
+        for name in drafters:
+            if name not in served.drafters:
+                there = ", ".join(served.drafters) or "none"
+                raise invalid(f"no drafter {name!r:.80} is loaded; there is {there}", "localspec.draft")
+    return () if own.flag("off") else drafters, length
 
 
 def _tools(fields: Fields) -> ToolUse:
     tools = []
     for i, item in enumerate(fields.items("tools", MAX_TOOLS)):
         tool = Fields(item, f"tools[{i}]")
-        tool.choice("type", ("function",), "function")
+        tool.choice("type", ("function",))
         function = tool.object("function")
         if function is None or not _NAME.fullmatch(function.required_text("name")):
             raise invalid(
@@ -265,17 +265,14 @@ def _tools(fields: Fields) -> ToolUse:
         function.text("description")
         function.object("parameters")
         tools.append(dict(item) | {"type": "function"})
-    choice = fields.get("tool_choice")
-    names = [tool["function"]["name"] for tool in tools]
+    choice = fields.get("tool_choice") or "auto"
     forced: str | None = None
     if isinstance(choice, Mapping):
         inner = Fields(choice, "tool_choice").object("function")
         forced = inner.required_text("name") if inner is not None else None
-        if forced is None or forced not in names:
+        if forced not in [tool["function"]["name"] for tool in tools]:
             raise invalid("tool_choice.function must name one of the tools", "tool_choice")
         choice = "required"
-    elif choice is None:
-        choice = "auto"
     elif choice not in ("auto", "none", "required"):
         raise fields.wrong("tool_choice", '"auto", "none", "required" or {"type": "function", "function": {"name": …}}')
     if choice == "required" and not tools:
@@ -285,7 +282,7 @@ def _tools(fields: Fields) -> ToolUse:
     return ToolUse(tools, choice == "required", forced, fields.flag("parallel_tool_calls", True))
 
 
-def _prompts(fields: Fields, served: Served) -> list[str | list[int]]:
+def _prompts(fields: Fields, served: ServedModel) -> list[str | list[int]]:
     """A text, several, token ids, or several lists of them."""
     prompt = fields.get("prompt")
     if isinstance(prompt, str):

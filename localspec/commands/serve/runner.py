@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -14,7 +13,8 @@ import uvicorn
 
 from localspec.commands.serve.app import build
 from localspec.commands.serve.protocol import ServerProtocol
-from localspec.commands.serve.service import Service, Settings
+from localspec.commands.serve.service import Service
+from localspec.commands.serve.settings import ServerSettings
 from localspec.errors import LocalspecError, UsageError
 from localspec.llm import LLM
 
@@ -46,19 +46,6 @@ def listen(host: str, port: int) -> socket.socket:
         raise
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only programs on this computer can reach the address.
-
-    Raises:
-        UsageError: no such address.
-    """
-    try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError):
-        raise UsageError(f"--host {host}: there is no such address") from None
-    return all(ipaddress.ip_address(str(entry[4][0]).partition("%")[0]).is_loopback for entry in found)
-
-
 def url_of(sock: socket.socket, host: str | None = None) -> str:
     """The address of a listening socket, for a browser."""
     address, port = sock.getsockname()[:2]
@@ -82,7 +69,7 @@ class Runner(uvicorn.Server):
     """
 
     def __init__(
-        self, llm: LLM, settings: Settings, *, verbose: bool = False, on_start: Callable[[], None] | None = None
+        self, llm: LLM, settings: ServerSettings, *, verbose: bool = False, on_start: Callable[[], None] | None = None
     ) -> None:
         self.service = Service(llm, settings)
         self._on_start = on_start

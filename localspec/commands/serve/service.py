@@ -13,10 +13,11 @@ from starlette.requests import ClientDisconnect
 
 from localspec import __version__
 from localspec.commands.serve.body import BodyReader
-from localspec.commands.serve.choice import Choice, Delta
+from localspec.commands.serve.deltas import Delta, DeltaReader
 from localspec.commands.serve.errors import status_of, stopping
 from localspec.commands.serve.metrics import Metrics
-from localspec.commands.serve.requests import Asked, Served
+from localspec.commands.serve.requests import AnswerOptions, ServedModel
+from localspec.commands.serve.settings import ServerSettings
 from localspec.commands.serve.tool_calls import MARKERS
 from localspec.commands.serve.tools import ToolUse, forced_call, messages_for
 from localspec.commands.serve.turns import Turns
@@ -28,39 +29,7 @@ from localspec.spec_decode.rounds import Round
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """How a server behaves.
-
-    Attributes:
-        params: sampling parameters where a request says nothing; None takes the catalogue's for the model.
-        system: system prompt of chats that bring none.
-        api_key: what ``Authorization: Bearer`` must carry; None asks for none.
-        hosts: names that requests may be addressed to, besides ``localhost`` and the loopback addresses.
-        any_address: whether they may be addressed to any IP address.
-        origins: web origins, besides the server's own, whose pages may use it.
-        aliases: further names that requests may call the model by.
-        queue: most requests that wait.
-        seconds: longest time from a request to the end of its answer.
-        body_bytes: largest body; ``bodies_bytes``: of all that are being read at a time.
-        body_seconds: longest time until a body has arrived.
-    """
-
-    params: SamplingParams | None = None
-    system: str | None = None
-    api_key: str | None = None
-    hosts: Sequence[str] = ()
-    any_address: bool = False
-    origins: Sequence[str] = ()
-    aliases: Sequence[str] = ()
-    queue: int = 32
-    seconds: float = 3600.0
-    body_bytes: int = 8 << 20
-    bodies_bytes: int = 64 << 20
-    body_seconds: float = 20.0
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
+class AnswerTask:
     """One answer to make.
 
     Attributes:
@@ -78,15 +47,15 @@ class Job:
     begun: str = ""
 
 
-@dataclass(slots=True)
-class Happening:
-    """Something that happened to answer ``index``: a round, the delta that came of it, or its end."""
+@dataclass(frozen=True, slots=True)
+class AnswerEvent:
+    """What happened to answer ``index``: a round and the delta that it makes, or the end and the last delta."""
 
     index: int
+    delta: Delta
     round: Round | None = None
-    delta: Delta | None = None
-    finish_reason: str | None = None
     reply: Reply | None = None
+    finish_reason: str | None = None
 
 
 class Service:
@@ -100,10 +69,9 @@ class Service:
         ending: set once the server goes down; whatever runs then ends.
     """
 
-    def __init__(self, llm: LLM, settings: Settings) -> None:
+    def __init__(self, llm: LLM, settings: ServerSettings) -> None:
         self.llm = llm
         self.settings = settings
-        self.params = settings.params or SamplingParams()
         self.turns = Turns(settings.queue)
         self.bodies = BodyReader(settings.body_bytes, settings.bodies_bytes, settings.body_seconds)
         self.metrics = Metrics()
@@ -117,18 +85,18 @@ class Service:
         """What requests may call the model; the first is what answers call it."""
         return list(dict.fromkeys([self.llm.model_name, *self.settings.aliases]))
 
-    def served(self) -> Served:
-        return Served(self.params, self.llm.draft_names, self.llm.vocab.n_tokens)
+    def served(self) -> ServedModel:
+        return ServedModel(self.settings.params, self.llm.draft_names, self.llm.vocab.n_tokens)
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 
-    def chat_job(self, messages: Sequence[Any], tools: ToolUse, asked: Asked) -> Job:
+    def chat_task(self, messages: Sequence[Any], tools: ToolUse, options: AnswerOptions) -> AnswerTask:
         """Messages through the chat template. It may take a while: not for the event loop.
 
         Raises:
             UsageError, TemplateError: they cannot be.
         """
-        llm, params = self.llm, asked.params
+        llm, params = self.llm, options.params
         prepared = messages_for(llm.template, messages, tools, self.settings.system)
         begun = ""
         if tools.required:
@@ -137,20 +105,20 @@ class Service:
         tokens = llm.encode(prepared, tools=list(tools.tools) or None)
         if begun:
             tokens += llm.tokenize(begun, parse_special=True)
-        return Job(self._fitting(tokens), params, tools, self._prediction(asked), begun)
+        return AnswerTask(self._fitting(tokens), params, tools, self._prediction(options), begun)
 
-    def text_job(self, prompt: str | list[int], asked: Asked) -> Job:
+    def text_task(self, prompt: str | list[int], options: AnswerOptions) -> AnswerTask:
         """A text to continue as it is, or token ids. It may take a while: not for the event loop.
 
         Raises:
             UsageError: it is empty, or too long.
         """
         tokens = prompt if isinstance(prompt, list) else self.llm.encode(prompt)
-        return Job(self._fitting(tokens), asked.params, prediction=self._prediction(asked))
+        return AnswerTask(self._fitting(tokens), options.params, prediction=self._prediction(options))
 
-    def _prediction(self, asked: Asked) -> list[int]:
+    def _prediction(self, options: AnswerOptions) -> list[int]:
         # No answer is longer than the context, so what lies behind cannot be copied.
-        return self.llm.tokenize(asked.prediction)[: self.llm.n_ctx] if asked.prediction else []
+        return self.llm.tokenize(options.prediction)[: self.llm.n_ctx] if options.prediction else []
 
     def _fitting(self, tokens: list[int]) -> list[int]:
         if not tokens:
@@ -163,53 +131,49 @@ class Service:
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
-    async def answers(self, asked: Asked, jobs: Sequence[Job]) -> AsyncGenerator[Happening, None]:
-        """Answer every job, one after the other, in one turn. To be closed by whoever does not read to the end.
+    async def answers(self, options: AnswerOptions, tasks: Sequence[AnswerTask]) -> AsyncGenerator[AnswerEvent, None]:
+        """Answer every task, one after the other, in one turn. To be closed where it is not read to the end.
 
         Raises:
-            ApiError: the line is full, the wait was too long, or the server ends.
-            LocalspecError: the engine could not.
+            ApiError: the queue is full, the wait was too long, or the server ends.
+            LocalspecError: the engine failed.
         """
-        deadline = time.monotonic() + self.settings.seconds
-        async with self.turns.turn(self.settings.seconds):
-            for index, job in enumerate(jobs):
-                async with aclosing(self._answer(asked, job, index, deadline)) as happenings:
-                    async for happening in happenings:
-                        yield happening
+        deadline = time.monotonic() + self.settings.time_limit
+        async with self.turns.turn(self.settings.time_limit):
+            for index, task in enumerate(tasks):
+                async with aclosing(self._answer(options, task, index, deadline)) as events:
+                    async for event in events:
+                        yield event
 
-    async def _answer(self, asked: Asked, job: Job, index: int, deadline: float) -> AsyncGenerator[Happening, None]:
-        choice = Choice(job.tools.tools, job.begun, wants_tokens=asked.logprobs is not None)
-        left = max(0.001, deadline - time.monotonic())
+    async def _answer(
+        self, options: AnswerOptions, task: AnswerTask, index: int, deadline: float
+    ) -> AsyncGenerator[AnswerEvent, None]:
+        reader = DeltaReader(task.tools.tools, task.begun, wants_tokens=options.logprobs is not None)
         cut = False
         stream = self.llm.arounds(
-            job.prompt,
-            job.params,
-            speculate=asked.speculate,
-            draft_length=asked.draft_length,
-            deadline=left,
-            logprobs=asked.logprobs,
-            drafters=asked.drafters or None,
-            prediction=job.prediction,
+            task.prompt,
+            task.params,
+            speculate=options.speculate,
+            draft_length=options.draft_length,
+            deadline=max(0.001, deadline - time.monotonic()),
+            logprobs=options.logprobs,
+            drafters=options.drafters or None,
+            prediction=task.prediction,
         )
         async with stream:
             async for round_ in stream:
-                yield Happening(index, round=round_)
-                if delta := choice.read(round_):
-                    yield Happening(index, delta=delta)
-                if choice.n_done and not job.tools.parallel:
+                yield AnswerEvent(index, reader.read(round_), round_)
+                if reader.n_done and not task.tools.parallel:
                     cut = True
                     await stream.aclose()
                     break
             reply = await stream.reply()
         self.metrics.count(reply)
-        if delta := choice.finish():
-            yield Happening(index, delta=delta)
-        finish = reply.finish_reason
-        if choice.n_calls and (cut or finish == "stop"):
+        last = reader.finish()
+        finish_reason: str = "length" if reply.finish_reason == "cancelled" else reply.finish_reason
+        if reader.n_calls and (cut or finish_reason == "stop"):
             finish_reason = "tool_calls"
-        else:
-            finish_reason = "length" if finish == "cancelled" else finish
-        yield Happening(index, finish_reason=finish_reason, reply=reply)
+        yield AnswerEvent(index, last, reply=reply, finish_reason=finish_reason)
 
     def counting(self, endpoint: str) -> Counting:
         """Counts a request, and how it ends."""
@@ -254,11 +218,9 @@ class Counting:
         self._metrics.finished(self._endpoint, outcome, time.monotonic() - self._started)
 
 
-def numbered(job: Job, n: int) -> list[Job]:
-    """The same job n times; with a seed, each answer has a seed of its own."""
-    seed = job.params.seed
-    if n == 1:
-        return [job]
-    return [
-        job if seed is None else replace(job, params=replace(job.params, seed=(seed + i) % (1 << 63))) for i in range(n)
-    ]
+def repeated(task: AnswerTask, n: int) -> list[AnswerTask]:
+    """The same task n times; with a seed, each answer has a seed of its own."""
+    seed = task.params.seed
+    if seed is None:
+        return [task] * n
+    return [task, *(replace(task, params=replace(task.params, seed=(seed + i) % (1 << 63))) for i in range(1, n))]

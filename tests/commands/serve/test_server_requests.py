@@ -15,14 +15,14 @@ from localspec import LLM, SamplingParams, TemplateError, UsageError
 from localspec.commands.serve.body import parse
 from localspec.commands.serve.errors import ApiError, as_api_error
 from localspec.commands.serve.fields import Fields
-from localspec.commands.serve.requests import Served, chat_request, completion_request
+from localspec.commands.serve.requests import ServedModel, chat_request, completion_request
 from localspec.commands.serve.tools import ToolUse, messages_for
 from localspec.prompts.templates import ChatTemplate
 from tests.conftest import TinyFiles
 from tests.support.serving import Server, serve
 
 CHAT = [{"role": "user", "content": "hi"}]
-SERVED = Served(SamplingParams(temperature=0.7, max_tokens=99), ["ngram", "small"], 1000)
+SERVED = ServedModel(SamplingParams(temperature=0.7, max_tokens=99), ["ngram", "small"], 1000)
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +126,13 @@ def test_wrong_completion_requests_are_told_where(field: str, value: Any, param:
 
 def test_what_is_not_said_is_the_server_s() -> None:
     asked = chat_request(Fields({"messages": CHAT, "temperature": None, "stop": None, "n": None}), SERVED)
-    assert asked.common.params == SERVED.params
-    assert (asked.common.n, asked.common.stream, asked.common.drafters, asked.common.logprobs) == (1, False, None, None)
+    assert asked.options.params == SERVED.params
+    assert (asked.options.n, asked.options.stream, asked.options.drafters, asked.options.logprobs) == (
+        1,
+        False,
+        None,
+        None,
+    )
 
 
 def test_what_is_said_holds() -> None:
@@ -149,7 +154,7 @@ def test_what_is_said_holds() -> None:
         "store": True,
         "metadata": {"a": "b"},
     }
-    asked = chat_request(Fields(body), SERVED).common
+    asked = chat_request(Fields(body), SERVED).options
     params = asked.params
     assert (params.temperature, params.top_k, params.min_p, params.seed, params.stop) == (0, 0, 0.1, 5, ("x",))
     assert 0 < params.top_p < 1e-6
@@ -157,7 +162,7 @@ def test_what_is_said_holds() -> None:
     assert (params.logit_bias, params.max_tokens) == ({7: -100.0}, 3)
     assert (asked.drafters, asked.draft_length, asked.speculate) == (("small",), 3, True)
     for off in ({"off": True, "draft": "small"}, {"draft": "none"}):
-        assert not chat_request(Fields({"messages": CHAT, "localspec": off}), SERVED).common.speculate
+        assert not chat_request(Fields({"messages": CHAT, "localspec": off}), SERVED).options.speculate
 
 
 @pytest.mark.parametrize(

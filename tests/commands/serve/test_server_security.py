@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from localspec import LLM
-from localspec.commands.serve.runner import is_loopback, listen, url_of
+from localspec.commands.serve.runner import listen, url_of
+from localspec.commands.serve.settings import is_loopback
 from localspec.errors import LocalspecError, UsageError
 from tests.conftest import TinyFiles
 from tests.support.serving import Server, serve
@@ -122,7 +123,7 @@ def test_an_origin_can_be_let_in(llm: LLM) -> None:
 
 
 def test_the_key(llm: LLM) -> None:
-    with serve(llm, api_key="sésame", hosts=("box.lan",), any_address=True) as server:
+    with serve(llm, api_key="sésame", hosts=("box.lan",), host="0.0.0.0") as server:
         for given in ("", "Bearer", "Bearer wrong", "Basic sésame", "sésame"):
             status, headers, answer = server.ask(*ASK, {"Authorization": given.encode().decode("latin-1")})
             assert (status, code_of(answer)) == (401, "invalid_api_key"), given

@@ -318,7 +318,7 @@ def test_connections_beyond_the_limit_are_refused(server: Server, monkeypatch: p
 
 
 def test_the_time_of_a_request_is_limited(llm: LLM) -> None:
-    with serve(llm, seconds=0.3) as other, Brake(llm):
+    with serve(llm, time_limit=0.3) as other, Brake(llm):
         status, _, answer = other.ask("POST", "/v1/chat/completions", LONG | {"n": 16})
         assert status == 200
         assert {choice["finish_reason"] for choice in json.loads(answer)["choices"]} == {"length"}

@@ -29,7 +29,7 @@ class Delta:
         return bool(self.text or self.calls or self.tokens)
 
 
-class Choice:
+class DeltaReader:
     """Reads rounds.
 
     Args:
