@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Literal
 
 from localspec.sampling.logprobs import TokenLogprobs
@@ -184,6 +185,20 @@ class Round:
         }
 
 
+_SUMMED = (
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "num_rounds",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+    "seconds_prompt",
+    "seconds_draft",
+    "seconds_verify",
+    "seconds_other",
+)
+
+
 class SpecStats(Mapping[str, Any]):
     """Counters of one answer, under vLLM's names; a read-only mapping once the answer is complete.
 
@@ -241,6 +256,27 @@ class SpecStats(Mapping[str, Any]):
         self.seconds_verify += round_.ms_verify / 1e3
         self.seconds_other += round_.ms_other / 1e3
         self.reason = round_.reason
+
+    @classmethod
+    def total(cls, answers: Iterable[Mapping[str, Any]]) -> SpecStats:
+        """The figures of several answers together, with the same denominators; the time to the first token is none."""
+        total = cls()
+        plain_tokens, plain_seconds = 0, 0.0
+        for stats in answers:
+            for name in _SUMMED:
+                setattr(total, name, getattr(total, name) + (stats.get(name) or 0))
+            for name in ("drafted_per_position", "accepted_per_position"):
+                pairs = zip_longest(getattr(total, name), stats.get(name) or (), fillvalue=0)
+                setattr(total, name, [a + b for a, b in pairs])
+            for source, counts in (stats.get("by_source") or {}).items():
+                sums = total.by_source.setdefault(source, {"num_draft_tokens": 0, "num_accepted_tokens": 0})
+                for name in sums:
+                    sums[name] += counts.get(name, 0)
+            if speed := stats.get("estimated_plain_tokens_per_second"):
+                plain_tokens += stats.get("completion_tokens") or 0
+                plain_seconds += (stats.get("completion_tokens") or 0) / speed
+        total.seconds_plain_token = plain_seconds / plain_tokens if plain_tokens else None
+        return total
 
     @property
     def seconds_decode(self) -> float:

@@ -90,13 +90,14 @@ def _view(chat: Chat, argument: str) -> None:
 
 
 def _stats(chat: Chat, argument: str) -> None:
-    from localspec.commands.chat.figures import histogram, stats_table, total
+    from localspec.commands.chat.figures import histogram, stats_table
+    from localspec.spec_decode.rounds import SpecStats
 
     answers = [turn.stats for turn in chat.conversation.turns if turn.stats]
     if not answers:
         raise UsageError("there are no figures yet: ask something first")
-    everything = total(answers)
-    chat.screen.print(stats_table(total(answers[-1:]), everything))
+    everything = SpecStats.total(answers)
+    chat.screen.print(stats_table(SpecStats.total(answers[-1:]), everything))
     bars = histogram(
         everything["drafted_per_position"], everything["accepted_per_position"], unicode=chat.screen.unicode
     )

@@ -2,49 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 
 BAR = 30
-SUMMED = (
-    "prompt_tokens",
-    "completion_tokens",
-    "num_rounds",
-    "num_draft_tokens",
-    "num_accepted_tokens",
-    "seconds_prompt",
-    "seconds_draft",
-    "seconds_verify",
-    "seconds_other",
-)
-
-
-def total(answers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The figures of several answers together, under the same names and denominators."""
-    every = list(answers)
-    result: dict[str, Any] = {name: sum(stats.get(name) or 0 for stats in every) for name in SUMMED}
-    for name in ("drafted_per_position", "accepted_per_position"):
-        rows = [stats.get(name) or [] for stats in every]
-        result[name] = [sum(row[i] for row in rows if i < len(row)) for i in range(max(map(len, rows), default=0))]
-    by_source: dict[str, dict[str, int]] = {}
-    for stats in every:
-        for source, counts in (stats.get("by_source") or {}).items():
-            into = by_source.setdefault(source, {"num_draft_tokens": 0, "num_accepted_tokens": 0})
-            for name in into:
-                into[name] += counts.get(name, 0)
-    result["by_source"] = by_source
-    drafted, rounds, tokens = result["num_draft_tokens"], result["num_rounds"], result["completion_tokens"]
-    seconds = result["seconds_draft"] + result["seconds_verify"] + result["seconds_other"]
-    result["acceptance_rate"] = result["num_accepted_tokens"] / drafted if drafted else 0.0
-    result["mean_acceptance_length"] = tokens / rounds if rounds else 0.0
-    result["tokens_per_second"] = tokens / seconds if seconds else 0.0
-    plain = [(stats.get("completion_tokens") or 0, stats.get("estimated_plain_tokens_per_second")) for stats in every]
-    plain_seconds = sum(n / speed for n, speed in plain if speed)
-    plain_tokens = sum(n for n, speed in plain if speed)
-    result["estimated_plain_tokens_per_second"] = plain_tokens / plain_seconds if plain_seconds else None
-    return result
 
 
 def stats_table(last: Mapping[str, Any], everything: Mapping[str, Any]) -> Table:

@@ -45,14 +45,15 @@ def build(service: Service) -> Starlette:
     Args:
         service: what answers.
     """
+    what_is_there = _WhatIsThere(service)
     routes = [
         Route("/v1/chat/completions", _answer_at(service, "chat"), methods=["POST"]),
         Route("/v1/completions", _answer_at(service, "completions"), methods=["POST"]),
-        Route("/v1/models", _models, methods=["GET"]),
-        Route("/v1/models/{model:path}", _model, methods=["GET"]),
-        Route("/v1/localspec/stats", _stats, methods=["GET"]),
-        Route("/metrics", _metrics, methods=["GET"]),
-        Route("/health", _health, methods=["GET"]),
+        Route("/v1/models", what_is_there.models, methods=["GET"]),
+        Route("/v1/models/{model:path}", what_is_there.model, methods=["GET"]),
+        Route("/v1/localspec/stats", what_is_there.stats, methods=["GET"]),
+        Route("/metrics", what_is_there.metrics, methods=["GET"]),
+        Route("/health", what_is_there.health, methods=["GET"]),
         Route("/", _page, methods=["GET"]),
         Mount("/page", StaticFiles(directory=PAGE, check_dir=False)),
     ]
@@ -62,13 +63,7 @@ def build(service: Service) -> Starlette:
         exception_handlers={HTTPException: on_error, ApiError: on_error, LocalspecError: on_error},
     )
     app.router.redirect_slashes = False
-    app.state.service = service
     return app
-
-
-def _service(request: Request) -> Service:
-    service: Service = request.app.state.service
-    return service
 
 
 def _answer_at(service: Service, kind: str) -> Any:
@@ -91,7 +86,7 @@ def _answer_at(service: Service, kind: str) -> Any:
             async with service.counting(kind) as count:
                 service.check_open()
                 fields = Fields(await service.bodies.json(http))
-                _check_model(service, fields)
+                _check_model(service, fields.text("model"))
                 # Grammars are compiled here, and templates rendered above: nothing that others should wait for.
                 request = await asyncio.to_thread(check, fields, service.served())
                 if request.options.stream:
@@ -103,89 +98,73 @@ def _answer_at(service: Service, kind: str) -> Any:
     return endpoint
 
 
-def _check_model(service: Service, fields: Fields) -> None:
-    name = fields.text("model")
+def _check_model(service: Service, name: str | None) -> None:
     if name and name not in service.names:
         message = f"there is no model {name!r:.80} here; this server answers with {service.names[0]}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
-# -- what is there -----------------------------------------------------------------------------------------------------
+class _WhatIsThere:
+    """The endpoints that only look."""
 
+    def __init__(self, service: Service) -> None:
+        self._service = service
 
-def _model_object(service: Service, name: str) -> dict[str, Any]:
-    llm = service.llm
-    return {
-        "id": name,
-        "object": "model",
-        "created": int(service.started),
-        "owned_by": "localspec",
-        "localspec": {"context": llm.n_ctx, "backend": llm.backend_name, "draft": llm.draft_names},
-    }
-
-
-async def _models(request: Request) -> Response:
-    service = _service(request)
-    return JSONResponse({"object": "list", "data": [_model_object(service, name) for name in service.names]})
-
-
-async def _model(request: Request) -> Response:
-    service, name = _service(request), request.path_params["model"]
-    if name not in service.names:
-        raise ApiError(404, f"there is no model {name!r:.80} here", param="model", code="model_not_found")
-    return JSONResponse(_model_object(service, name))
-
-
-async def _stats(request: Request) -> Response:
-    service = _service(request)
-    llm, turns = service.llm, service.turns
-    return JSONResponse(
-        {
-            "model": service.names[0],
-            "version": __version__,
-            "backend": llm.backend_name,
-            "drafters": llm.draft_names,
-            "draft_length": llm.draft_length,
-            "context": llm.n_ctx,
-            "plain_tokens_per_second": llm.plain_tokens_per_second,
-            "explanation": llm.explain(),
-            "uptime_s": round(time.time() - service.started, 3),
-            "queue": {"running": turns.running, "waiting": turns.waiting, "limit": turns.most_waiting},
-            "prefix_cache": llm.cache_info(),
-            "totals": service.metrics.as_dict(),
+    def _named(self, name: str) -> dict[str, Any]:
+        llm = self._service.llm
+        return {
+            "id": name,
+            "object": "model",
+            "created": int(self._service.started),
+            "owned_by": "localspec",
+            "localspec": {"context": llm.n_ctx, "backend": llm.backend_name, "draft": llm.draft_names},
         }
-    )
 
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._named(name) for name in self._service.names]})
 
-async def _metrics(request: Request) -> Response:
-    service = _service(request)
-    llm, turns = service.llm, service.turns
-    gauges = [
-        ("localspec_requests_running", "Requests being answered.", float(turns.running)),
-        ("localspec_requests_waiting", "Requests in the line.", float(turns.waiting)),
-        ("localspec_queue_limit", "Most requests that may wait.", float(turns.most_waiting)),
-        ("localspec_plain_tokens_per_second", "Expected speed without guesses.", llm.plain_tokens_per_second),
-        ("localspec_uptime_seconds", "Since the start.", time.time() - service.started),
-    ]
-    info = {
-        "version": __version__,
-        "model": service.names[0],
-        "backend": llm.backend_name,
-        "draft": ",".join(llm.draft_names),
-    }
-    text = service.metrics.prometheus(gauges, info)
-    return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        _check_model(self._service, name)
+        return JSONResponse(self._named(name))
 
+    async def stats(self, request: Request) -> Response:
+        service, llm, turns = self._service, self._service.llm, self._service.turns
+        return JSONResponse(
+            {
+                "model": service.names[0],
+                "version": __version__,
+                "backend": llm.backend_name,
+                "drafters": llm.draft_names,
+                "draft_length": llm.draft_length,
+                "context": llm.n_ctx,
+                "plain_tokens_per_second": llm.plain_tokens_per_second,
+                "explanation": llm.explain(),
+                "uptime_s": round(time.time() - service.started, 3),
+                "queue": {"running": turns.running, "waiting": turns.waiting, "limit": turns.most_waiting},
+                "prefix_cache": llm.cache_info(),
+                "totals": service.metrics.as_dict(),
+            }
+        )
 
-async def _health(request: Request) -> Response:
-    service = _service(request)
-    if service.ending.is_set():
-        return JSONResponse({"status": "shutting down"}, 503)
-    return JSONResponse({"status": "ok"})
+    async def metrics(self, request: Request) -> Response:
+        service, llm, turns = self._service, self._service.llm, self._service.turns
+        gauges = [
+            ("localspec_requests_running", "Requests being answered.", float(turns.running)),
+            ("localspec_requests_waiting", "Requests in the queue.", float(turns.waiting)),
+            ("localspec_queue_limit", "Most requests that may wait.", float(turns.most_waiting)),
+            ("localspec_plain_tokens_per_second", "Expected speed without drafting.", llm.plain_tokens_per_second),
+            ("localspec_uptime_seconds", "Since the start.", time.time() - service.started),
+        ]
+        names = {"version": __version__, "model": service.names[0], "backend": llm.backend_name}
+        text = service.metrics.prometheus(gauges, names | {"draft": ",".join(llm.draft_names)})
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    async def health(self, request: Request) -> Response:
+        if self._service.ending.is_set():
+            return JSONResponse({"status": "shutting down"}, 503)
+        return JSONResponse({"status": "ok"})
 
 
 async def _page(request: Request) -> Response:
-    index = PAGE / "index.html"
-    if not index.is_file():
-        raise HTTPException(404)
-    return FileResponse(index)
+    return FileResponse(PAGE / "index.html")

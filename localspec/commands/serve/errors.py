@@ -74,44 +74,42 @@ def stopping() -> ApiError:
     return ApiError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
 
 
-def as_api_error(error: BaseException) -> ApiError:
+_KNOWN: tuple[tuple[type[Exception], int, str | None, str | None, str | None], ...] = (
+    (errors.PromptTooLong, 400, "messages", "context_length_exceeded", None),
+    (errors.ContextFull, 400, "messages", "context_length_exceeded", None),
+    (errors.UnknownModel, 404, "model", "model_not_found", "no such model here"),
+    (errors.UsageError, 400, None, None, None),
+    (errors.TemplateError, 422, "messages", "template_error", None),
+    (RecursionError, 400, None, None, "the request is nested too deeply"),
+    (errors.LocalspecError, 500, None, "engine_error", "the engine failed; the server's own output says more"),
+    (Exception, 500, None, "internal_error", "an internal error; the server's own output says more"),
+)
+"""Exception -> status, field, code and message (None: its own), the first that fits."""
+
+_HTTP = {
+    404: ("not_found", "no such address here"),
+    405: ("method_not_allowed", "this address does not know that method"),
+}
+
+
+def as_api_error(error: Exception) -> ApiError:
     """Any exception as a refusal; nothing of our insides gets into it."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, HTTPException):
-        words = {404: "no such address here", 405: "this address does not know that method"}
-        codes = {404: "not_found", 405: "method_not_allowed"}
-        message = words.get(error.status_code, error.detail)
-        return ApiError(error.status_code, message, code=codes.get(error.status_code), headers=error.headers)
-    if isinstance(error, errors.PromptTooLong):
-        return invalid(str(error), "messages", "context_length_exceeded")
-    if isinstance(error, errors.UnknownModel):
-        return ApiError(404, "no such model here", param="model", code="model_not_found")
-    if isinstance(error, errors.UsageError):
-        return invalid(str(error))
-    if isinstance(error, errors.TemplateError):
-        return ApiError(422, str(error), param="messages", code="template_error")
-    if isinstance(error, errors.ContextFull):
-        return invalid(str(error), "messages", "context_length_exceeded")
     if isinstance(error, errors.Closed):
         return stopping()
-    if isinstance(error, RecursionError):
-        return invalid("the request is nested too deeply")
-    if isinstance(error, errors.LocalspecError):
-        return ApiError(500, "the engine failed; the server's own output says more", code="engine_error")
-    return ApiError(500, "an internal error; the server's own output says more", code="internal_error")
+    if isinstance(error, HTTPException):
+        code, message = _HTTP.get(error.status_code, (None, error.detail))
+        return ApiError(error.status_code, message, code=code, headers=error.headers)
+    _, status, param, code, text = next(known for known in _KNOWN if isinstance(error, known[0]))
+    return ApiError(status, text or str(error), param=param, code=code)
 
 
-def status_of(error: BaseException) -> int:
-    """The status that an exception comes to."""
-    return as_api_error(error).status
-
-
-def log_failure(error: BaseException) -> None:
+def log_failure(error: Exception) -> None:
     """Say on standard error what failed in here; a wrong request is no failure."""
-    if status_of(error) < 500 or isinstance(error, ApiError | errors.Closed):
+    if as_api_error(error).status < 500 or isinstance(error, ApiError | errors.Closed):
         return
-    line = " ".join(visible(errors.line_of(error) if isinstance(error, Exception) else repr(error)).split())
+    line = " ".join(visible(errors.line_of(error)).split())
     print(f"localspec: a request failed: {line}", file=sys.stderr, flush=True)
     if os.environ.get("LOCALSPEC_DEBUG"):
         traceback.print_exception(error)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from localspec.commands.serve.errors import ApiError
 
 HEAD_SECONDS = 15.0
 """Longest time from a connection, or the end of an answer, to the end of the next request's head."""
@@ -32,34 +33,24 @@ class ServerProtocol(H11Protocol):
         super().connection_made(transport)
         if len(self.connections) > self.max_connections:
             self._refuse(503, "too many connections", "overloaded")
-            return
-        self._wait_for_head()
+        else:
+            self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_head_timer()
-        self._stop_stall_timer()
+        _cancel(self._head_timer)
+        _cancel(self._stall_timer)
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
-            self._stop_head_timer()
+            _cancel(self._head_timer)
 
     def on_response_complete(self) -> None:
-        self._stop_head_timer()
+        _cancel(self._head_timer)
         super().on_response_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
             self._wait_for_head()
-
-    def _stop_head_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-
-    def _stop_stall_timer(self) -> None:
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
-            self._stall_timer = None
 
     def _wait_for_head(self) -> None:
         self._head_timer = self.loop.call_later(self.head_seconds, self._head_is_late)
@@ -73,7 +64,7 @@ class ServerProtocol(H11Protocol):
         self._stall_timer = self.loop.call_later(self.stall_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
-        self._stop_stall_timer()
+        _cancel(self._stall_timer)
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
@@ -82,17 +73,17 @@ class ServerProtocol(H11Protocol):
 
     def _refuse(self, status: int, message: str, code: str) -> None:
         """Answer without the application, and close."""
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()
+        body = json.dumps(ApiError(status, message, code=code).as_dict()).encode()
         headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close")]
-        events: list[Any] = [
-            h11.Response(status_code=status, headers=headers),
-            h11.Data(data=body),
-            h11.EndOfMessage(),
-        ]
+        response = h11.Response(status_code=status, headers=headers)
         try:
-            for event in events:
+            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         except h11.LocalProtocolError:
             pass  # in the middle of an answer
         self.transport.close()
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from localspec import __version__
 from localspec.commands.serve.body import BodyReader
 from localspec.commands.serve.deltas import Delta, DeltaReader
-from localspec.commands.serve.errors import status_of, stopping
+from localspec.commands.serve.errors import as_api_error, stopping
 from localspec.commands.serve.metrics import Metrics
 from localspec.commands.serve.requests import AnswerOptions, ServedModel
 from localspec.commands.serve.settings import ServerSettings
@@ -213,7 +213,7 @@ class Counting:
             return
         outcome = "answered" if error is None else "cancelled"
         if isinstance(error, Exception) and not isinstance(error, ClientDisconnect):
-            status = status_of(error)
+            status = as_api_error(error).status
             outcome = "rejected" if status in (429, 503) else "invalid" if status < 500 else "failed"
         self._metrics.finished(self._endpoint, outcome, time.monotonic() - self._started)
 

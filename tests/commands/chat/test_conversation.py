@@ -13,13 +13,14 @@ import pytest
 from localspec.commands.chat.chat import Chat
 from localspec.commands.chat.commands import COMMANDS, complete, is_command, run_command
 from localspec.commands.chat.conversation import ChatFileError, Conversation, SavedChat, Turn, load, save, set_parameter
-from localspec.commands.chat.figures import histogram, total
+from localspec.commands.chat.figures import histogram
 from localspec.commands.chat.lane import lane_line
 from localspec.commands.chat.screen import Screen
 from localspec.commands.chat.status import status_line
 from localspec.errors import PromptTooLong, UsageError
 from localspec.model_files.catalog import short_name
 from localspec.sampling.sampling import SamplingParams
+from localspec.spec_decode.rounds import SpecStats
 from localspec.terminal.text import width
 from tests.support.scripted_llm import ScriptedLLM, make_round, speak
 
@@ -369,7 +370,10 @@ def test_totals_use_the_same_denominators() -> None:
     it = Scripted("one two three four five six seven")
     it.chat.ask("a")
     it.chat.ask("b")
-    single, both = it.chat.conversation.turns[0].stats, total(turn.stats for turn in it.chat.conversation.turns)
+    single, both = (
+        it.chat.conversation.turns[0].stats,
+        SpecStats.total(turn.stats for turn in it.chat.conversation.turns),
+    )
     assert both["completion_tokens"] == 2 * single["completion_tokens"]
     assert both["acceptance_rate"] == single["acceptance_rate"]
     assert both["accepted_per_position"] == [2 * n for n in single["accepted_per_position"]]
