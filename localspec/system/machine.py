@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
-import re
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+
+from localspec.system.probing import output, read_text
 
 _ROOT = Path("/")
 
@@ -25,6 +25,16 @@ _X86 = {
 }
 _ARM = {"asimd": "NEON", "asimdhp": "FP16", "asimddp": "DOTPROD", "i8mm": "I8MM", "bf16": "BF16", "sve": "SVE"}
 _APPLE = {"FEAT_FP16": "FP16", "FEAT_DotProd": "DOTPROD", "FEAT_I8MM": "I8MM", "FEAT_BF16": "BF16", "FEAT_SME": "SME"}
+_APPLE_INTEL = {"AVX1.0": "AVX", "AVX2": "AVX2", "FMA": "FMA", "F16C": "F16C", "AVX512F": "AVX-512"}
+_WINDOWS = {39: "AVX", 40: "AVX2", 41: "AVX-512", 43: "DOTPROD"}
+"""PF_AVX…, PF_AVX2…, PF_AVX512F… and PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE of winnt.h"""
+
+_WHEELS_USE = {
+    ("linux", "x86_64"): {"AVX2": "AVX2", "FMA": "FMA", "F16C": "F16C"},
+    ("linux", "aarch64"): {"DOTPROD": "dot products (ARMv8.2)", "FP16": "half floats (ARMv8.2)"},
+    ("win32", "amd64"): {"AVX2": "AVX2"},
+}
+"""Instruction sets that ready-made wheels use, by system and processor."""
 
 
 def prepare_threads() -> None:
@@ -39,87 +49,65 @@ def prepare_threads() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
+def usable_cpus() -> int:
+    """Logical CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @cache
 def default_threads() -> int:
     """Physical cores this process may use: hyper-threads share the units that decoding is bound by."""
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    import psutil
+
+    available = usable_cpus()
     if sys.platform == "darwin":
         # Efficiency cores make every barrier wait for them.
         found = _sysctl("hw.perflevel0.physicalcpu") or _sysctl("hw.physicalcpu")
-        return max(1, min(available, int(found))) if found.isdigit() else max(1, available)
-    try:
-        smt = Path("/sys/devices/system/cpu/smt/active").read_text().strip() == "1"
-    except OSError:
-        smt = sys.platform == "win32" and available > 2
-    return max(1, available // 2 if smt else available)
+        return max(1, min(available, int(found))) if found.isdigit() else available
+    n_logical, n_physical = psutil.cpu_count(), psutil.cpu_count(logical=False)
+    return max(1, available // 2) if n_logical and n_physical and n_physical < n_logical else available
 
 
 @cache
 def missing_cpu_features() -> list[str]:
     """What this CPU lacks of the instructions that ready-made wheels use; empty too where that cannot be found out."""
-    machine = platform.machine().lower()
-    if sys.platform == "linux":
-        wanted = {
-            "x86_64": {"avx2": "AVX2", "fma": "FMA", "f16c": "F16C"},
-            "aarch64": {"asimddp": "dot products (ARMv8.2)", "asimdhp": "half floats (ARMv8.2)"},
-        }.get(machine, {})
-        try:
-            flags = set(Path("/proc/cpuinfo").read_text().split())
-        except OSError:
-            return []
-        return [label for flag, label in wanted.items() if flag not in flags]
-    if sys.platform == "win32" and machine == "amd64":
-        import ctypes
-
-        pf_avx2_instructions_available = 40
-        return [] if ctypes.windll.kernel32.IsProcessorFeaturePresent(pf_avx2_instructions_available) else ["AVX2"]
-    return []
+    wanted = _WHEELS_USE.get((sys.platform, platform.machine().lower()), {})
+    found = _features(_ROOT)
+    return [] if found is None else [label for feature, label in wanted.items() if feature not in found]
 
 
 def cpu_features(root: Path = _ROOT) -> list[str]:
     """Instruction sets that matter for inference; empty where that cannot be found out."""
-    machine = platform.machine().lower()
+    return _features(root) or []
+
+
+def _features(root: Path) -> list[str] | None:
     if sys.platform == "linux":
-        try:
-            flags = set(re.split(r"\s+", (root / "proc/cpuinfo").read_text()))
-        except OSError:
-            return []
-        return [label for flag, label in (_X86 | _ARM).items() if flag in flags]
-    if sys.platform == "darwin" and machine == "arm64":
-        told = [label for key, label in _APPLE.items() if _sysctl(f"hw.optional.arm.{key}")[:1] == "1"]
-        return ["NEON", *told]
+        flags = set(read_text(root / "proc/cpuinfo").split())
+        return [label for flag, label in (_X86 | _ARM).items() if flag in flags] if flags else None
+    if sys.platform == "darwin" and platform.machine() == "arm64":
+        return ["NEON", *(label for key, label in _APPLE.items() if _sysctl(f"hw.optional.arm.{key}") == "1")]
     if sys.platform == "darwin":
         names = f"{_sysctl('machdep.cpu.features')} {_sysctl('machdep.cpu.leaf7_features')}".upper().split()
-        known = {"AVX1.0": "AVX", "AVX2": "AVX2", "FMA": "FMA", "F16C": "F16C", "AVX512F": "AVX-512"}
-        return [label for name, label in known.items() if name in names]
+        return [label for name, label in _APPLE_INTEL.items() if name in names]
     if sys.platform == "win32":
         import ctypes
 
-        # PF_AVX…, PF_AVX2…, PF_AVX512F… and PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE of winnt.h
-        known_bits = {39: "AVX", 40: "AVX2", 41: "AVX-512", 43: "DOTPROD"}
         present = ctypes.windll.kernel32.IsProcessorFeaturePresent
-        return [label for bit, label in known_bits.items() if present(bit)]
-    return []
+        return [label for bit, label in _WINDOWS.items() if present(bit)]
+    return None
 
 
 @cache
 def cpu_name() -> str:
     """The CPU's marketing name."""
     if sys.platform == "linux":
-        try:
-            for line in Path("/proc/cpuinfo").read_text().splitlines():
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-        except OSError:
-            pass
-    if sys.platform == "darwin" and (name := _sysctl("machdep.cpu.brand_string")):
-        return name
-    return platform.processor() or platform.machine()
+        for line in read_text(_ROOT / "proc/cpuinfo").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    name = _sysctl("machdep.cpu.brand_string") if sys.platform == "darwin" else ""
+    return name or platform.processor() or platform.machine()
 
 
 def _sysctl(key: str) -> str:
-    try:
-        done = subprocess.run(["sysctl", "-n", key], capture_output=True, text=True, timeout=2, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip()
+    return output("sysctl", "-n", key)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 from localspec.commands.doctor.report import Check, MachineFacts
 from localspec.model_files.sources.base import size_text
 from localspec.system import bandwidth, memory, power
-from localspec.system.machine import cpu_features, cpu_name, default_threads
+from localspec.system.machine import cpu_features, cpu_name, default_threads, usable_cpus
 
 _ROOT = Path("/")
 
@@ -28,10 +27,8 @@ def look_at_machine(n_threads: int | None = None, *, measure: bool = True) -> Ma
         n_threads: threads that were asked for; None takes the default.
         measure: False leaves the bandwidth out.
     """
-    busy = power.busy_share()
     found = memory.read_memory()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = n_threads or default_threads()
+    cores, threads = usable_cpus(), n_threads or default_threads()
     machine = MachineFacts(
         platform=f"{platform.system()} {platform.machine()}",
         cpu=cpu_name(),
@@ -42,7 +39,7 @@ def look_at_machine(n_threads: int | None = None, *, measure: bool = True) -> Ma
         memory_total_bytes=found.total,
         memory_available_bytes=found.available,
         memory_limit_bytes=found.limit,
-        busy_share=round(busy, 3) if busy is not None else None,
+        busy_share=round(power.busy_share(), 3),
         on_battery=power.on_battery(),
         gpus=visible_gpus(),
     )

@@ -25,7 +25,7 @@ from localspec.commands.bench.record import Record
 from localspec.commands.bench.results import analyse
 from localspec.commands.bench.storage import read_record, to_json
 from localspec.system import power
-from localspec.system.memory import Memory
+from localspec.system.memory import SystemMemory
 from tests.conftest import TinyFiles, open_backend
 from tests.support.interrupting import self_interrupting
 from tests.support.waiting import PATIENCE
@@ -170,7 +170,7 @@ def test_slices_say_what_whole_answers_do(measured: Record, made: Path, pair: li
 def test_without_memory_for_more_caches_whole_answers_take_turns(
     pair: list[str], made: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("localspec.commands.bench.engine.read_memory", lambda: Memory(1 << 30, 1 << 10))
+    monkeypatch.setattr("localspec.commands.bench.engine.read_memory", lambda: SystemMemory(1 << 30, 1 << 10))
     few = ["--prompts", made / "questions.jsonl", "--repeats", 1, "--max-tokens", 4, "--json", "-"]
     status, out, _ = bench(*pair, *few)
     assert status == 0

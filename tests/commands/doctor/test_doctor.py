@@ -29,7 +29,7 @@ from localspec.commands.doctor.screen import DoctorScreen
 from localspec.model_files.catalog import Catalog
 from localspec.system import bandwidth, memory, power
 from localspec.system.home import home, models_dir
-from localspec.system.memory import Memory
+from localspec.system.memory import SystemMemory
 from tests.conftest import TinyFiles
 from tests.support import ggufs
 from tests.support.interrupting import interrupted
@@ -76,7 +76,7 @@ def free_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Sets what the system says is free, in bytes."""
 
     def set_free(n_bytes: int) -> None:
-        monkeypatch.setattr(memory, "read_memory", lambda: Memory(16 * GB, n_bytes))
+        monkeypatch.setattr(memory, "read_memory", lambda: SystemMemory(16 * GB, n_bytes))
 
     return set_free
 

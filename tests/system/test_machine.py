@@ -1,0 +1,172 @@
+"""What this machine is: read from files such as the kernel writes, and from the machine that runs the tests."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from localspec.system import bandwidth, machine, memory, power
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and /sys")
+MIB = 1 << 20
+UNLIMITED_V1 = "9223372036854771712"
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    """Write files below a folder."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return root
+
+
+def test_memory_without_a_limit(tmp_path: Path) -> None:
+    found = memory.read_memory(tmp_path)
+    assert 0 < found.available <= found.total == found.usable
+    assert found.limit is None
+
+
+@linux_only
+def test_a_limit_of_cgroup_v2(tmp_path: Path) -> None:
+    """The tightest of a group and its parents counts, and cached files are no use of memory."""
+    files = {
+        "proc/self/cgroup": "0::/outer/inner",
+        "sys/fs/cgroup/outer/memory.max": str(300 * MIB),
+        "sys/fs/cgroup/outer/memory.current": str(250 * MIB),
+        "sys/fs/cgroup/outer/memory.stat": f"anon 1\ninactive_file {100 * MIB}\nactive_file {20 * MIB}\nfile 9",
+        "sys/fs/cgroup/outer/inner/memory.max": "max",
+        "sys/fs/cgroup/outer/inner/memory.current": str(10 * MIB),
+    }
+    found = memory.read_memory(tree(tmp_path, files))
+    assert (found.available, found.limit, found.usable) == (170 * MIB, 300 * MIB, 300 * MIB)
+
+
+@linux_only
+def test_a_limit_of_cgroup_v1_in_a_container(tmp_path: Path) -> None:
+    """The kernel tells the host's path, while the container's group is mounted as the root."""
+    files = {
+        "proc/self/cgroup": "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": str(200 * MIB),
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": str(150 * MIB),
+        "sys/fs/cgroup/memory/memory.stat": f"inactive_file 1\ntotal_inactive_file {30 * MIB}\ntotal_active_file 0",
+        "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "150000",
+        "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000",
+    }
+    root = tree(tmp_path, files)
+    found = memory.read_memory(root)
+    assert (found.available, found.limit) == (80 * MIB, 200 * MIB)
+    assert memory.cpu_quota(root) == 1.5
+
+
+@linux_only
+def test_limits_that_are_none(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "4:memory:/\n3:cpu:/\n0::/",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": UNLIMITED_V1,
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": "1",
+        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
+        "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+        "sys/fs/cgroup/cpu.max": "max 100000",
+    }
+    root = tree(tmp_path, files)
+    assert memory.read_memory(root).limit is None
+    assert memory.cpu_quota(root) is None
+
+
+def test_a_cpu_quota_of_cgroup_v2(tmp_path: Path) -> None:
+    files = {"proc/self/cgroup": "0::/a", "sys/fs/cgroup/a/cpu.max": "50000 100000", "sys/fs/cgroup/cpu.max": "max 1"}
+    assert memory.cpu_quota(tree(tmp_path, files)) == 0.5
+
+
+def test_the_share_that_others_use_is_a_share() -> None:
+    assert 0 <= power.busy_share(0.02) <= 1
+
+
+@linux_only
+@pytest.mark.parametrize(
+    ("supplies", "expected"),
+    [
+        ({}, None),
+        ({"AC/type": "Mains", "AC/online": "1", "BAT0/type": "Battery", "BAT0/status": "Charging"}, False),
+        ({"AC/type": "Mains", "AC/online": "0", "BAT0/type": "Battery", "BAT0/status": "Discharging"}, True),
+        ({"BAT0/type": "Battery", "BAT0/status": "Discharging"}, True),
+        ({"mouse/type": "Battery", "mouse/status": "Discharging", "mouse/scope": "Device"}, None),
+    ],
+)
+def test_battery(tmp_path: Path, supplies: dict[str, str], expected: bool | None) -> None:
+    root = tree(tmp_path, {f"sys/class/power_supply/{name}": text for name, text in supplies.items()})
+    assert power.on_battery(root) is expected
+
+
+@linux_only
+@pytest.mark.parametrize(
+    ("files", "part"),
+    [
+        ({}, None),
+        ({"sys/firmware/acpi/platform_profile": "low-power"}, "low-power"),
+        ({"sys/firmware/acpi/platform_profile": "balanced"}, None),
+        ({"FREQ/scaling_max_freq": "2000000", "FREQ/cpuinfo_max_freq": "4600000"}, "2.0 of 4.6 GHz"),
+        ({"FREQ/scaling_governor": "powersave", "FREQ/scaling_driver": "acpi-cpufreq"}, "powersave"),
+        ({"FREQ/scaling_governor": "powersave", "FREQ/scaling_driver": "intel_pstate"}, None),
+    ],
+)
+def test_slow_clock(tmp_path: Path, files: dict[str, str], part: str | None) -> None:
+    names = {name.replace("FREQ", "sys/devices/system/cpu/cpu0/cpufreq"): text for name, text in files.items()}
+    found = power.slow_clock(tree(tmp_path, names))
+    assert found is None if part is None else part in (found or "")
+
+
+@linux_only
+def test_throttling(tmp_path: Path) -> None:
+    folder = "sys/devices/system/cpu/cpu{}/thermal_throttle/{}_throttle_count"
+    root = tree(
+        tmp_path, {folder.format(0, "core"): "3", folder.format(1, "core"): "4", folder.format(0, "package"): "2"}
+    )
+    assert power.throttle_count(root) == 9
+    assert power.throttled(9, 9) is False
+    assert power.throttled(9, 10) is True
+    assert power.throttled(None, 10) is None
+    assert power.throttle_count(tmp_path / "nothing") is None
+
+
+def test_threads_are_cpus_that_may_be_used() -> None:
+    assert 1 <= machine.default_threads() <= machine.usable_cpus()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there may a process choose its CPUs")
+def test_a_process_that_may_use_one_cpu_gets_one_thread() -> None:
+    program = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); "
+    program += "from localspec.system.machine import default_threads; print(default_threads())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "1\n"
+
+
+@linux_only
+def test_cpu_features(tmp_path: Path) -> None:
+    root = tree(tmp_path, {"proc/cpuinfo": "processor\t: 0\nflags\t\t: fpu sse avx avx2 fma f16c avx512f avx512_vnni"})
+    assert machine.cpu_features(root) == ["AVX", "AVX2", "FMA", "F16C", "AVX-512", "AVX512-VNNI"]
+    root = tree(tmp_path, {"proc/cpuinfo": "Features\t: fp asimd asimdhp asimddp i8mm"})
+    assert machine.cpu_features(root) == ["NEON", "FP16", "DOTPROD", "I8MM"]
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="read from sysctl there")
+def test_all_last_level_caches_count(tmp_path: Path) -> None:
+    """Two CPUs share each cache of the third level; there are two of these."""
+    files = {}
+    for cpu in range(4):
+        for index, (level, size, shared) in enumerate((("1", "32K", f"{cpu}"), ("3", "16384K", f"{cpu // 2 * 2}-"))):
+            folder = f"sys/devices/system/cpu/cpu{cpu}/cache/index{index}"
+            files |= {f"{folder}/level": level, f"{folder}/size": size, f"{folder}/shared_cpu_list": shared}
+    assert bandwidth.last_level_cache_bytes(tree(tmp_path, files)) == 32 * MIB
+    assert bandwidth.last_level_cache_bytes(tmp_path / "nothing") == 32 * MIB
+
+
+def test_bandwidth() -> None:
+    speed = bandwidth.measure_bandwidth(2, seconds=0.05)
+    assert speed is not None
+    assert 1e8 < speed < 1e13
+    assert bandwidth.measure_bandwidth(2, seconds=0.05, available=1 << 20) is None  # no room for an honest array
