@@ -12,17 +12,18 @@ from typing import Any
 from localspec.commands import questions
 from localspec.commands.bench import schedule
 from localspec.commands.bench.arms import parse_arms
-from localspec.commands.bench.charts import speedup_file
-from localspec.commands.bench.compare import comparison, comparison_json, comparison_markdown, print_comparison
-from localspec.commands.bench.markdown import markdown
-from localspec.commands.bench.page import render
+from localspec.commands.bench.charts import speedup_plot
+from localspec.commands.bench.compare import comparison, comparison_json, comparison_report
 from localspec.commands.bench.record import Record
-from localspec.commands.bench.results import Results, analyse
+from localspec.commands.bench.report import bench_report
+from localspec.commands.bench.results import analyse
 from localspec.commands.bench.runner import Plan, Run
 from localspec.commands.bench.schedule import Mode
-from localspec.commands.bench.screen import BenchScreen
 from localspec.commands.bench.storage import RecordError, read_record, to_json, write, write_record
 from localspec.commands.options import RunOptions, check_text
+from localspec.commands.report.html import html
+from localspec.commands.report.markdown import markdown
+from localspec.commands.report.terminal import Screen
 from localspec.errors import UsageError
 from localspec.terminal.progress import Progress
 
@@ -166,11 +167,10 @@ def compare_command(words: Sequence[str], outputs: Outputs) -> int:
         raise UsageError("bench compare has --json and --markdown only")
     outputs.check()
     found = comparison(read_record(Path(words[0])), read_record(Path(words[1])), (words[0], words[1]))
-    if _written(outputs.json, lambda: comparison_json(found)) + _written(
-        outputs.markdown, lambda: comparison_markdown(found)
-    ):
-        return 0
-    print_comparison(found, BenchScreen())
+    report = comparison_report(found)
+    streamed = _written(outputs.json, lambda: comparison_json(found))
+    if not streamed + _written(outputs.markdown, lambda: markdown(report)):
+        Screen().report(report)
     return 0
 
 
@@ -180,15 +180,12 @@ def deliver(record: Record, outputs: Outputs) -> None:
         raise RecordError("nothing was measured in this run")
     results = analyse(record)
     streamed = _written(outputs.json, lambda: to_json(record, asdict(results)))
-    streamed += _written(outputs.markdown, lambda: markdown(record, results))
-    _written(outputs.html, lambda: render(record, results))
-    _written(outputs.svg, lambda: speedup_file(record, results))
+    report = bench_report(record, results)
+    streamed += _written(outputs.markdown, lambda: markdown(report))
+    _written(outputs.html, lambda: html(report))
+    _written(outputs.svg, lambda: speedup_plot(record, results, heading=True).svg(alone=True) + "\n")
     if not streamed:
-        _show(record, results)
-
-
-def _show(record: Record, results: Results) -> None:
-    BenchScreen().results(record, results)
+        Screen().report(report)
 
 
 def _written(where: str | None, text: Any) -> int:

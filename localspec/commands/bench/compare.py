@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from localspec.commands.bench.markdown import table
 from localspec.commands.bench.record import Record, Sample
 from localspec.commands.bench.remarks import doubts
 from localspec.commands.bench.results import ALL, Ratios, by_question, drifts, speedups
-from localspec.commands.bench.screen import BenchScreen
 from localspec.commands.bench.statistics import LEVEL, Estimate, estimate, estimate_quotient, middle, range_level
 from localspec.commands.bench.words import interval_text, times_text, title
+from localspec.commands.report.model import Facts, Part, Report, Table, Text
 from localspec.errors import UsageError
 
 SCHEMA_VERSION = 1
@@ -210,61 +209,31 @@ def _short(value: Any) -> str:
 
 # -- showing ---------------------------------------------------------------------------------------------------------
 
-_HEAD = ("", "arm", "figure", "A", "B", "B/A", "95 %", "verdict")
+
+def comparison_report(found: Comparison) -> Report:
+    """Both runs, what differs between them, and the figures with their verdicts."""
+    names = [f"{name} · {what}" for name, what in zip(found.names, found.titles, strict=True)]
+    parts: list[Part] = [Facts(dict(zip("AB", names, strict=True)))]
+    if found.differences:
+        parts.append(Facts(dict(each.split(": ", 1) for each in found.differences), "What is not the same, A / B"))
+    parts += [Text(doubt, "note") for doubt in found.doubts]
+    for figure, arm in dict.fromkeys((line.figure, line.arm) for line in found.lines):
+        lines = [line for line in found.lines if (line.figure, line.arm) == (figure, arm)]
+        parts.append(Table(f"{figure} · {arm}", ["", "A", "B", "B/A", "95 %", "verdict"], list(map(_cells, lines))))
+    notes = (
+        "Intervals at 95 %. "
+        f"A verdict takes one at {found.levels[0]:.1%} over all categories and at {found.levels[1]:.1%} in a "
+        "single one, so that any of them is wrong with a probability under 5 %."
+    )
+    if any(not line.paired for line in found.lines):
+        notes += " *: not the same questions, so medians are compared."
+    return Report("bench compare", "B against A", [*parts, Text(notes, "muted")])
 
 
 def _cells(line: Line) -> list[str]:
     shown: Callable[[float], str] = times_text if line.figure == "speed-up" else lambda value: f"{value:.1f}"
     ratio = f"{line.ratio.median:.2f}" + ("" if line.paired else "*")
-    figures = [shown(line.a), shown(line.b), ratio, interval_text(line.ratio)]
-    return [line.category, line.arm, line.figure, *figures, line.verdict]
-
-
-def _notes(found: Comparison) -> list[str]:
-    notes = [
-        "Intervals at 95 %. "
-        f"A verdict takes one at {found.levels[0]:.1%} over all categories and at {found.levels[1]:.1%} in a "
-        "single one, so that any of them is wrong with a probability under 5 %."
-    ]
-    if any(not line.paired for line in found.lines):
-        notes.append("*: not the same questions, so medians are compared.")
-    return notes
-
-
-def print_comparison(found: Comparison, screen: BenchScreen) -> None:
-    """On the terminal."""
-    screen.section("A and B")
-    for letter, name, what in zip("AB", found.names, found.titles, strict=True):
-        screen.prose(f"{letter}: {name} · {what}")
-    if found.differences:
-        screen.section("What is not the same")
-        for difference in found.differences:
-            screen.prose(difference)
-    for doubt in found.doubts:
-        screen.prose(f"! {doubt}", "yellow")
-    for figure in dict.fromkeys(line.figure for line in found.lines):
-        lines = [line for line in found.lines if line.figure == figure]
-        for arm in dict.fromkeys(line.arm for line in lines):
-            screen.section(f"{figure} · {arm}")
-            rows = [
-                [cell for i, cell in enumerate(_cells(line)) if i not in (1, 2)] for line in lines if line.arm == arm
-            ]
-            screen.table([name for i, name in enumerate(_HEAD) if i not in (1, 2)], rows)
-    for note in _notes(found):
-        screen.prose(note, "dim")
-
-
-def comparison_markdown(found: Comparison) -> str:
-    """As Markdown."""
-    parts = [f"# {found.names[1]} (B) against {found.names[0]} (A)"]
-    parts.append("\n".join(f"- {name}: {what}" for name, what in zip("AB", found.titles, strict=True)))
-    if found.differences:
-        parts.append("Not the same (A / B):\n\n" + "\n".join(f"- {each}" for each in found.differences))
-    if found.doubts:
-        parts.append("In doubt:\n\n" + "\n".join(f"- {each}" for each in found.doubts))
-    parts.append(table(["category", *_HEAD[1:]], [_cells(line) for line in found.lines], left=3))
-    parts.append(" ".join(_notes(found)))
-    return "\n\n".join(parts) + "\n"
+    return [line.category, shown(line.a), shown(line.b), ratio, interval_text(line.ratio), line.verdict]
 
 
 def comparison_json(found: Comparison) -> str:

@@ -29,10 +29,10 @@ from localspec.commands.bench.schedule import (
     blocks,
     is_tight,
     take_turns,
-    time_text,
     turns,
 )
 from localspec.commands.bench.storage import RecordError
+from localspec.commands.bench.words import time_text
 from localspec.commands.doctor import machine
 from localspec.commands.doctor.costs import Watch
 from localspec.commands.options import RunOptions, ensure_model

@@ -175,13 +175,6 @@ class Clock:
         return by_work if by_budget is None else min(by_work, by_budget)
 
 
-def time_text(seconds: float) -> str:
-    """``1:05`` or ``2:03:09``."""
-    whole = round(seconds)
-    hours, minutes = divmod(whole // 60, 60)
-    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
-
-
 def needed_for_an_interval() -> int:
     """Questions that a 95 % interval takes."""
     return next(n for n in range(2, 20) if range_level(n) >= 0.95)

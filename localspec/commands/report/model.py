@@ -6,15 +6,21 @@ makes them harmless for where they go.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from localspec.commands.report.svg import Drawing
 
 Status = Literal["ok", "info", "note", "fail"]
 """``info`` is a fact that is neither good nor bad; ``note``: it works, but not as well as it could."""
 
 TextStyle = Literal["", "strong", "note", "muted", "small"]
 """``note``: what a reader must not miss. ``small``: how figures were measured; a terminal leaves it out."""
+
+RowStyle = Literal["strong", "bad"]
+"""``bad``: not as it should be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +101,7 @@ class Table:
         rows: as many cells as ``head`` has.
         note: under the table.
         left: columns of words, which come first; the others hold figures.
-        styles: of rows, by index: ``strong``, or ``bad`` for one that is not as it should be.
+        styles: of rows, by index.
     """
 
     title: str
@@ -103,7 +109,7 @@ class Table:
     rows: Sequence[Sequence[str]]
     note: str = ""
     left: int = 1
-    styles: Mapping[int, Literal["strong", "bad"]] = field(default_factory=dict)
+    styles: Mapping[int, RowStyle] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +118,14 @@ class Figure:
 
     Attributes:
         title: of the section; figures that follow without one stand side by side with it.
-        svg: the element, as ``svg.Drawing`` makes it.
+        draw: makes the plot, when a page is rendered.
         caption: what it shows.
         summary: folds it away behind these words.
         wide: as wide as the page.
     """
 
     title: str
-    svg: str
+    draw: Callable[[], Drawing]
     caption: str = ""
     summary: str = ""
     wide: bool = False

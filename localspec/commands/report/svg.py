@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from localspec.commands.report.html import asset, render
+from localspec.commands.report.templates import asset, render
 
 N_COLOURS = 6
 """Classes ``c0`` to ``c5`` (strokes) and ``f0`` to ``f5`` (fills) of the style."""

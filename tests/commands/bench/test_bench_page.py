@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from localspec.commands.bench.page import render
 from localspec.commands.bench.record import Engine, ModelFile, Record
+from localspec.commands.bench.report import bench_report
 from localspec.commands.bench.results import analyse
-from localspec.commands.bench.svg import PALETTE, Scale, ticks
+from localspec.commands.report.html import html
 from tests.commands.bench.test_bench import SETTINGS, answer, run_of, session
 from tests.commands.replay.test_replay_page import HOSTILE
 from tests.support.browsing import PATIENCE, chromium
@@ -34,7 +34,7 @@ def record(hostile: str = "") -> Record:
                 "judged": [["model", 0, 0.1 * (k + 0.5), k % 2] for k in range(10)],
                 "rounds": [[5.0, 60.0 / gain, 0.3, 2, 1, 2]] * 5,
             }  # fmt: skip
-            samples.append(answer(f"q{i}{hostile}", arm, 10 * gain, category=category, joules=2.0, **drafted))
+            samples.append(answer(f"q{i}{hostile}", arm, 10 * gain, category=category, **drafted))
     models = [ModelFile("target", f"target{hostile}", f"t{hostile}.gguf", 1000, "0" * 64, 10),
               ModelFile("model", "draft", "d.gguf", 100, "1" * 64, 10)]  # fmt: skip
     times = {str(width): 40.0 + 8.0 * width for width in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)}
@@ -46,7 +46,7 @@ def record(hostile: str = "") -> Record:
 
 
 def write(path: Path, found: Record) -> Path:
-    path.write_text(render(found, analyse(found)), encoding="utf-8")
+    path.write_text(html(bench_report(found, analyse(found))), encoding="utf-8")
     return path
 
 
@@ -98,9 +98,9 @@ def test_every_plot_is_drawn_and_says_what_it_is(made: Path, browser: Any) -> No
         plot = opened.page.locator("svg").first
         assert plot.locator("title").count() == 3 * 2
         assert plot.locator(".even").count() >= 1
-        assert "×1." in opened.page.locator(".verdicts .faster b").inner_text()
-        assert opened.page.locator(".verdicts .slower b").inner_text() == "×0.80"
-        assert "slowed by heat" in opened.page.locator(".note").inner_text()
+        assert "×1." in opened.page.locator(".figures .ok b").inner_text()
+        assert opened.page.locator(".figures .fail b").inner_text() == "×0.80"
+        assert "slowed by heat" in opened.page.locator("p.note").inner_text()
 
 
 def test_text_stays_within_its_plot(made: Path, browser: Any) -> None:
@@ -140,38 +140,3 @@ def test_names_are_shown_and_not_obeyed(text: str, tmp_path: Path, browser: Any)
         assert opened.page.locator("script, img, textarea").count() == 0
         shown = opened.page.locator("h1").inner_text()
         assert " ".join(text.replace("\ud800", "").replace("\u2028", "↵").split()) in " ".join(shown.split())
-
-
-def contrast(a: str, b: str) -> float:
-    def light(colour: str) -> float:
-        digits = colour.lstrip("#")
-        digits = "".join(2 * digit for digit in digits) if len(digits) == 3 else digits
-        shares = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
-        linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    bright, dark = sorted((light(a), light(b)), reverse=True)
-    return (bright + 0.05) / (dark + 0.05)
-
-
-def test_text_and_marks_stand_out_in_both_schemes() -> None:
-    """WCAG: 4.5 for text, 3 for graphics."""
-    for scheme in PALETTE.split("@media"):
-        colours = dict(re.findall(r"--([\w-]+): (#\w+)", scheme))
-        for text in ("text", "muted", "good", "bad", "s0", "s1", "s2", "s3", "s4", "s5"):
-            for ground in ("ground", "panel"):
-                assert contrast(colours[text], colours[ground]) >= 4.5, (text, ground)
-        for mark in ("draft", "verify", "other"):
-            assert contrast(colours[mark], colours["ground"]) >= 2.9, mark
-        assert contrast(colours["note-text"], colours["note"]) >= 4.5
-
-
-def test_axes_have_round_numbers_within_their_range() -> None:
-    assert ticks(0, 1, most=5) == [0, 0.2, 0.4, 0.6, 0.8, 1]
-    assert ticks(0.83, 2.21) == [1, 1.25, 1.5, 1.75, 2] or ticks(0.83, 2.21) == [1, 1.2, 1.4, 1.6, 1.8, 2, 2.2]
-    for low, high in ((0, 3e-4), (0, 2.7e5), (0.97, 1.01), (5, 5)):
-        found = ticks(low, high)
-        assert 1 <= len(found) <= 9
-        assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in found)
-    scale = Scale(0, 10, 100, 200)
-    assert (scale(0), scale(5), scale(10), scale(99), scale(-1)) == (100, 150, 200, 200, 100)

@@ -20,7 +20,6 @@ import pytest
 
 from localspec.__main__ import run
 from localspec.commands.bench import results as results_module
-from localspec.commands.bench import storage
 from localspec.commands.bench.record import Record
 from localspec.commands.bench.results import analyse
 from localspec.commands.bench.storage import read_record, to_json
@@ -559,7 +558,7 @@ def test_a_disk_that_refuses_is_one_line(
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(storage.os, "replace", refuse)
+    monkeypatch.setattr("os.replace", refuse)
     status, _, errors = bench("show", made / "run.json", "--svg", tmp_path / "plot.svg")
     assert status == 1
     assert "No space left" in errors

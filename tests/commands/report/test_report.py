@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from localspec.commands.report.html import asset, html
+from localspec.commands.report.html import html
 from localspec.commands.report.markdown import markdown
 from localspec.commands.report.model import (
     Facts,
@@ -23,7 +23,8 @@ from localspec.commands.report.model import (
     Table,
     Text,
 )
-from localspec.commands.report.svg import Axis, Point, Scale, Series, chart, ticks
+from localspec.commands.report.svg import Axis, Drawing, Point, Scale, Series, chart, ticks
+from localspec.commands.report.templates import asset
 from localspec.commands.report.terminal import Screen
 from localspec.terminal.text import width
 
@@ -32,10 +33,10 @@ TABLE = Table("Speed", ["what", "tok/s", "speed"], [["all", "10.0", "×1.20"], [
               styles={0: "strong", 1: "bad"})  # fmt: skip
 
 
-def plot(name: str = "model") -> str:
+def plot(name: str = "model") -> Drawing:
     points = [Point(i, i / 4, f"tip {i} of {name}", low=0.1, high=0.9) for i in range(1, 4)]
     axes = Axis("length", 1, 3), Axis("share", 0, 1, percent=True)
-    return chart(f"Shares of {name}", *axes, [Series(name, points)], reference=("even", [(1, 0), (3, 1)])).svg()
+    return chart(f"Shares of {name}", *axes, [Series(name, points)], reference=("even", [(1, 0), (3, 1)]))
 
 
 def everything(name: str = "a model") -> Report:
@@ -44,9 +45,9 @@ def everything(name: str = "a model") -> Report:
         KeyFigures([KeyFigure("auto", "×1.20", f"auto is faster on {name}", "ok")]),
         Text(f"careful with {name}", "note"),
         TABLE,
-        Figure("A plot", plot(), "what it shows"),
-        Figure("", plot(), "its neighbour"),
-        Figure("", plot(), summary="more of it"),
+        Figure("A plot", plot, "what it shows"),
+        Figure("", plot, "its neighbour"),
+        Figure("", plot, summary="more of it"),
         Findings("Checks", [Finding("fail", name, "does not fit", "take a smaller one"), Finding("ok", "cpu", "fine")]),
         Lines("Bars", ["▁ █", f"{name}"]),
         Text("how it was measured", "small"),
@@ -88,8 +89,8 @@ def test_names_are_shown_and_not_obeyed() -> None:
     assert "<b onclick" in shown
     assert "<b onclick" not in page
     assert "&lt;b onclick=x&gt;&amp;␛[2J" in page
-    assert "&lt;b onclick" in plot(HOSTILE)
-    assert "<b onclick" not in plot(HOSTILE)
+    assert "&lt;b onclick" in plot(HOSTILE).svg()
+    assert "<b onclick" not in plot(HOSTILE).svg()
 
 
 def test_the_page_lets_the_browser_load_nothing() -> None:

@@ -1,0 +1,341 @@
+"""What a run says, as a report: the verdict first, then what it rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from localspec.commands.bench import charts
+from localspec.commands.bench.record import Record
+from localspec.commands.bench.results import ALL, Passes, Results, Row
+from localspec.commands.bench.words import (
+    arm_name,
+    interval_text,
+    ms_text,
+    seconds_text,
+    share_text,
+    time_text,
+    times_text,
+    title,
+)
+from localspec.commands.report.model import (
+    Facts,
+    Figure,
+    KeyFigure,
+    KeyFigures,
+    Part,
+    Report,
+    RowStyle,
+    Status,
+    Table,
+    Text,
+)
+from localspec.model_files.sources.base import size_text
+
+_ENDINGS = {
+    "complete": "everything was measured",
+    "tight": "the intervals were narrow enough",
+    "time": "time was up",
+    "interrupted": "it was interrupted",
+    "running": "it was cut off",
+}
+
+
+def bench_report(record: Record, results: Results) -> Report:
+    """Everything that a run says."""
+    parts: list[Part] = [
+        Facts(
+            {
+                "engine": _engines(record),
+                "machine": _machine(record),
+                "measured": f"{record.settings.mode}: {_scope(record, results)}; {_ENDINGS[record.ended]}",
+                "memory": _memory(record),
+            }
+        ),
+        KeyFigures([_verdict(record, row) for arm in results.arms if (row := results.row(ALL, *arm)) is not None]),
+        *(Text(remark, "note") for remark in results.remarks),
+        *_speed(record, results),
+        *_duels(results),
+        *(part for passes in results.passes for part in _passes(record, passes)),
+        *_acceptance(record, results),
+        *_predictions(record, results),
+        _time(record, results),
+        *_rounds(record),
+        *_methods(record),
+    ]
+    return Report("bench", title(record), parts)
+
+
+# -- circumstances -----------------------------------------------------------------------------------------------------
+
+
+def _machine(record: Record) -> str:
+    machine = record.machine
+    features = " ".join(machine.get("features") or [])
+    return f"{machine.get('cpu')}, {machine.get('cores')} CPUs, {features or machine.get('platform')}"
+
+
+def _engines(record: Record) -> str:
+    return "; ".join(
+        f"{each.version} on {each.device}, {each.threads} thread{'s' * (each.threads != 1)}" for each in record.engines
+    )
+
+
+def _scope(record: Record, results: Results) -> str:
+    settings = record.settings
+    questions = len({sample.question for sample in record.samples})
+    repeats = max(sample.repeat for sample in record.samples) + 1
+    given = {name: value for name, value in settings.sampling.items() if settings.sampling.get("temperature")}
+    return ", ".join(
+        [
+            f"{questions} question{'s' * (questions != 1)}"
+            + (f" of {len(results.categories)} categories" if results.categories else ""),
+            f"{len(record.samples)} answers" + (f" in up to {repeats} repeats" if repeats > 1 else ""),
+            f"of at most {settings.max_tokens} tokens",
+            ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in given.items()) or "greedy",
+            f"in turns of {settings.slice_tokens} tokens" if settings.slice_tokens else "in turns",
+            f"{time_text(record.seconds)} in all",
+        ]
+    )
+
+
+def _memory(record: Record) -> str:
+    models = [model for engine in record.engines for model in engine.models]
+    weights, kv = sum(model.bytes for model in models), sum(model.kv_bytes for model in models)
+    peaks = [session.peak_memory_bytes for session in record.sessions if session.peak_memory_bytes]
+    text = f"weights {size_text(weights)}, attention caches {size_text(kv)}"
+    return f"{text}, peak of the process {size_text(max(peaks))}" if peaks else text
+
+
+def _methods(record: Record) -> Iterator[Part]:
+    session, slice_tokens = record.sessions[-1], record.settings.slice_tokens
+    turns = f"the arms took turns after every {slice_tokens} tokens" if slice_tokens else "the order of arms alternates"
+    yield Text(
+        "Speed is an answer's tokens, as the engine counted them, over the seconds spent drafting, verifying and in "
+        "our own code; the target's reading of the prompt is measured apart and is in no arm, a draft model's is in "
+        "the arm. A speed-up divides by the plain answer to the same question in the same repeat, next to which it was "
+        f"measured; {turns}. A question counts with the median of its repeats, a row is the median of its questions, "
+        "and intervals are between order statistics, exact for any distribution.",
+        "small",
+    )
+    for engine in record.engines:
+        for model in engine.models:
+            yield Text(f"{engine.backend}, {model.source}: {model.file}, sha256 {model.sha256}", "small")
+    yield Text(f"localspec {session.localspec}, Python {session.python}: {session.command}", "small")
+
+
+# -- speed -------------------------------------------------------------------------------------------------------------
+
+
+def _verdict(record: Record, row: Row) -> KeyFigure:
+    """An arm's overall speed-up, in a sentence that says no more than the interval allows."""
+    name, found = arm_name(record, row.backend, row.arm), row.speedup
+    if found is None:
+        return KeyFigure(name, "–", f"{name}: there is no plain answer to compare with.")
+    text = f"{name} decodes at {times_text(found.median)} of plain's speed"
+    verdict: tuple[Status, str]
+    if found.low is None or found.high is None:
+        verdict = "info", " on the one question measured: too few to say more."
+    elif not found.is_firm:
+        span = f"range of {found.n} questions: {found.low:.2f} to {found.high:.2f}"
+        verdict = "info", f" ({span}): too few questions for a verdict."
+    else:
+        span = f" ({found.level:.0%}: {found.low:.2f} to {found.high:.2f}): "
+        if found.low > 1:
+            verdict = "ok", f"{span}faster."
+        elif found.high < 1:
+            verdict = "fail", f"{span}slower."
+        else:
+            verdict = "info", f"{span}no difference can be told."
+    status, rest = verdict
+    return KeyFigure(name, times_text(found.median), text + rest, status)
+
+
+def _speed(record: Record, results: Results) -> Iterator[Part]:
+    if not results.arms:
+        head = ["", "tok/s", "first token", "questions"]
+        for backend in record.settings.backends:
+            cells = [_plain_cells(row) for row in results.rows if row.backend == backend]
+            yield Table(f"Plain decoding · {backend}", head, cells)
+        return
+    yield Figure(
+        "Speed over plain decoding",
+        partial(charts.speedup_plot, record, results),
+        "Median over questions of tokens per second over plain's on the same question, with 95 % intervals. Dashed, "
+        "with a hollow mark: too few questions for one; their range, and how often such a range covers the true "
+        "median. Left of the dashed line it is slower than plain.",
+        wide=True,
+    )
+    for backend, arm in results.arms:
+        rows = [row for category in [ALL, *results.categories] if (row := results.row(category, backend, arm))]
+        styles: dict[int, RowStyle] = {0: "strong"}
+        styles |= {i: "bad" for i, row in enumerate(rows) if row.speedup and row.speedup.median < 1}
+        yield Table(
+            f"{arm_name(record, backend, arm)} against plain",
+            ["", "speed", "95 %", "worst", "on", "slower", "tok/s", "accepted", "length", "plain", "first token"],
+            [_speed_cells(row, results.row(row.category, backend, "plain")) for row in rows],
+            styles=styles,
+        )
+    yield Text(
+        "medians over questions · worst, on: the lowest speed and its question · slower: questions where it was · "
+        "accepted: of the guesses sent · length: tokens a pass",
+        "muted",
+    )
+
+
+def _plain_cells(row: Row) -> list[str]:
+    speed, first = row.tokens_per_second.median, row.time_to_first_token.median
+    return [row.category, f"{speed:.1f}", seconds_text(first), str(row.n_questions)]
+
+
+def _speed_cells(row: Row, plain: Row | None) -> list[str]:
+    return [
+        row.category,
+        times_text(row.speedup.median if row.speedup else None),
+        interval_text(row.speedup),
+        times_text(row.worst_speedup),
+        row.worst_question or "–",
+        f"{row.n_slower} of {row.speedup.n}" if row.speedup else "–",
+        f"{row.tokens_per_second.median:.1f}",
+        share_text(row.acceptance_rate),
+        f"{row.mean_acceptance_length:.2f}",
+        f"{plain.tokens_per_second.median:.1f}" if plain else "–",
+        seconds_text(row.time_to_first_token.median),
+    ]
+
+
+def _duels(results: Results) -> Iterator[Part]:
+    for what in dict.fromkeys(duel.what for duel in results.duels):
+        rows = [
+            [duel.category, duel.first, duel.second, times_text(duel.ratio.median), interval_text(duel.ratio)]
+            for duel in results.duels
+            if duel.what == what
+        ]
+        yield Table(f"Against each other: {what}", ["", "this", "against", "speed", "95 %"], rows, left=3)
+
+
+def _time(record: Record, results: Results) -> Part:
+    rows = [
+        [
+            arm_name(record, row.backend, row.arm),
+            seconds_text(row.time_to_first_token.median),
+            *(f"{row.seconds_per_token[part] * 1e3:.1f} ms" for part in ("draft", "verify", "other")),
+            f"{row.n_same} of {row.n_compared}",
+        ]
+        for row in results.rows
+        if row.category == ALL
+    ]
+    head = ["per token", "first token", "drafting", "verifying", "other", "same text"]
+    return Table("Where the time went", head, rows, "all answers together · same text: answers equal to plain's")
+
+
+# -- costs -------------------------------------------------------------------------------------------------------------
+
+
+def _passes(record: Record, passes: Passes) -> Iterator[Part]:
+    name = f" · {passes.backend}" if len(record.settings.backends) > 1 else ""
+    widths = [each for each in passes.widths if each.width <= 9 or each.width in (10, 12, 16)]
+    base = next((each.calibrated_ms for each in passes.widths if each.width == 1), None) or 1.0
+    yield Table(
+        f"Cost of a pass over w tokens, t(w){name}",
+        ["w", *(str(each.width) for each in widths)],
+        [
+            ["calibrated ms", *(ms_text(each.calibrated_ms) for each in widths)],
+            ["here ms", *(ms_text(each.observed_ms) for each in widths)],
+            ["here, passes", *(str(each.n_observed) for each in widths)],
+            ["× t(1)", *(ms_text(each.calibrated_ms / base if each.calibrated_ms else None) for each in widths)],
+        ],
+    )
+    if passes.break_even:
+        rows = [
+            [source, f"{ms:.1f} ms" if (ms := passes.step_ms[source]) else "free"]
+            + ["never" if share is None else f"{share:.0%}" for share in even.values()]
+            for source, even in passes.break_even.items()
+        ]
+        head = ["k", "a guess", *next(iter(passes.break_even.values()))]
+        yield Table(f"Break-even: share of guesses that must be right, by draft length k{name}", head, rows)
+    yield Figure(
+        "",
+        partial(charts.pass_plot, passes),
+        "t(w), the time in which the target checks w tokens at once. The dashed line is what as many single passes "
+        "take: the further the curve stays under it, the more guesses pay.",
+    )
+    if passes.break_even:
+        yield Figure(
+            "",
+            partial(charts.break_even_plot, passes),
+            "The acceptance at which k guesses a round make no difference, by the theory of independent guesses: over "
+            "it drafting pays, under it it costs. Where a line ends, not even perfect guesses would.",
+        )
+
+
+# -- acceptance --------------------------------------------------------------------------------------------------------
+
+
+def _acceptance(record: Record, results: Results) -> Iterator[Part]:
+    rows = [row for arm in results.arms if (row := results.row(ALL, *arm)) and row.by_position]
+    if not rows:
+        return
+    names = [arm_name(record, row.backend, row.arm) for row in rows]
+    longest = max(len(row.by_position) for row in rows)
+    shares = [[share_text(each.rate) for each in row.by_position] for row in rows]
+    yield Table(
+        "Acceptance by position in the draft, and by drafter",
+        ["position", *map(str, range(1, longest + 1))],
+        [[name, *each, *["–"] * (longest - len(each))] for name, each in zip(names, shares, strict=True)],
+    )
+    counts = [
+        [name, source, str(each.drafted), str(each.accepted), share_text(each.rate)]
+        for name, row in zip(names, rows, strict=True)
+        for source, each in row.by_source.items()
+    ]
+    yield Table("", ["arm", "drafter", "sent", "accepted", "share"], counts, left=2)
+    yield Figure(
+        "",
+        partial(charts.position_plot, record, rows),
+        "Share of the guesses sent at each position that were accepted, all before them included; lines are 95 % "
+        "Wilson intervals.",
+    )
+
+
+def _predictions(record: Record, results: Results) -> Iterator[Part]:
+    """Predicted acceptance beside what the target did, in ten bins."""
+    for arm in dict.fromkeys((each.backend, each.arm) for each in results.judgements):
+        found = [each for each in results.judgements if (each.backend, each.arm) == arm]
+        lows = sorted({one.low for each in found for one in each.reliability.bins})
+        rows = []
+        for each in found:
+            bins = {one.low: one for one in each.reliability.bins}
+            there = [bins.get(low) for low in lows]
+            rows += [
+                [f"{each.source} predicted", *(f"{one.predicted:.2f}" if one else "–" for one in there)],
+                ["observed", *(f"{one.observed:.2f}" if one else "–" for one in there)],
+                ["guesses", *(str(one.n) if one else "–" for one in there)],
+            ]
+        errors = ", ".join(
+            f"{each.source} {each.reliability.expected_calibration_error:.3f} ({each.reliability.n} guesses)"
+            for each in found
+        )
+        yield Table(
+            f"Predicted and observed acceptance · {arm_name(record, *arm)}",
+            ["bin from", *(f"{low:.1f}" for low in lows)],
+            rows,
+            f"expected calibration error: {errors}",
+        )
+    if results.judgements:
+        caption = "What the controller predicted against what the target did; lines are 95 % Wilson intervals."
+        yield Figure("", partial(charts.reliability_plot, results.judgements), caption)
+
+
+def _rounds(record: Record) -> Iterator[Part]:
+    """One question of each category, in its first repeat."""
+    chosen: dict[str, tuple[str, int]] = {}
+    for sample in record.samples:
+        chosen.setdefault(sample.category, (sample.question, sample.repeat))
+    for i, (category, (question, repeat)) in enumerate(chosen.items()):
+        name, draw = f"{category}: {question}", partial(charts.timelines, record, question, repeat)
+        if i == 0:
+            caption = f"{name}. The arms start at the same moment here; the target had read the prompt already."
+            yield Figure("Round by round", draw, caption, wide=True)
+        else:
+            yield Figure("", draw, summary=name)
