@@ -208,7 +208,7 @@ class Localspec:
             for context in llm._pair.contexts:
                 context.truncate(0)
 
-        llm._call(forget)
+        llm.run(lambda pair: forget())
         reply = llm.chat([{"role": "user", "content": prompt}], self._params)
         stats = reply.stats
         return {

@@ -243,7 +243,7 @@ def main() -> int:
     say("loading")
     with LLM(arguments.model, draft=arguments.draft or "auto", backend="mlx", n_ctx=2048) as llm:
         models = {"target": llm._pair.target}
-        models |= {f"draft {i + 1}": model for i, (model, _) in enumerate(llm._pair._models.values())}
+        models |= {f"draft {i + 1}": draft.model for i, draft in enumerate(llm._pair.state.models)}
         assert all(isinstance(model, MLXModel) for model in models.values())
         say("timing passes")
         times = {role: pass_times(model, arguments.repeats) for role, model in models.items()}

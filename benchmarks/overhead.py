@@ -81,11 +81,11 @@ def main() -> None:
         prompt = llm.tokenize(PROMPT, add_special=True)
         # On the worker thread: GNU OpenMP keeps a pool of threads for every thread that decodes, and two are in each
         # other's way.
-        llm._call(lambda: bare_loop(context, prompt, 8))
+        llm.run(lambda pair: bare_loop(context, prompt, 8))
         through_llm(llm, 8)
         bare, ours = [], []
         for _ in range(args.repeats):
-            bare.append(llm._call(lambda: bare_loop(context, prompt, args.tokens)))
+            bare.append(llm.run(lambda pair: bare_loop(context, prompt, args.tokens)))
             ours.append(through_llm(llm, args.tokens))
         context.close()
         ratio = statistics.median(b / o for b, o in zip(bare, ours, strict=True))
@@ -96,7 +96,7 @@ def main() -> None:
         sampled = per_round(llm, SamplingParams(temperature=0.8, top_k=40, max_tokens=200, ignore_eos=True))
         print(f"outside the models, rounds of 8 drafted tokens: greedy {greedy:.2f} ms, top-k 40 {sampled:.2f} ms")
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        weights = sum(m.size_bytes for m in [loaded.target, *(m for m, _ in loaded._models.values())]) / 2**20
+        weights = sum(m.size_bytes for m in [loaded.target, *(draft.model for draft in loaded.state.models)]) / 2**20
         print(f"peak resident {peak / 1024:.0f} MiB ({before / 1024:.0f} before loading); weights {weights:.0f} MiB")
 
 

@@ -85,7 +85,7 @@ def model_trace(
     llm: LLM, prompt: list[int], answer: list[int], params: SamplingParams, *, whole: bool = True
 ) -> dict[str, list[float]]:
     tokens, pair = prompt + answer, llm._pair
-    _, context = next(iter(pair._models.values()))
+    context = pair.contexts[1]
     read = prompt if whole else abridged(prompt)
     drafts = rows(context, read + answer, len(read))
     trace: dict[str, list[float]] = {"confidence": [], "right": [], "sampled": [], "certainty": []}
@@ -149,7 +149,7 @@ def main() -> None:
             reply = llm.chat(messages, params, speculate=False)
             tokens = llm.encode(messages)
             sources = {
-                name: llm._call(lambda f=function, t=tokens, r=reply, p=params: f(llm, t, r.token_ids, p))
+                name: llm.run(lambda pair, f=function, t=tokens, r=reply, p=params: f(llm, t, r.token_ids, p))
                 for name, function in (
                     ("ngram", ngram_trace),
                     ("model", model_trace),
@@ -160,7 +160,7 @@ def main() -> None:
             traces.append(trace | {"sources": sources})
             right = {name: round(float(np.mean(source["right"])), 3) for name, source in sources.items()}
             print(question.id, len(reply.token_ids), right, flush=True)
-        times = {"target": pair.times.base, "model": next(iter(pair._draft_times.values())).base}
+        times = {"target": pair.times.base, "model": pair.state.models[0].times.base}
         engine = pair.target.engine
     args.out.write_text(
         json.dumps({"engine": engine, "temperature": args.temperature, "ms": times, "traces": traces}) + "\n"

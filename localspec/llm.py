@@ -26,7 +26,7 @@ from localspec.runtime.prefix_cache import DEFAULT_BYTES
 from localspec.runtime.read_ahead import ReadAhead
 from localspec.runtime.stream import Submit
 from localspec.runtime.tokenizing import Tokenizing
-from localspec.runtime.worker import Worker
+from localspec.runtime.worker import Result, Worker
 from localspec.sampling.logprobs import checked_top
 from localspec.sampling.sampling import SamplingParams
 from localspec.session import Session
@@ -242,7 +242,7 @@ class LLM(AskingModel, Tokenizing):
         specs, report = draft_specs(spec), self._report()
         if gives_way is not None:
             report = giving_way(lambda: self._worker.queue.presses or gives_way())
-        self._call(lambda: self._pair.set_draft(specs, report))
+        self.run(lambda pair: pair.set_draft(specs, report))
 
     def explain(self) -> str:
         """One sentence: why the runtime is, or is not, drafting now."""
@@ -282,10 +282,10 @@ class LLM(AskingModel, Tokenizing):
     def prefix_cache_bytes(self, value: int) -> None:
         bound = checked_bytes(value)
 
-        def change() -> None:
-            self._pair.prefix_cache.max_bytes = bound
+        def change(pair: Pair) -> None:
+            pair.prefix_cache.max_bytes = bound
 
-        self._call(change)
+        self.run(change)
 
     def cache_info(self) -> dict[str, int]:
         """The prefix cache: ``entries``, ``bytes``, ``max_bytes``, ``hits``, ``stored``, ``evictions``."""
@@ -293,10 +293,24 @@ class LLM(AskingModel, Tokenizing):
 
     # -- the worker ----------------------------------------------------------------------------------------------
 
-    def _submitter(self, question: Prompt, params: SamplingParams | None, **options: Any) -> Submit:
-        return self._queue(question, params, **options)
+    def run(self, work: Callable[[Pair], Result], *, conversation: Hashable | None = None) -> Result:
+        """Run ``work(pair)`` on the worker thread in its turn, so while no request runs, and return what it returns.
 
-    def _queue(
+        For what measures, audits or saves a loaded pair: ``Pair.state`` is what it decodes with, ``Pair.use`` has it
+        decode with something else. The pair is not thread-safe, so nothing of it should be used after ``work`` ended.
+
+        >>> llm.run(lambda pair: pair.state.times(1))  # expected milliseconds of a one-token pass
+
+        Args:
+            work: what it raises is raised here.
+            conversation: its turn comes after the requests of this conversation; see ``rounds``.
+
+        Raises:
+            Closed: after ``close``.
+        """
+        return self._worker.call(lambda: work(self._pair), conversation=conversation)
+
+    def submitter(  # type: ignore[override] # each of the options by its name
         self,
         question: Prompt | Callable[[], Prompt],
         params: SamplingParams | None,
@@ -309,6 +323,7 @@ class LLM(AskingModel, Tokenizing):
         drafters: Sequence[str] | None = None,
         prediction: str | Sequence[int] | None = None,
     ) -> Submit:
+        """See ``Asking.submitter``; a question that is a function is called when its turn comes."""
         wanted = self.draft_length if draft_length is None else checked_length(draft_length)
         length: DraftLength = wanted if speculate else 0
         params = arguments.checked_params(params)
@@ -350,10 +365,6 @@ class LLM(AskingModel, Tokenizing):
     def wait_idle(self, timeout: float | None = None) -> bool:
         """Wait until no request and no work for idle time is left, at most so long [s]; whether that came about."""
         return self._worker.wait_idle(timeout)
-
-    def _call(self, function: Callable[[], Any]) -> Any:
-        """Run a function on the worker thread, in its turn, and wait for its result."""
-        return self._worker.call(function)
 
     def close(self, *, cancel: bool = False) -> None:
         """Finish the requests that run and wait, then free the memory; safe to call twice.

@@ -21,6 +21,7 @@ from localspec.system.home import printable
 
 if TYPE_CHECKING:
     from localspec.llm import LLM
+    from localspec.runtime.pair import Pair
 
 Message = dict[str, Any]
 
@@ -99,14 +100,13 @@ class Session(Asking[str]):
         """
         llm, file = self._llm, _file(path)
 
-        def take() -> tuple[list[Message], list[Memory]]:
+        def take(pair: Pair) -> tuple[list[Message], list[Memory]]:
             messages = [dict(message) for message in self.messages]
             if not messages:
                 return messages, []
-            tokens = llm._encoder.encode(messages, add_generation_prompt=False)
-            return messages, take_memories(llm._pair, tokens)
+            return messages, take_memories(pair, llm.encode(messages, add_generation_prompt=False))
 
-        messages, memories = llm._worker.call(take, conversation=self._conversation)
+        messages, memories = llm.run(take, conversation=self._conversation)
         text = {"model": printable(llm.model_name), "messages": messages, "params": _params_as_json(self.params)}
         session_file.write(file, text, memories)
 
@@ -114,14 +114,14 @@ class Session(Asking[str]):
         """As ``save``, for asyncio."""
         await asyncio.to_thread(self.save, path)
 
-    def _submitter(self, question: str, params: SamplingParams | None, **options: Any) -> Submit:
+    def submitter(self, question: str, params: SamplingParams | None, **options: Any) -> Submit:
         if not isinstance(question, str):
             raise UsageError("a session is asked with a text; what was said before is remembered")
         if "conversation" in options:
             raise UsageError("a session is a conversation of its own")
         asked: Message = {"role": "user", "content": question}
         # Made when its turn comes: what was asked before may still be waiting for its answer.
-        submit = self._llm._queue(
+        submit = self._llm.submitter(
             lambda: [*self.messages, asked],
             self.params if params is None else params,
             conversation=self._conversation,
@@ -155,7 +155,7 @@ def load(llm: LLM, path: str | Path) -> Session:
         session = Session(llm, None, _params_from_json(text["params"]), messages)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise SessionFileError(f"{path} is damaged: its text is not a conversation") from None
-    reason: str | None = damage or llm._worker.call(lambda: give_memories(llm._pair, memories))
+    reason: str | None = damage or llm.run(lambda pair: give_memories(pair, memories))
     if reason and messages:
         session.notice = f"{reason}; the conversation will be read again"
     return session

@@ -34,7 +34,7 @@ def reference_llm(tiny: TinyFiles, measured_home: Path) -> Iterator[LLM]:
 
 
 def draft_context(llm: LLM) -> Any:
-    return next(d for d in llm._pair._drafters if isinstance(d, DraftModelDrafter)).context
+    return next(d for d in llm._pair.state.drafters if isinstance(d, DraftModelDrafter)).context
 
 
 def test_answers_and_counts(llm: LLM) -> None:
@@ -126,7 +126,7 @@ def test_dropping_a_generator_stops_the_engine(reference_llm: LLM) -> None:
         next(pieces)
         brake.wait()
         del pieces
-        reference_llm._call(lambda: None)  # once its turn has come the other is over
+        reference_llm.run(lambda pair: None)  # once its turn has come the other is over
         assert brake.n_passes == 6
 
 
@@ -195,7 +195,7 @@ def test_asyncio(reference_llm: LLM) -> None:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            await asyncio.to_thread(reference_llm._call, lambda: None)
+            await asyncio.to_thread(reference_llm.run, lambda pair: None)
             assert brake.n_passes == 6
         assert (await reference_llm.achat(CHAT, GREEDY)).token_ids == expected.token_ids
 
@@ -258,7 +258,7 @@ def test_closed_means_closed(tiny: TinyFiles) -> None:
 
 def test_a_draft_model_is_not_fed_while_it_does_not_pay(tiny: TinyFiles) -> None:
     with LLM(tiny.pair.target, draft=tiny.pair.draft, backend="reference", n_ctx=256) as llm:
-        for times in llm._pair._draft_times.values():
+        for times in (draft.times for draft in llm._pair.state.models):
             times.base = {1: 1e6}
         llm.generate("x", GREEDY)
         assert draft_context(llm).n_past == 0

@@ -184,7 +184,7 @@ def test_an_answer_that_raises_stop_iteration_is_no_end_without_an_answer(llm: L
         return next(iter(()))
 
     with pytest.raises(RuntimeError, match="StopIteration"):
-        RoundStream(llm._queue(prompt, GREEDY)).reply  # noqa: B018
+        RoundStream(llm.submitter(prompt, GREEDY)).reply  # noqa: B018
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -297,7 +297,7 @@ def test_a_request_cancelled_in_the_queue_never_runs(llm: LLM) -> None:
     gc.collect()
     before = list(llm._pair.context.tokens)
     gate.open()
-    llm._call(lambda: None)
+    llm.run(lambda pair: None)
     assert llm._pair.context.tokens == before
     assert llm._pair.context.n_past == n_past
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from localspec.controllers.cost_model import PassTimes
 from localspec.errors import UsageError
 from localspec.spec_decode.controller import Controller
-from localspec.spec_decode.drafters.base import Plan
+from localspec.spec_decode.drafters.base import Drafter, Plan
 from localspec.spec_decode.rounds import Round
 from localspec.values import shown
 
 MAX_FIXED_DRAFT = 64
+FLOOR = 0.7
+"""Confidence of a copy under which a draft model is asked instead."""
 
 
 @dataclass(slots=True)
@@ -19,11 +22,11 @@ class FixedPlan:
     """Draft up to a number of tokens, whatever they cost.
 
     Attributes:
-        floor: confidence under which a guess that cost nothing gives way to a draft model's.
+        copying: sources of copies; one under ``FLOOR`` gives way to a draft model's token.
     """
 
     room: int
-    floor: float = 0.0
+    copying: Collection[str] = ()
 
     def more(self, source: str, pending: int = 0) -> bool:
         return self.room > 0
@@ -44,7 +47,7 @@ class FixedPlan:
         return True
 
     def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
-        if self.room <= 0 or (source == "ngram" and confidence < self.floor):
+        if self.room <= 0 or (source in self.copying and confidence < FLOOR):
             return None
         self.room -= 1
         return confidence
@@ -56,24 +59,25 @@ class FixedController(Controller):
     Args:
         length: tokens per draft.
         times: the target's t(w), corrected by what is observed.
-        has_model: whether a draft model is there to guess where an n-gram is unsure.
+        drafters: those that take part: an unsure copy gives way where one of them runs a model.
     """
 
-    def __init__(self, length: int, times: PassTimes | None = None, *, has_model: bool = False) -> None:
+    def __init__(self, length: int, times: PassTimes | None = None, drafters: Sequence[Drafter] = ()) -> None:
         if not 0 <= length <= MAX_FIXED_DRAFT:
             raise UsageError(f"the draft length must be auto or 0..{MAX_FIXED_DRAFT}, not {shown(length)}")
         self.length = length
         self.times = times
-        self.floor = 0.7 if has_model else 0.0
+        has_model = any(drafter.runs_model for drafter in drafters)
+        self.copying = {drafter.source for drafter in drafters if drafter.copies and has_model}
 
     def may_use(self, source: str) -> bool:
         return self.length > 0
 
     def plan(self, room: int, n_past: int) -> Plan:
-        return FixedPlan(min(room, self.length), self.floor)
+        return FixedPlan(min(room, self.length), self.copying)
 
     def lose(self, source: str) -> None:
-        self.floor = 0.0
+        self.copying = set()
 
     def update(self, round_: Round) -> None:
         if self.times is not None:

@@ -18,7 +18,7 @@ class Asking(ABC, Generic[Question]):
     """Turns one thing, how to queue a question, into every way to ask it."""
 
     @abstractmethod
-    def _submitter(self, question: Question, params: SamplingParams | None, **options: Any) -> Submit:
+    def submitter(self, question: Question, params: SamplingParams | None, **options: Any) -> Submit:
         """Check a question and its options, and return what queues it."""
 
     def _as_chat(self, question: Question | str) -> Question | str:
@@ -53,7 +53,7 @@ class Asking(ABC, Generic[Question]):
             UsageError: an option makes no sense. What is wrong with the prompt is raised when the stream is read.
             Closed: after ``close``.
         """
-        return RoundStream(self._submitter(question, params, **options))
+        return RoundStream(self.submitter(question, params, **options))
 
     def stream(self, question: Question, params: SamplingParams | None = None, **options: Any) -> Iterator[str]:
         """Answer piece by piece: verified text only; options as in ``rounds``.
@@ -84,7 +84,7 @@ class Asking(ABC, Generic[Question]):
         ...         print(round_.text, end="")
         ...     reply = await rounds.reply()
         """
-        return AsyncRoundStream(self._submitter(question, params, **options))
+        return AsyncRoundStream(self.submitter(question, params, **options))
 
     async def astream(
         self, question: Question, params: SamplingParams | None = None, **options: Any

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,10 +13,18 @@ from localspec import backends
 from localspec.backends.base import Context, Model
 from localspec.backends.repack import lightening, lighter_copy
 from localspec.backends.trust import fingerprint, verdict_key, verdicts
-from localspec.controllers.cost_model import PassTimes
+from localspec.controllers.cost_model import (
+    PassTimes,
+    calibrate_model,
+    calibrate_quickly,
+    curve_key,
+    curves,
+    growth,
+)
 from localspec.errors import Cancelled, LocalspecError, VocabularyMismatch
 from localspec.runtime import draft_choice
 from localspec.runtime.engine_choice import ordered
+from localspec.runtime.state import DecodingState
 from localspec.system.home import home
 from localspec.system.json_store import JsonStore
 from localspec.system.machine import cpu_name
@@ -38,21 +47,6 @@ class PairOptions:
     remember: bool = True
     draft_backend: str | None = None
     idle: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """What a draft is loaded for.
-
-    Attributes:
-        model: the target.
-        n_ctx: size of its context [tokens].
-        times: what its passes cost.
-    """
-
-    model: Model
-    n_ctx: int
-    times: PassTimes
 
 
 class Loader:
@@ -99,30 +93,52 @@ class Loader:
                 raise cancel[0] from None
             raise
 
+    def times(self, model: Model, n_ctx: int, report: Report) -> PassTimes:
+        """The cost model of a model's passes: as measured at an earlier load, or measured now.
+
+        Where there will be idle time a first, rough one is enough.
+        """
+        idle, key = self.options.idle, curve_key(model, self.options.kv_type)
+        times = curves().get(key)
+        if times is None or (times.noisy and not idle):
+            report(
+                f"measuring what a pass of {model.path.name} costs here ({'a first time, briefly' * idle or 'once'})",
+                None,
+            )
+            measure = calibrate_quickly if idle else calibrate_model
+            times = measure(model, n_ctx, tick=lambda: report("measuring", None))
+            curves().put(key, times)
+        times.growth = growth(model, self.options.kv_type)
+        return times
+
+    def forget_if_wrong(self, model: Model, times: PassTimes) -> None:
+        """Have a cost model measured again at the next load that hundreds of passes contradicted."""
+        if not times.fits:
+            with suppress(OSError):  # the file is gone
+                curves().drop(curve_key(model, self.options.kv_type))
+
     def _in_order(self, path: Path, names: list[str], on_gpu: bool) -> list[str]:
         threads, kv_type = self.options.n_threads, self.options.kv_type
         return ordered(names, path, n_threads=threads, kv_type=kv_type, on_gpu=on_gpu, warn=self.warnings.append)
 
-    def load_draft(self, path: Path, target: Target, report: Report) -> tuple[Model, Context]:
+    def load_draft(self, path: Path, state: DecodingState, report: Report) -> tuple[Model, Context]:
         """Load a draft model: the copy of it that drafts faster here; see ``draft_choice``.
 
         Raises:
             VocabularyMismatch: it numbers its tokens differently from the target.
         """
-        key = self._choice_key(path, target)
+        key = self._choice_key(path, state)
         known = self._choices.get(key) if self.options.light_draft else None
         if known is not None and known.get("light"):
             light = lighter_copy(path, key["draft"], lambda line: report(line, None))
             if light is not None:
-                return self._open_draft(light, target, report, check=False)
-        published = self._open_draft(path, target, report, check=not self.options.idle or self._is_known_wrong(path))
-        if self.options.idle or not self.may_be_lighter(path, published[0], target):
+                return self._open_draft(light, state, report, check=False)
+        published = self._open_draft(path, state, report, check=not self.options.idle or self._is_known_wrong(path))
+        if self.options.idle or not self.may_be_lighter(path, published[0], state):
             return published
         try:
-            prefers_light = exhaust(
-                self.choosing(path, published[0], target, report), lambda: report("measuring", None)
-            )
-            lighter = self._open_lighter(path, target, report) if prefers_light else None
+            prefers_light = exhaust(self.choosing(path, published[0], state, report), lambda: report("measuring", None))
+            lighter = self._open_lighter(path, state, report) if prefers_light else None
         except BaseException:
             close_both(*published)
             raise
@@ -144,30 +160,30 @@ class Loader:
         options = self.options
         return {"n_threads": options.n_threads, "n_gpu_layers": options.n_gpu_layers, "kv_type": options.kv_type}
 
-    def may_be_lighter(self, path: Path, model: Model, target: Target) -> bool:
+    def may_be_lighter(self, path: Path, model: Model, state: DecodingState) -> bool:
         """Whether it is not known yet if a lighter copy of a draft would draft faster."""
         on_cpu = model.capabilities.device == "cpu" and not model.capabilities.batch_invariant
-        known = self._choices.get(self._choice_key(path, target)) is not None
+        known = self._choices.get(self._choice_key(path, state)) is not None
         return self.options.light_draft and on_cpu and model.path == path and not known
 
-    def choosing(self, path: Path, published: Model, target: Target, report: Report) -> Steps[bool]:
+    def choosing(self, path: Path, published: Model, state: DecodingState, report: Report) -> Steps[bool]:
         """Make the lighter copy of a draft, compare it with the published file, and remember which drafts faster.
 
         Returns:
             Whether the copy does.
         """
-        key = self._choice_key(path, target)
+        key = self._choice_key(path, state)
         lighter: tuple[Model, Context] | None = None
         try:
             light = yield from lightening(path, key["draft"], lambda line: report(line, None))
             if light is None:
                 return False
-            lighter = self._open_draft(light, target, report, check=False)
+            lighter = self._open_draft(light, state, report, check=False)
             report(f"comparing {path.name} with its lighter copy (once)", None)
-            tokens = draft_choice.tokens_of(target.model)
-            tops = yield from draft_choice.reading(target.model, tokens)
-            one = yield from draft_choice.measuring(published, tokens, tops, target.times, target.model.n_vocab)
-            two = yield from draft_choice.measuring(lighter[0], tokens, tops, target.times, target.model.n_vocab)
+            tokens = draft_choice.tokens_of(state.target)
+            tops = yield from draft_choice.reading(state.target, tokens)
+            one = yield from draft_choice.measuring(published, tokens, tops, state.times, state.target.n_vocab)
+            two = yield from draft_choice.measuring(lighter[0], tokens, tops, state.times, state.target.n_vocab)
         except Cancelled:
             raise
         except LocalspecError:
@@ -179,27 +195,29 @@ class Loader:
         self._choices.put(key, {"light": light_is_faster, "published": one.as_dict(), "lighter": two.as_dict()})
         return light_is_faster
 
-    def _open_lighter(self, path: Path, target: Target, report: Report) -> tuple[Model, Context] | None:
+    def _open_lighter(self, path: Path, state: DecodingState, report: Report) -> tuple[Model, Context] | None:
         light = lighter_copy(path, fingerprint(path), lambda line: report(line, None))
-        return None if light is None else self._open_draft(light, target, report, check=False)
+        return None if light is None else self._open_draft(light, state, report, check=False)
 
-    def _choice_key(self, path: Path, target: Target) -> dict[str, str]:
+    def _choice_key(self, path: Path, state: DecodingState) -> dict[str, str]:
         key = {
-            "engine": target.model.engine,
+            "engine": state.target.engine,
             "machine": cpu_name(),
-            "threads": str(target.model.n_threads),
-            "target": fingerprint(target.model.path),
+            "threads": str(state.target.n_threads),
+            "target": fingerprint(state.target.path),
             "draft": fingerprint(path),
         }
         if self.options.draft_backend is not None:
             key["draft engine"] = self.options.draft_backend
         return key
 
-    def _open_draft(self, path: Path, target: Target, report: Report, *, check: bool = True) -> tuple[Model, Context]:
+    def _open_draft(
+        self, path: Path, state: DecodingState, report: Report, *, check: bool = True
+    ) -> tuple[Model, Context]:
         model = self.load(path, report, backend=self.options.draft_backend, check=check)
         try:
-            self._check_draft(model, target.model)
-            return model, model.new_context(target.n_ctx)
+            self._check_draft(model, state.target)
+            return model, model.new_context(state.context.n_ctx)
         except BaseException:
             model.close()
             raise

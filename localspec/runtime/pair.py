@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from localspec import backends
 from localspec.backends.base import FEW_ROWS, Context, FloatArray, Model
 from localspec.backends.trust import fingerprint
 from localspec.controllers.auto_controller import MAX_DRAFT, AutoController
-from localspec.controllers.cost_model import PassTimes, calibrate_model, calibrate_quickly, curve_key, curves, growth
+from localspec.controllers.cost_model import PassTimes, curve_key, curves
 from localspec.controllers.experience import Experience
 from localspec.controllers.fixed import FixedController
 from localspec.errors import Cancelled, EngineMismatch, UsageError, VocabularyMismatch
 from localspec.model_files.catalog import Catalog
 from localspec.runtime.arguments import DraftLength
-from localspec.runtime.model_loading import Loader, PairOptions, Report, Target, close_both
+from localspec.runtime.model_loading import Loader, PairOptions, Report
 from localspec.runtime.prefix_cache import PrefixCache
-from localspec.runtime.preparation import Preparation, ask_another_engine, calibrating_into, prepare_draft
+from localspec.runtime.preparation import Preparation, ask_another_engine, prepare_draft, prepare_times
+from localspec.runtime.state import DecodingState, DraftModel
 from localspec.sampling.sampling import SamplingParams
 from localspec.sampling.structured.constraint import constraint_for
 from localspec.spec_decode.controller import Controller
@@ -28,7 +29,7 @@ from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.drafters.base import Drafter
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.grammar import GrammarDrafter
-from localspec.spec_decode.drafters.names import names_of_files, same_file
+from localspec.spec_decode.drafters.names import NGRAM, is_same_file, names_of_files
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.rounds import Round
 from localspec.system.heap import trim_heap
@@ -43,9 +44,15 @@ DEFAULT_CTX = 8192
 class Pair:
     """A target, its drafters, and what was learned about their cost and acceptance. Not thread-safe: one owner.
 
+    Commands that measure or audit a pair get it from ``LLM.run``.
+
     Attributes:
+        target: the target's weights.
+        options: how it was loaded.
+        loader: what loads further models so.
         warnings: one-line remarks from loading, and from idle time, that a user should see.
         said: the conversation last worked on, prompt and answer.
+        prefix_cache: other conversations, put aside.
         preparation: what is left to find out in idle time.
         refused: why nothing is answered any more, where the engine turned out to be wrong; else None.
     """
@@ -53,61 +60,78 @@ class Pair:
     def __init__(self, path: Path, draft: Sequence[str] | str | None, options: PairOptions, report: Report) -> None:
         self.options = options
         self.warnings: list[str] = []
-        self._models: dict[str, tuple[Model, Context]] = {}
-        self._drafters: list[Drafter] = []
-        self._experience = Experience(None, {})
-        self._calibrations: list[tuple[dict[str, str], PassTimes]] = []
         self.loader = Loader(options, self.warnings)
         self.preparation = Preparation()
-        self.refused: str | None = None
-        self._names: list[str] = []
-        self._draft_times: dict[str, PassTimes] = {}
-        self._last: Controller | None = None
-        self.said: Sequence[int] = ()
         self.prefix_cache = PrefixCache()
+        self.refused: str | None = None
+        self.said: Sequence[int] = ()
+        self._last: tuple[DraftLength, Controller] | None = None
         backends.check_name(options.draft_backend or "auto")
-        self.target = self.loader.load(path, report)
-        try:
-            n_ctx = options.n_ctx or min(DEFAULT_CTX, self.target.n_ctx_train or DEFAULT_CTX)
-            if self.target.n_ctx_train and n_ctx > self.target.n_ctx_train:
-                self.warnings.append(
-                    f"--ctx {n_ctx} exceeds the {self.target.n_ctx_train} tokens this model was trained for; "
-                    "answers far into the context may degrade"
-                )
-            self.context = self.target.new_context(n_ctx)
-            self.times = self._calibrate(self.target, n_ctx, report)
+        with ExitStack() as undo:
+            undo.callback(trim_heap)
+            self.target = self.loader.load(path, report)
+            undo.callback(self.target.close)
+            context = self.target.new_context(self._context_size())
+            undo.callback(context.close)
+            times = self.loader.times(self.target, context.n_ctx, report)
+            self._state = DecodingState(context, times, [], [], Experience(None, {}))
             self.set_draft(draft, report)
-            if options.idle:
-                ask_another_engine(self, path)
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
+        if options.idle:
+            prepare_times(self, "target curve", context, times)
+            ask_another_engine(self, path)
 
-    def _calibrate(self, model: Model, n_ctx: int, report: Report, kind: str = "target curve") -> PassTimes:
-        cache, key = curves(), curve_key(model, self.options.kv_type)
-        times = cache.get(key)
-        if times is None and self.options.idle:
-            report(f"measuring what a pass of {model.path.name} costs here (a first time, briefly)", None)
-            times = calibrate_quickly(model, n_ctx, tick=lambda: report("measuring", None))
-            cache.put(key, times)
-        elif times is None or (times.noisy and not self.options.idle):
-            report(f"measuring what a pass of {model.path.name} costs here (once)", None)
-            times = calibrate_model(model, n_ctx, tick=lambda: report("measuring", None))
-            cache.put(key, times)
-        if times.noisy and self.options.idle:
-            self.preparation.add(kind, lambda stopped: calibrating_into(times, model, n_ctx, key))
-        times.growth = growth(model, self.options.kv_type)
-        self._calibrations.append((key, times))
-        return times
+    def _context_size(self) -> int:
+        trained = self.target.n_ctx_train
+        n_ctx = self.options.n_ctx or min(DEFAULT_CTX, trained or DEFAULT_CTX)
+        if trained and n_ctx > trained:
+            self.warnings.append(
+                f"--ctx {n_ctx} exceeds the {trained} tokens this model was trained for; "
+                "answers far into the context may degrade"
+            )
+        return n_ctx
 
-    # -- drafters -----------------------------------------------------------------------------------------------
+    # -- what it decodes with ------------------------------------------------------------------------------------
 
     @property
-    def as_target(self) -> Target:
-        """The target, as draft models are loaded for it."""
-        return Target(self.target, self.context.n_ctx, self.times)
+    def state(self) -> DecodingState:
+        """What answers are decoded with, and what was learned; ``use`` replaces it."""
+        return self._state
 
-    def set_draft(self, spec: Sequence[str] | str | None, report: Report, *, renew: str | None = None) -> None:
+    def use(self, state: DecodingState) -> None:
+        """Decode with another state from the next answer on, such as a fork of this one, which is left as it is."""
+        self._state, self._last = state, None
+
+    def release(self, state: DecodingState) -> None:
+        """Free the contexts of a fork that the state in use does not share."""
+        for context in state.contexts:
+            if context not in self.contexts:
+                self.prefix_cache.forget(context)
+                context.close()
+
+    @property
+    def context(self) -> Context:
+        """The target's context."""
+        return self.state.context
+
+    @property
+    def contexts(self) -> list[Context]:
+        """The target's, then the draft models'."""
+        return self.state.contexts
+
+    @property
+    def times(self) -> PassTimes:
+        """The cost model of the target's passes."""
+        return self.state.times
+
+    @property
+    def draft_names(self) -> list[str]:
+        """Names of the drafters in use, in the order they are asked; one that failed is not in use any more."""
+        state = self.state  # once: another thread asks while the worker replaces it
+        names = state.names
+        return [names[drafter.source] for drafter in state.drafters if not drafter.failed]
+
+    def set_draft(self, spec: Sequence[str] | str | None, report: Report, *, renew: Path | None = None) -> None:
         """Replace the drafters; on an error the ones in use stay.
 
         Args:
@@ -119,98 +143,97 @@ class Pair:
             VocabularyMismatch: a draft model numbers its tokens differently.
             UnknownModel, ModelFileError, EngineError: as when loading a model.
         """
-        names = [spec] if isinstance(spec, str) else list(spec or [])
-        if len(names) > 1 and ("none" in names or "auto" in names):
-            raise UsageError("--draft auto and none stand alone")
-        automatic = names == ["auto"]
-        if automatic:
-            found = Catalog.load().draft_for(self.target.path)
-            names = ["ngram", *([str(found)] if found else [])]
-        elif names == ["none"]:
-            names = []
-        fresh: dict[str, tuple[Model, Context]] = {}
-        drafters: list[Drafter] = []
-        times: dict[str, PassTimes] = {}
-        paths: list[Path] = []
+        names, automatic = self._drafters_named(spec)
         self.preparation.drop("draft curve", "draft check", "draft copy")
-        try:
-            for name in dict.fromkeys(names):
-                if name == "ngram":
-                    drafters.insert(0, NgramDrafter())  # free guesses are asked first
+        before = self.state
+        loaded: list[tuple[Path, Model, Context, PassTimes]] = []
+        with ExitStack() as undo:
+            for name in names:
+                if name == NGRAM:
                     continue
                 try:
                     path = Catalog.load().resolve(name)
-                    if same_file(path, fresh) is not None:
+                    if any(is_same_file(path, other) for other, *_ in loaded):
                         continue
-                    key = same_file(path, self._models) or str(path.resolve())
-                    if key in self._models and key != renew:
-                        fresh[key] = self._models[key]
-                    else:
-                        fresh[key] = self.loader.load_draft(path, self.as_target, report)
+                    known = next((each for each in before.models if is_same_file(each.path, path)), None)
+                    if known is not None and not (renew and is_same_file(renew, path)):
+                        loaded.append((path, known.model, known.context, known.times))
+                        continue
+                    model, context = self.loader.load_draft(path, before, report)
                 except VocabularyMismatch as error:
                     if not automatic:
                         raise
                     self.warnings.append(f"{error}; drafting with n-grams only")
                     continue
-                model, context = fresh[key]
-                source = f"model{len(paths) + 1}" if paths else "model"
-                times[source] = self._calibrate(model, context.n_ctx, report, "draft curve")
-                drafters.append(DraftModelDrafter(context, source))
-                paths.append(path)
-        except BaseException:
-            for key, each in fresh.items():
-                if each is not self._models.get(key):
-                    close_both(*each)
-            raise
-        for key, (model, context) in self._models.items():
-            if fresh.get(key) is not self._models[key]:
-                self.prefix_cache.forget(context)
-                close_both(model, context)
-        for drafter in self._drafters:
-            if not isinstance(drafter, DraftModelDrafter):
-                drafter.close()
-        models = [each for each in drafters if isinstance(each, DraftModelDrafter)]
-        taken = {each.source for each in drafters if each not in models}
-        for drafter, name in zip(models, names_of_files(paths, taken), strict=True):
-            drafter.name = name
-        self._models, self._drafters, self._draft_times, self._last = fresh, drafters, times, None
-        self._names = names
+                undo.callback(model.close)
+                undo.callback(context.close)
+                loaded.append((path, model, context, self.loader.times(model, context.n_ctx, report)))
+            free: list[Drafter] = [NgramDrafter()] if NGRAM in names else []
+            called = names_of_files([path for path, *_ in loaded], [drafter.source for drafter in free])
+            models = []
+            for i, (name, (path, model, context, times)) in enumerate(zip(called, loaded, strict=True), 1):
+                source = "model" if i == 1 else f"model{i}"
+                models.append(DraftModel(name, path, model, context, times, DraftModelDrafter(context, source)))
+            before.acceptance.save()
+            acceptance = self._acceptance_of(free, models)
+            undo.pop_all()
+        kept = [draft.context for draft in models]
+        for draft in before.models:
+            if draft.context not in kept:
+                self._close_draft(draft)
+        for drafter in before.free:
+            drafter.close()
+        self.use(DecodingState(before.context, before.times, free, models, acceptance))
         if self.options.idle:
-            for key, each in fresh.items():
-                prepare_draft(self, key, *each)
-        self._experience.save()
-        self._experience = self._new_experience()
+            for draft in models:
+                prepare_draft(self, draft)
 
-    def drop_draft(self, model: Model) -> None:
-        """Draft with a model no more."""
-        keys = {key for key, (each, _) in self._models.items() if each is model}
-        resolve = Catalog.load().resolve
-        names = [name for name in self._names if name == "ngram" or str(resolve(name).resolve()) not in keys]
-        self.set_draft(names, lambda what, fraction: None)
+    def _drafters_named(self, spec: Sequence[str] | str | None) -> tuple[list[str], bool]:
+        """The drafters that a ``draft`` argument asks for, each once; and whether they were chosen here."""
+        names = [spec] if isinstance(spec, str) else list(spec or [])
+        if len(names) > 1 and ("none" in names or "auto" in names):
+            raise UsageError("--draft auto and none stand alone")
+        if names == ["auto"]:
+            found = Catalog.load().draft_for(self.target.path)
+            return [NGRAM, *([str(found)] if found else [])], True
+        return [] if names == ["none"] else list(dict.fromkeys(names)), False
 
-    def reload_draft(self, path: str, report: Report) -> None:
-        """Load a draft model again, since it is known now which copy of it drafts faster."""
-        self.set_draft(self._names, report, renew=path)
-
-    def _new_experience(self) -> Experience:
-        drafts = [fingerprint(Path(path)) for path in self._models]
-        key = {"target": fingerprint(self.target.path), "drafters": " ".join([*drafts, *self.draft_names])}
+    def _acceptance_of(self, free: Sequence[Drafter], models: Sequence[DraftModel]) -> Experience:
+        """What earlier runs learned of these drafters for this target."""
+        files, names = [fingerprint(draft.path) for draft in models], [draft.name for draft in models]
+        drafters = " ".join([*files, *(drafter.source for drafter in free), *names])
+        key = {"target": fingerprint(self.target.path), "drafters": drafters}
         return Experience(home() / "acceptance" if self.options.remember else None, key)
 
-    @property
-    def draft_names(self) -> list[str]:
-        """Names of the drafters in use, in the order they are asked; one that failed is not in use any more."""
-        return [drafter.name for drafter in self._drafters if not drafter.failed]
+    def drop_draft(self, draft: DraftModel) -> None:
+        """Draft with a model no more."""
+        self.set_draft(self._spec(but=draft), lambda what, fraction: None)
+
+    def reload_draft(self, draft: DraftModel, report: Report) -> None:
+        """Load a draft model again, since it is known now which copy of it drafts faster."""
+        self.set_draft(self._spec(), report, renew=draft.path)
+
+    def _spec(self, but: DraftModel | None = None) -> list[str]:
+        paths = [str(draft.path) for draft in self.state.models if draft is not but]
+        return [*(drafter.source for drafter in self.state.free), *paths]
+
+    def recalibrate(self, report: Report) -> None:
+        """Measure the passes of target and draft models anew; what is broken off is measured at the next load."""
+        state = self.state
+        for context in state.contexts:
+            curves().drop(curve_key(context.model, self.options.kv_type))
+        state.times = self.loader.times(self.target, state.context.n_ctx, report)
+        for draft in state.models:
+            draft.times = self.loader.times(draft.model, draft.context.n_ctx, report)
 
     def _lost(self, drafter: Drafter, why: str) -> None:
         # The draft's file by its path: its name alone can be that of another, and of a lighter copy it says little.
-        files = {context: path for path, (_, context) in self._models.items()}
-        file = files.get(drafter.context, drafter.name) if isinstance(drafter, DraftModelDrafter) else drafter.name
-        line = f"the draft {file} is not used any more: it {why}"
+        files = {draft.source: str(draft.path) for draft in self.state.models}
+        line = f"the draft {files.get(drafter.source, drafter.source)} is not used any more: it {why}"
         self.warnings.append(line)
         log.warning(line)
 
-    # -- decoding -----------------------------------------------------------------------------------------------
+    # -- decoding ------------------------------------------------------------------------------------------------
 
     def controller(
         self,
@@ -228,30 +251,29 @@ class Pair:
             drafters: those that take part; None is all.
             predicted: whether the answer is likely to repeat a text that came with the request.
         """
-        drafters = [each for each in self._drafters if not each.failed] if drafters is None else drafters
-        if draft_length != "auto":
-            has_model = any(isinstance(drafter, DraftModelDrafter) for drafter in drafters)
-            return FixedController(int(draft_length), self.times, has_model=has_model)
-        if not drafters:
-            return FixedController(0, self.times)
+        state = self.state
+        drafters = [each for each in state.drafters if not each.failed] if drafters is None else drafters
+        if draft_length != "auto" or not drafters:
+            return FixedController(0 if draft_length == "auto" else int(draft_length), self.times, drafters)
         params = params or SamplingParams()
-        sources, sampled = {}, {}
-        for source in (drafter.source for drafter in drafters):
-            is_model = source in self._draft_times
-            sources[source] = self._experience.source(params, source, copies=not is_model)
-            if is_model:
-                sampled[source] = self._experience.source(params, source, copies=False, sampled=True)
-        draft_times = {source: times for source, times in self._draft_times.items() if source in sources}
+        times = {draft.source: draft.times for draft in state.models}
+        models = [drafter.source for drafter in drafters if drafter.runs_model]
         # What longer copies gain where text repeats itself is less than they would cost all text after it.
         longest = FEW_ROWS - 1 if self.target.capabilities.keeps_rows else MAX_DRAFT
         return AutoController(
-            self.times, draft_times, sources, sampled, longest, self._experience.budget, predicted=predicted
+            self.times,
+            {source: times[source] for source in models},
+            {d.source: state.acceptance.source(params, d.source, copies=not d.runs_model) for d in drafters},
+            {source: state.acceptance.source(params, source, copies=False, sampled=True) for source in models},
+            longest,
+            state.acceptance.budget,
+            predicted=predicted,
         )
 
     def explain(self, draft_length: DraftLength) -> str:
         """Why the last answer was, or the next one will be, drafted as it is: one sentence."""
-        if draft_length == "auto" and isinstance(self._last, AutoController):
-            return self._last.explain()
+        if self._last is not None and self._last[0] == draft_length:
+            return self._last[1].explain()
         return self.controller(draft_length).explain()
 
     def rounds(
@@ -274,16 +296,17 @@ class Pair:
         self._check_not_refused()
         chosen = self.drafters_for(drafters, prediction)
         constraint = constraint_for(params, self.target.vocab)
-        forced = [GrammarDrafter(constraint, self.target.tokenize)] if constraint is not None and chosen else []
-        controller = self._last = self.controller(draft_length, params, [*chosen, *forced], predicted=bool(prediction))
-        plain = isinstance(controller, FixedController) and controller.length == 0
-        decoder = SpeculativeDecoder(self.context, [] if plain else [*forced, *chosen], controller, self._lost)
-        reading = [] if plain else [each.context for each in chosen if isinstance(each, DraftModelDrafter)]
+        if constraint is not None and chosen:
+            chosen = [GrammarDrafter(constraint, self.target.tokenize), *chosen]
+        controller = self.controller(draft_length, params, chosen, predicted=bool(prediction))
+        self._last = draft_length, controller
+        chosen = [drafter for drafter in chosen if controller.may_use(drafter.source)]
+        decoder = SpeculativeDecoder(self.context, chosen, controller, self._lost)
         said = self.said = list(prompt)
         text = TextAssembler(self.target.vocab, params.stop)
         n_rounds, ended = 0, False
         # A pass that is broken off leaves every context with what its `tokens` says.
-        with self._working_on(said, reading, cancelled), suppress(Cancelled):
+        with self._working_on(said, chosen, cancelled), suppress(Cancelled):
             on_prefilled(decoder.prefill(prompt, cancelled))
             for round_ in decoder.rounds(
                 prompt, params, text, cancelled=cancelled, n_logprobs=n_logprobs, constraint=constraint
@@ -300,9 +323,10 @@ class Pair:
 
     @contextmanager
     def _working_on(
-        self, said: Sequence[int], drafts: Sequence[Context], cancelled: Callable[[], bool]
+        self, said: Sequence[int], drafters: Sequence[Drafter], cancelled: Callable[[], bool]
     ) -> Iterator[None]:
-        """Within the block target and drafts hold one conversation, and long passes can be broken off."""
+        """Within the block target and drafters hold one conversation, and long passes can be broken off."""
+        drafts = [drafter.context for drafter in drafters if drafter.context is not None]
         contexts = [self.context, *drafts]
         with self.prefix_cache.conversation(self.context, drafts, said):
             for context in contexts:
@@ -324,16 +348,14 @@ class Pair:
         Raises:
             UsageError: no such drafter is loaded.
         """
-        known = {drafter.name: drafter for drafter in self._drafters}
-        unknown = [name for name in names or () if name not in known]
+        called = self.state.names
+        unknown = [name for name in names or () if name not in called.values()]
         if unknown:
-            raise UsageError(f"no drafter {unknown[0]!r} is loaded; there is {', '.join(known) or 'none'}")
-        chosen = [d for name, d in known.items() if (names is None or name in names) and not d.failed]
-        copying = [drafter for drafter in chosen if isinstance(drafter, NgramDrafter)]
-        if prediction and not copying and (chosen or names is None):
-            copying = [NgramDrafter()]
-            chosen = [*copying, *chosen]
-        for drafter in copying:
+            raise UsageError(f"no drafter {unknown[0]!r} is loaded; there is {', '.join(called.values()) or 'none'}")
+        chosen = [d for d in self.state.drafters if not d.failed and (names is None or called[d.source] in names)]
+        if prediction and not any(drafter.copies for drafter in chosen) and (chosen or names is None):
+            chosen.insert(0, NgramDrafter())
+        for drafter in chosen:
             drafter.expect(prediction)
         return chosen
 
@@ -355,14 +377,9 @@ class Pair:
             raise EngineMismatch(self.refused)
 
     def useful_drafts(self) -> list[Context]:
-        """Contexts of the draft models that the next answer may use, as far as the last one told."""
-        drafts = [each for each in self._drafters if isinstance(each, DraftModelDrafter)]
-        return [each.context for each in drafts if self._last is None or self._last.may_use(each.source)]
-
-    @property
-    def contexts(self) -> list[Context]:
-        """The target's, then the draft models'."""
-        return [self.context, *(context for _, context in self._models.values())]
+        """Contexts of the draft models that the next answer may use, going by the last one's controller."""
+        models = self.state.models
+        return [each.context for each in models if self._last is None or self._last[1].may_use(each.source)]
 
     def token_text(self, token: int) -> str:
         """A token on its own, for display."""
@@ -373,20 +390,22 @@ class Pair:
 
     def close(self) -> None:
         """Free everything; safe to call twice."""
-        self._experience.save()
+        state = self.state
+        state.acceptance.save()
         self.preparation.clear()
-        cache = curves()
-        for key, times in self._calibrations:
-            if not times.fits:
-                cache.drop(key)
-        self._calibrations = []
-        for drafter in self._drafters:
-            drafter.close()
         self.prefix_cache.clear()
-        for model, context in self._models.values():
-            close_both(model, context)
-        self._models, self._drafters = {}, []
-        if hasattr(self, "context"):
-            self.context.close()
+        for drafter in state.free:
+            drafter.close()
+        for draft in state.models:
+            self._close_draft(draft)
+        self.loader.forget_if_wrong(self.target, state.times)
+        state.free, state.models = [], []
+        state.context.close()
         self.target.close()
         trim_heap()
+
+    def _close_draft(self, draft: DraftModel) -> None:
+        self.loader.forget_if_wrong(draft.model, draft.times)
+        self.prefix_cache.forget(draft.context)
+        draft.context.close()
+        draft.model.close()

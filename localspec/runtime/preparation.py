@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from localspec.backends.second_opinion import SecondOpinion
 from localspec.backends.trust import checking, fingerprint, verdict_key, verdicts
-from localspec.controllers.cost_model import PassTimes, calibrating_model, curves
+from localspec.controllers.cost_model import PassTimes, calibrating_model, curve_key, curves
 from localspec.errors import Cancelled, LocalspecError
 from localspec.runtime.engine_choice import ENGINES, engines_measuring, measured
 from localspec.runtime.idle import Stopped
@@ -22,8 +22,9 @@ from localspec.runtime.model_loading import giving_way
 from localspec.system.steps import Steps
 
 if TYPE_CHECKING:
-    from localspec.backends.base import Context, Model
+    from localspec.backends.base import Context
     from localspec.runtime.pair import Pair
+    from localspec.runtime.state import DraftModel
 
 log = logging.getLogger("localspec")
 
@@ -95,16 +96,21 @@ class Preparation:
             item.steps.close()  # within its own steps, as when a draft is replaced, it ends by itself
 
 
-def calibrating_into(times: PassTimes, model: Model, n_ctx: int, key: dict[str, str]) -> Steps[None]:
-    """Measure a curve, keep it, and use it from now on."""
-    measured = yield from calibrating_model(model, n_ctx)
-    curves().put(key, measured)
-    times.replace(measured)
+def prepare_times(pair: Pair, kind: str, context: Context, times: PassTimes) -> None:
+    """Queue the measurement of a cost model of which there is only a rough one; it is used from then on."""
+
+    def calibrating(stopped: Stopped) -> Steps[None]:
+        measured = yield from calibrating_model(context.model, context.n_ctx)
+        curves().put(curve_key(context.model, pair.options.kv_type), measured)
+        times.replace(measured)
+
+    if times.noisy:
+        pair.preparation.add(kind, calibrating)
 
 
-def checking_draft(pair: Pair, model: Model) -> Steps[None]:
+def checking_draft(pair: Pair, draft: DraftModel) -> Steps[None]:
     """Check a draft model; one that its engine computes wrongly only costs time, so it drafts no more."""
-    options = pair.loader.engine_options
+    model, options = draft.model, pair.loader.engine_options
     key = verdict_key(model.backend, options, fingerprint(model.path))
     if model.capabilities.batch_invariant or verdicts().get(key) is not None:
         return
@@ -116,19 +122,19 @@ def checking_draft(pair: Pair, model: Model) -> Steps[None]:
             f"{model.engine} computes the draft {model.path.name} wrongly in batches: it is not drafted with now; the "
             "next start finds another way"
         )
-        pair.drop_draft(model)
+        pair.drop_draft(draft)
 
 
-def prepare_draft(pair: Pair, path_key: str, model: Model, context: Context) -> None:
-    """Queue what is to be found out about a draft model that was just loaded."""
-    path, target = Path(path_key), pair.as_target
-    pair.preparation.add("draft check", lambda stopped: checking_draft(pair, model))
-    if pair.loader.may_be_lighter(path, model, target):
+def prepare_draft(pair: Pair, draft: DraftModel) -> None:
+    """Queue what is to be found out about a draft model in use."""
+    prepare_times(pair, "draft curve", draft.context, draft.times)
+    pair.preparation.add("draft check", lambda stopped: checking_draft(pair, draft))
+    if pair.loader.may_be_lighter(draft.path, draft.model, pair.state):
 
         def choosing(stopped: Stopped) -> Steps[None]:
             report = giving_way(stopped)
-            if (yield from pair.loader.choosing(path, model, target, report)):
-                pair.reload_draft(path_key, report)
+            if (yield from pair.loader.choosing(draft.path, draft.model, pair.state, report)):
+                pair.reload_draft(draft, report)
 
         pair.preparation.add("draft copy", choosing)
 

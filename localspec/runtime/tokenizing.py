@@ -36,18 +36,25 @@ class Tokenizing:
         """A token on its own, for display: half of a character shows as U+FFFD, a special token as its name."""
         return self._encoder.token_text(token)
 
-    def encode(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+    def encode(
+        self,
+        prompt: Prompt,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
         """The token ids that a prompt stands for, chat template included where it is a list of messages.
 
         Args:
             prompt: messages, or a text.
             tools: descriptions of functions, for templates that know about tools.
+            add_generation_prompt: end with what begins the answer to messages.
 
         Raises:
             UsageError: the messages are not messages.
             TemplateError: the chat template failed on them.
         """
-        return self._encoder.encode(prompt, tools=tools)
+        return self._encoder.encode(prompt, tools=tools, add_generation_prompt=add_generation_prompt)
 
     def count_tokens(self, prompt: Prompt) -> int:
         """How many tokens a prompt has, chat template included where it is a list of messages."""

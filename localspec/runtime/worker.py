@@ -8,13 +8,15 @@ import time
 import weakref
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 from localspec.errors import Cancelled
 from localspec.runtime.idle import IdleTask, IdleWork, NoIdleWork
 from localspec.runtime.jobs import FairQueue, Job, wait_for
 from localspec.system.ending import at_end
 from localspec.system.forking import REFUSAL, in_child
+
+Result = TypeVar("Result")
 
 _ENDING_S = 10.0
 """How long the end of the program waits for the passes that are under way."""
@@ -40,7 +42,7 @@ class Worker:
         _WORKERS.add(self)
         in_child(self, Worker._renounce)
 
-    def call(self, function: Callable[[], Any], *, conversation: Hashable | None = None) -> Any:
+    def call(self, function: Callable[[], Result], *, conversation: Hashable | None = None) -> Result:
         """Run a function on the thread, in its turn, and wait for what it returns.
 
         Raises:
@@ -49,7 +51,7 @@ class Worker:
         if threading.current_thread() is self._thread:
             return function()
         done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        good: list[Any] = []
+        good: list[Result] = []
 
         def work(job: Job) -> None:
             good.append(function())

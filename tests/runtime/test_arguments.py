@@ -16,7 +16,7 @@ import pytest
 
 from localspec import LLM, LocalspecError, SamplingParams, UsageError
 from localspec.sampling.sampling import HUGE, MANY, Noise
-from localspec.spec_decode.drafters.names import names_of_files, same_file
+from localspec.spec_decode.drafters.names import is_same_file, names_of_files
 from tests.conftest import TinyFiles
 
 ODD: list[Any] = [
@@ -266,10 +266,10 @@ def test_one_file_under_several_names_is_one_draft(tiny: TinyFiles, tmp_path: Pa
     with LLM(pair.target, draft=names, backend="reference", n_ctx=64, draft_length=2) as llm:
         assert llm.draft_names == [pair.draft.stem]
         expected = llm.generate([5, 6], SHORT).token_ids
-        (loaded,) = llm._pair._models.values()
+        (loaded,) = llm._pair.state.models
         llm.set_draft([link, hard, "ngram"])
         assert llm.draft_names == ["ngram", "link"]
-        assert list(llm._pair._models.values()) == [loaded]  # not read again
+        assert llm._pair.state.models[0].model is loaded.model  # not read again
         assert llm.generate([5, 6], SHORT, drafters=["link"]).token_ids == expected
 
 
@@ -307,8 +307,9 @@ def test_the_same_file_is_found_by_what_it_is(tmp_path: Path) -> None:
     one.write_bytes(b"x")
     other.write_bytes(b"x")
     (tmp_path / "link").symlink_to(one)
-    assert same_file(tmp_path / "link", [str(other), str(one)]) == str(one)
-    assert same_file(one, [str(tmp_path / "gone"), str(other)]) is None
+    assert is_same_file(tmp_path / "link", one)
+    assert not is_same_file(one, tmp_path / "gone")
+    assert not is_same_file(one, other)
 
 
 def test_names_are_read_while_drafters_are_swapped(tiny: TinyFiles) -> None:

@@ -100,7 +100,7 @@ def test_a_load_measures_little_and_leaves_the_rest(tiny: TinyFiles, isolated_ho
     open_backend("ik-llama")
     with LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256, n_threads=1) as llm:
         assert llm._pair.times.quick
-        assert llm._pair._draft_times["model"].quick
+        assert llm._pair.state.models[0].times.quick
         assert llm.generate("the cat", GREEDY).stats["completion_tokens"] == 24
         assert not list(isolated_home.glob("repacked/*"))
         assert len(list((isolated_home / "trust").iterdir())) == 1  # the target's
@@ -113,7 +113,7 @@ def test_idle_time_finds_out_the_rest(tiny: TinyFiles, isolated_home: Path) -> N
         assert llm.wait_idle(SOON)
         assert llm._pair.times is times  # who holds on to it sees the new curve
         assert not times.quick
-        assert not llm._pair._draft_times["model"].quick
+        assert not llm._pair.state.models[0].times.quick
         assert list(isolated_home.glob("repacked/*q4_0-draft.gguf"))
         assert llm.generate("the cat", GREEDY, draft_length=3).stats["num_draft_tokens"] > 0
     assert len(list((isolated_home / "drafts").iterdir())) == 1
@@ -125,7 +125,7 @@ def test_without_idle_time_a_load_finds_out_everything(tiny: TinyFiles, isolated
     open_backend("ik-llama")
     with LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256, n_threads=1, idle=False) as llm:
         assert not llm._pair.times.quick
-        assert not llm._pair._draft_times["model"].quick
+        assert not llm._pair.state.models[0].times.quick
         assert len(list((isolated_home / "drafts").iterdir())) == 1
         assert not llm._pair.preparation(lambda: False)
 

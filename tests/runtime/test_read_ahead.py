@@ -92,7 +92,7 @@ def test_no_step_reads_more_than_one_piece_and_none_once_a_request_waits(
                 assert seen[-1] <= DRAFT_PIECE
             return seen
 
-        seen = llm._call(read)
+        seen = llm.run(lambda pair: read())
         assert sum(seen) == len(pair.said)
         assert len(seen) > 2
 

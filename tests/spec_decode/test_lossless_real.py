@@ -113,7 +113,7 @@ def test_the_law_of_verification_on_real_distributions(llm: LLM, rule: str) -> N
     pooled), false-alarm rate 1e-4 for each of the two rules and engines, seeds fixed."""
     params = SamplingParams(temperature=0.9, top_k=40)
     target = llm._pair.target
-    draft = llm._pair._models[next(iter(llm._pair._models))][0]
+    draft = llm._pair.state.models[0].model
     tokens = target.tokenize("The best thing about a rainy day is", add_special=True)
     with target.new_context(64) as a, draft.new_context(64) as b:
         row = a.decode(tokens, "last").logits[0].copy()

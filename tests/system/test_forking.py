@@ -22,11 +22,11 @@ session = llm.session(params=params)
 expected = llm.generate("hi", params).token_ids
 held, entered = threading.Event(), threading.Event()
 
-def busy():
+def busy(pair):
     entered.set()
     held.wait(60)
 
-caller = threading.Thread(target=llm._call, args=(busy,))
+caller = threading.Thread(target=llm.run, args=(busy,))
 caller.start()
 entered.wait(60)
 waiting = llm.rounds("hi", params)

@@ -7,21 +7,20 @@ The target keeps the prompt in its memory: its reading of it is measured once, a
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from localspec.backends.base import Context, ContextState, Model
+from localspec.backends.base import Context, ContextState
 from localspec.backends.trust import fingerprint
 from localspec.commands.bench.arms import PLAIN, Arm
 from localspec.commands.bench.conditions import Watcher
-from localspec.commands.bench.lane import Asked, Lane, Stopped, UnderWay, hold
+from localspec.commands.bench.lane import Asked, Stopped, UnderWay, hold
 from localspec.commands.bench.record import Engine, ModelFile
 from localspec.commands.doctor.costs import WIDTHS, Watch
 from localspec.commands.doctor.header import read_header
@@ -33,9 +32,9 @@ from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.gguf_parts import model_bytes, model_files
 from localspec.model_files.kv_memory import kv_shape
 from localspec.runtime.pair import Pair
+from localspec.runtime.state import DecodingState
 from localspec.runtime.stream import Reply
 from localspec.sampling.sampling import SamplingParams
-from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.rounds import Round
 from localspec.system.home import home
 from localspec.system.json_store import JsonStore
@@ -44,16 +43,6 @@ from localspec.system.memory import read_memory
 _WARM_UP = "Count: 1 2 3 4 1 2 3 4 1 2 3"
 
 Json = dict[str, Any]
-
-
-@dataclass(slots=True)
-class _Knowledge:
-    """What an arm has learned."""
-
-    times: PassTimes
-    draft_times: dict[str, PassTimes]
-    experience: Any
-    hits: list[Any]
 
 
 class EngineUnderTest:
@@ -86,65 +75,48 @@ class EngineUnderTest:
         self.arms = list(arms)
         self._stop = stop
         self._system = [{"role": "system", "content": system}] if system else []
-        pair = llm._pair
-        self._own = Lane(pair.context, list(pair._drafters), dict(pair._models))
-        self._lanes = {arm.name: self._own for arm in [PLAIN, *arms]}
+        self._own = llm.run(lambda pair: pair.state)
+        """The pair's state as it was loaded; arms decode with forks of their lane, so this learns nothing."""
         self.sources = [drafter.source for drafter in self._own.drafters]
         for arm in arms:
             arm.check(self.sources)
-        self._draft_sources = list(pair._draft_times)
-        self._fresh = self._knowledge()
-        self._learned: dict[str, _Knowledge] = {}
+        self._lanes = {arm.name: self._own.fork(self._sources_of(arm)) for arm in [PLAIN, *arms]}
+        self._learned: dict[str, DecodingState] = {}
         self._conversations: dict[str, list[Json]] = {}
+        self.in_slices = in_slices and llm.run(self._make_lanes)
         self.forget()
-        self.in_slices = in_slices and llm._call(self._make_lanes)
 
     # -- arms ----------------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
         """Let every arm start anew."""
-        self._learned = {arm.name: copy.deepcopy(self._fresh) for arm in self.arms}
-        self._learned.setdefault(PLAIN.name, copy.deepcopy(self._fresh))
+        self._learned = {name: lane.fork() for name, lane in self._lanes.items()}
 
-    def _knowledge(self) -> _Knowledge:
-        pair = self.llm._pair
-        hits = [drafter._hits for drafter in self._own.drafters if isinstance(drafter, NgramDrafter)]
-        return copy.deepcopy(_Knowledge(pair.times, pair._draft_times, pair._experience, hits))
-
-    def _become(self, arm: Arm) -> None:
+    def _become(self, arm: Arm, pair: Pair) -> None:
         """Only this arm's drafters, with what it has learned, and with no text in their memories; on the worker."""
-        pair, known, lane = self.llm._pair, self._learned[arm.name], self._lanes[arm.name]
-        models = zip(self._draft_sources, lane.models.items(), strict=True)
-        pair.context = lane.context
-        pair._drafters = [drafter for drafter in lane.drafters if arm.source in (None, drafter.source)]
-        pair._models = {path: model for source, (path, model) in models if arm.source in (None, source)}
-        pair._draft_times = {s: times for s, times in known.draft_times.items() if arm.source in (None, s)}
-        pair.times, pair._experience = known.times, known.experience
-        ngrams = [drafter for drafter in lane.drafters if isinstance(drafter, NgramDrafter)]
-        for drafter, hits in zip(ngrams, known.hits, strict=True):
-            drafter._hits = hits
-        for each in lane.drafters:
-            each.begin([])
-        for _, context in lane.models.values():
-            context.truncate(0)
+        state = self._learned[arm.name]
+        for drafter in state.drafters:
+            drafter.begin([])
+        for draft in state.models:
+            draft.context.truncate(0)
+        pair.use(state)
 
-    def _make_lanes(self) -> bool:
+    def _make_lanes(self, pair: Pair) -> bool:
         """A lane for every arm but one, which has the pair's own; False, and none, where memory lacks for them."""
         arms = [arm for arm in self.arms if not arm.is_plain]
         others = [arm for arm in [*arms[1:], PLAIN] if arms]
         room = read_memory().available
-        need = sum(
-            _context_bytes(each, self.llm._pair) for arm in others for each in self._own.asked(self._sources_of(arm))
-        )
+        kv_type = pair.options.kv_type
+        need = sum(_context_bytes(each, kv_type) for arm in others for each in self._lanes[arm.name].contexts)
         if room is not None and need > room / 2:
             return False
-        made: dict[str, Lane] = {}
+        made: dict[str, DecodingState] = {}
         try:
             for arm in others:
-                made[arm.name] = self._own.another(self._sources_of(arm))
+                made[arm.name] = self._own.fork(self._sources_of(arm), own_contexts=True)
         except EngineError:
             for lane in made.values():
-                lane.close(self.llm._pair, self._own)
+                pair.release(lane)
             return False
         self._lanes |= made
         return True
@@ -155,23 +127,19 @@ class EngineUnderTest:
     def restore(self) -> None:
         """Leave the pair as it was, so that it can be closed."""
 
-        def put_back() -> None:
-            pair = self.llm._pair
-            pair.context = self._own.context
-            pair._drafters, pair._models = self._own.drafters, dict(self._own.models)
+        def put_back(pair: Pair) -> None:
+            pair.use(self._own)
             for lane in self._lanes.values():
-                lane.close(pair, self._own)
-            pair.times, pair._draft_times = self._fresh.times, self._fresh.draft_times
-            pair._experience = self._fresh.experience
+                pair.release(lane)
 
-        self.llm._call(put_back)
+        self.llm.run(put_back)
 
     # -- measuring -----------------------------------------------------------------------------------------------
 
     def warm_up(self) -> None:
         """Decode a little in every arm: the first pass of a width allocates."""
         for arm in self.arms:
-            self.llm._call(partial(self._become, arm))
+            self.llm.run(partial(self._become, arm))
             with suppress(PromptTooLong):  # a very small context
                 self._answer(
                     [{"role": "user", "content": _WARM_UP}], SamplingParams(max_tokens=8, ignore_eos=True), arm
@@ -197,21 +165,21 @@ class EngineUnderTest:
                 messages += [{"role": "assistant", "content": reply.text}, {"role": "user", "content": turn}]
             self._conversations[question.id] = messages
 
-        def empty() -> None:
-            self._become(PLAIN)
-            self.llm._pair.context.truncate(0)
+        def empty(pair: Pair) -> None:
+            self._become(PLAIN, pair)
+            pair.context.truncate(0)
 
-        self.llm._call(empty)
+        self.llm.run(empty)
         messages, once = self._conversations[question.id], replace(params, max_tokens=1)
         reply = self._answer(messages, once, PLAIN)
         tokens = self.llm.encode(messages)
 
-        def state() -> ContextState | None:
-            context = self.llm._pair.context
+        def state(pair: Pair) -> ContextState | None:
+            context = pair.context
             context.reuse(tokens[:-1])
             return context.export_state() if context.model.capabilities.saves_state else None
 
-        return Asked(question, tokens, self.llm._call(state) if self.in_slices else None, reply.stats["seconds_prompt"])
+        return Asked(question, tokens, self.llm.run(state) if self.in_slices else None, reply.stats["seconds_prompt"])
 
     def begin(
         self, arm: Arm, asked: Asked, params: SamplingParams, place: tuple[int, int], watcher: Watcher
@@ -226,9 +194,8 @@ class EngineUnderTest:
             watcher: looks at the machine.
         """
 
-        def rounds(prefilled: Callable[[int], None]) -> Iterator[Round]:
-            self._become(arm)
-            pair = self.llm._pair
+        def rounds(pair: Pair, prefilled: Callable[[int], None]) -> Iterator[Round]:
+            self._become(arm, pair)
             hold(pair.context, asked)
             return pair.rounds(asked.tokens, params, arm.length, prefilled, self._stop.is_set)
 
@@ -255,59 +222,57 @@ class EngineUnderTest:
             watch: progress and interruption.
             measure: measure t(w) now, rather than tell what was measured at the first load.
         """
-        llm, pair = self.llm, self.llm._pair
-        loaded = [("target", llm.model_name, pair.target, self._own.context)]
-        names = {drafter.source: drafter.name for drafter in self._own.drafters}
-        for source, (model, context) in zip(self._draft_sources, self._own.models.values(), strict=True):
-            loaded.append((source, names[source], model, context))
-        times: dict[str, PassTimes] = {"target": self._fresh.times, **self._fresh.draft_times}
+        llm, own = self.llm, self._own
+        loaded = [("target", llm.model_name, own.context)]
+        loaded += [(draft.source, draft.name, draft.context) for draft in own.models]
+        times = {"target": own.times} | {draft.source: draft.times for draft in own.models}
         measured: Literal["now", "before"] = "before"
         if measure:
             measured = "now"
-            for source, name, model, context in loaded:
+            for source, name, context in loaded:
                 watch.report(f"measuring what a pass of {name} costs", None)
-                times[source] = watch.call(llm, partial(_measured, model, context, watch))
+                times[source] = watch.call(llm, partial(_measured, context, watch))
         return Engine(
             backend=llm.backend_name,
             version=llm.engine,
-            device=pair.target.capabilities.device,
-            threads=pair.target.n_threads,
+            device=own.target.capabilities.device,
+            threads=own.target.n_threads,
             n_ctx=llm.n_ctx,
             models=[
                 ModelFile(
                     source,
                     name,
-                    model.path.name,
-                    model.size_bytes,
-                    sha256(model.path, watch),
-                    _kv(model, context, kv_cache),
+                    context.model.path.name,
+                    context.model.size_bytes,
+                    sha256(context.model.path, watch),
+                    _kv(context, kv_cache),
                 )
-                for source, name, model, context in loaded
+                for source, name, context in loaded
             ],
             sources=self.sources,
             pass_ms={str(width): round(times["target"](width), 4) for width in WIDTHS},
-            draft_ms={source: round(times[source](1), 4) for source in self._draft_sources},
+            draft_ms={draft.source: round(times[draft.source](1), 4) for draft in own.models},
             passes_measured=measured,
             warnings=llm.warnings,
         )
 
 
-def _measured(model: Model, context: Context, watch: Watch) -> PassTimes:
-    return calibrate_model(model, context.n_ctx, tick=watch.check)
+def _measured(context: Context, watch: Watch, pair: Pair) -> PassTimes:
+    return calibrate_model(context.model, context.n_ctx, tick=watch.check)
 
 
-def _kv(model: Model, context: Context, kv_cache: str) -> int:
+def _kv(context: Context, kv_cache: str) -> int:
     try:
-        with GGUFFile(model.path) as gguf:
+        with GGUFFile(context.model.path) as gguf:
             return kv_shape(gguf).bytes(context.n_ctx, kv_cache)
     except ModelFileError:
         return 0
 
 
-def _context_bytes(context: Context, pair: Pair) -> int:
+def _context_bytes(context: Context, kv_type: str) -> int:
     """What another context like this one takes."""
     try:
-        need = read_header(context.model.path).need("", context.n_ctx, pair.options.kv_type, context.model.backend)
+        need = read_header(context.model.path).need("", context.n_ctx, kv_type, context.model.backend)
     except ModelFileError:
         return 0
     return (need.kv_bytes or 0) + (need.compute_bytes or 0)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from localspec.backends.base import Context, ContextState, Model
+from localspec.backends.base import Context, ContextState
 from localspec.commands.bench.arms import Arm
 from localspec.commands.bench.conditions import Reading, Watcher
 from localspec.commands.bench.record import Sample
@@ -22,67 +22,11 @@ from localspec.commands.questions import Question
 from localspec.llm import LLM
 from localspec.runtime.pair import Pair
 from localspec.spec_decode.decoder import PREFILL_CHUNK
-from localspec.spec_decode.drafters.base import Drafter
-from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
-from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.rounds import FinishReason, Round, SpecStats
 
 
 class Stopped(Exception):
     """Somebody asked to stop; the answers under way do not count."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lane:
-    """What an arm decodes with.
-
-    Attributes:
-        context: the target's.
-        drafters: all that are loaded, in the order in which they are asked.
-        models: draft models by path, each with its context; in the order of ``drafters``.
-    """
-
-    context: Context
-    drafters: list[Drafter]
-    models: Mapping[str, tuple[Model, Context]]
-
-    def another(self, sources: Sequence[str]) -> Lane:
-        """A lane over the same weights, for an arm that asks only these drafters.
-
-        Raises:
-            EngineError: there is no memory for it.
-        """
-        models, drafters = dict(self.models), list(self.drafters)
-        paths = {context: path for path, (_, context) in models.items()}
-        made = {}
-        try:
-            for context in self.asked(sources):
-                made[context] = context.model.new_context(context.n_ctx)
-        except BaseException:
-            for context in made.values():
-                context.close()
-            raise
-        for i, drafter in enumerate(drafters):
-            if isinstance(drafter, NgramDrafter):
-                drafters[i] = NgramDrafter(drafter.min_match)
-            elif isinstance(drafter, DraftModelDrafter) and drafter.context in made:
-                own = made[drafter.context]
-                drafters[i] = DraftModelDrafter(own, drafter.source, drafter.name)
-                models[paths[drafter.context]] = (own.model, own)
-        return Lane(made[self.context], drafters, models)
-
-    def asked(self, sources: Sequence[str]) -> list[Context]:
-        """The target's context, and those of the draft models among some drafters."""
-        models = [each for each in self.drafters if isinstance(each, DraftModelDrafter) and each.source in sources]
-        return [self.context, *(each.context for each in models)]
-
-    def close(self, pair: Pair, but: Lane) -> None:
-        """Free the contexts that are not another lane's."""
-        kept = {but.context, *(context for _, context in but.models.values())}
-        for context in (self.context, *(context for _, context in self.models.values())):
-            if context not in kept:
-                pair.prefix_cache.forget(context)
-                context.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +54,7 @@ class UnderWay:
         arm: how to decode.
         asked: the question.
         place: the repeat, and the place in the order of arms.
-        begin: puts the arm's lane and knowledge in place and makes the rounds; takes what is called after the prompt.
+        begin: puts the arm's state in place and makes the rounds; takes the pair, and what is called after the prompt.
         stop: set when somebody wants to stop.
         watcher: looks at the machine before and after every slice.
     """
@@ -121,7 +65,7 @@ class UnderWay:
         arm: Arm,
         asked: Asked,
         place: tuple[int, int],
-        begin: Callable[[Callable[[int], None]], Iterator[Round]],
+        begin: Callable[[Pair, Callable[[int], None]], Iterator[Round]],
         stop: threading.Event,
         watcher: Watcher,
     ) -> None:
@@ -156,18 +100,18 @@ class UnderWay:
             Stopped: somebody asked to stop.
         """
         before = self._watcher.read()
-        self._llm._call(lambda: self._advance(None if n_tokens is None else self.n_tokens + n_tokens))
+        self._llm.run(lambda pair: self._advance(pair, None if n_tokens is None else self.n_tokens + n_tokens))
         self._spans.append((before, self._watcher.read()))
 
-    def _advance(self, until: int | None) -> None:
+    def _advance(self, pair: Pair, until: int | None) -> None:
         while self.finish_reason is None and (until is None or self.n_tokens < until):
-            round_ = self._first() if self._rounds is None else next(self._rounds, None)
+            round_ = self._first(pair) if self._rounds is None else next(self._rounds, None)
             if round_ is None or self._stop.is_set():
                 raise Stopped
             self._done.append(round_)
             self._stats.add(round_)
 
-    def _first(self) -> Round | None:
+    def _first(self, pair: Pair) -> Round | None:
         self._started = time.time()
         read = time.perf_counter()
 
@@ -175,7 +119,7 @@ class UnderWay:
             nonlocal read
             read = time.perf_counter()
 
-        self._rounds = self._begin(prefilled)
+        self._rounds = self._begin(pair, prefilled)
         round_ = next(self._rounds, None)
         self._stats.time_to_first_token_s = self._asked.seconds + time.perf_counter() - read
         return round_
@@ -184,7 +128,7 @@ class UnderWay:
         """Leave the contexts as they are; nothing goes on after it."""
         rounds = self._rounds
         if rounds is not None:
-            self._llm._call(rounds.close)  # type: ignore[attr-defined]
+            self._llm.run(lambda pair: rounds.close())  # type: ignore[attr-defined]
 
     def sample(self) -> Sample:
         """The answer as it was measured."""

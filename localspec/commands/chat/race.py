@@ -74,7 +74,7 @@ class _Progress:
     """A line that is gone when the run is over."""
 
     def __init__(self, chat: Chat, name: str) -> None:
-        self._name = name
+        self._who = name
         self._tokens = 0
         self._ms = 0.0
         self._text = ""
@@ -86,7 +86,7 @@ class _Progress:
         self._text = (self._text + on_one_line(text))[-40:]
         if self._paper:
             speed = self._tokens / self._ms * 1e3 if self._ms else 0.0
-            self._paper.tail([(f"{self._name}: {self._tokens} tokens, {speed:.1f} tok/s  …{self._text}", Ink.NOTE)], "")
+            self._paper.tail([(f"{self._who}: {self._tokens} tokens, {speed:.1f} tok/s  …{self._text}", Ink.NOTE)], "")
             self._paper.flush()
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from localspec.commands.options import RunOptions
 from localspec.errors import EngineError, LocalspecError, UsageError
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.sources.base import size_text
-from localspec.spec_decode.drafters.names import same_file
+from localspec.spec_decode.drafters.names import NGRAM, is_same_file
 from localspec.system import power
 from localspec.terminal.progress import Progress
 
@@ -140,10 +140,11 @@ class Doctor:
             drafts = (subject.of_path(found),) if found is not None else tuple(map(subject.find_subject, known))
             return Asked(target, drafts, True, True)
         names = list(dict.fromkeys([spec] if isinstance(spec, str) else spec or ()))
-        models: dict[str, Subject] = {}
-        for each in (subject.find_subject(name) for name in names if name != "ngram"):
-            models.setdefault(same_file(each.path, models) or str(each.path.resolve()), each)
-        return Asked(target, tuple(models.values()), "ngram" in names, False)
+        models: list[Subject] = []
+        for each in (subject.find_subject(name) for name in names if name != NGRAM):
+            if not any(is_same_file(each.path, other.path) for other in models):
+                models.append(each)
+        return Asked(target, tuple(models), NGRAM in names, False)
 
     def _first_steps(self) -> Recommendation:
         pair = Catalog.load().default_pair()
@@ -157,7 +158,7 @@ class Doctor:
     def _examine_pair(self, asked: Asked, engine: EngineFacts | None, calibrate: bool, rank: bool) -> None:
         report, options = self.report, self.options
         drafts = [draft.name for draft in asked.drafts]
-        title = " + ".join([asked.target.name, *(["ngram"] if asked.ngram else []), *drafts])
+        title = " + ".join([asked.target.name, *([NGRAM] if asked.ngram else []), *drafts])
         checks: list[Check] = []
         for model in asked.models:
             if model.error is not None:
@@ -261,7 +262,7 @@ class Doctor:
     def _costs(self, asked: Asked, calibrate: bool) -> None:
         report, watch = self.report, Watch(self.progress.report)
         drafts = [draft for draft in asked.drafts if draft.present]
-        specs = [*(["ngram"] if asked.ngram else []), *(str(draft.path) for draft in drafts)]
+        specs = [*([NGRAM] if asked.ngram else []), *(str(draft.path) for draft in drafts)]
         with self._open(asked.target, specs, watch) as llm:
             if calibrate:
                 recalibrate(llm, watch)
@@ -269,7 +270,7 @@ class Doctor:
             cost, times = measure_costs(llm, asked.target.name, [draft.name for draft in drafts], bandwidth, watch)
             engine_rows = compare_engines(llm, watch)
             warnings = llm.warnings
-        drafters = [("ngram", 0.0)] if asked.ngram else []
+        drafters = [(NGRAM, 0.0)] if asked.ngram else []
         drafters += [(draft.name, draft.ms[1]) for draft in cost.drafts]
         payoffs = [payoff.payoff(name, times, step_ms) for name, step_ms in drafters]
         assert report.pair is not None

@@ -13,18 +13,17 @@ from localspec.backends.base import Context, Model
 from localspec.commands.doctor.header import bytes_per_token
 from localspec.commands.doctor.report import Check, CostFacts, CurveFacts
 from localspec.controllers.break_even import Times
-from localspec.controllers.cost_model import CalibrationCache
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.sources.base import size_text
 from localspec.runtime.engine_choice import measured
 from localspec.runtime.preparation import second_opinion
-from localspec.system.home import home
 from localspec.system.interrupts import on_interrupt
 from localspec.system.steps import exhaust
 
 if TYPE_CHECKING:
     from localspec.controllers.cost_model import PassTimes
     from localspec.llm import LLM
+    from localspec.runtime.pair import Pair
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 """Widths of a pass that are told: what a draft of up to 15 tokens needs, as finely as calibration measures."""
@@ -66,10 +65,10 @@ class Watch:
         """Ask to stop; may be called from a signal handler."""
         self._stop.set()
 
-    def call(self, llm: LLM, work: Callable[[], _Result]) -> _Result:
-        """Run something on the thread that owns the engine; Ctrl-C ends it between two passes."""
+    def call(self, llm: LLM, work: Callable[[Pair], _Result]) -> _Result:
+        """``LLM.run``; Ctrl-C ends it between two passes."""
         with on_interrupt(self.stop):
-            result: _Result = llm._call(work)
+            result = llm.run(work)
         self.check()
         return result
 
@@ -89,22 +88,21 @@ def measure_costs(
     Returns:
         The figures, and the target's t(w) at every width.
     """
-    pair = llm._pair
-    target = pair.target
-    drafts = zip(draft_names, pair._models.values(), pair._draft_times.values(), strict=True)
+    state = llm.run(lambda pair: pair.state)
+    target, drafts = state.target, zip(draft_names, state.models, strict=True)
     read = _bytes_per_token(target.path)
     on_cpu = target.capabilities.device == "cpu"
     bound = read / (bandwidth_gb_per_s * 1e6) if bandwidth_gb_per_s and on_cpu else None
     facts = CostFacts(
         engine=target.engine,
         device=target.capabilities.device,
-        target=curve(target_name, target, pair.times),
-        drafts=[curve(name, model, times) for name, (model, _), times in drafts],
-        now_ms=round(watch.call(llm, lambda: single_pass_ms(target, pair.context, watch)), 4),
+        target=curve(target_name, target, state.times),
+        drafts=[curve(name, draft.model, draft.times) for name, draft in drafts],
+        now_ms=round(watch.call(llm, lambda pair: single_pass_ms(target, pair.context, watch)), 4),
         bytes_per_token=read,
         bound_ms=round(bound, 4) if bound is not None else None,
     )
-    return facts, pair.times
+    return facts, state.times
 
 
 def curve(name: str, model: Model, times: PassTimes) -> CurveFacts:
@@ -136,27 +134,16 @@ def recalibrate(llm: LLM, watch: Watch) -> None:
         llm: the loaded pair.
         watch: progress and interruption. What is broken off is measured at the next load.
     """
-    pair = llm._pair
-
-    def measure() -> None:
-        cache = CalibrationCache(home() / "calibration")
-        for key, _ in pair._calibrations:
-            cache.drop(key)
-        pair._calibrations.clear()
-        pair.times = pair._calibrate(pair.target, pair.context.n_ctx, watch.report)
-        for source, (model, context) in zip(list(pair._draft_times), pair._models.values(), strict=True):
-            pair._draft_times[source] = pair._calibrate(model, context.n_ctx, watch.report)
-
-    watch.call(llm, measure)
+    watch.call(llm, lambda pair: pair.recalibrate(watch.report))
 
 
 def compare_engines(llm: LLM, watch: Watch) -> list[Check]:
     """The row on which engine ``auto`` takes for this file; both are measured where that was not done yet."""
-    opinion = second_opinion(llm._pair, llm.model_path)
+    opinion = llm.run(lambda pair: second_opinion(pair, llm.model_path))
     if opinion.waits:
         watch.report("measuring another engine (once)", None)
-        watch.call(llm, lambda: exhaust(opinion.steps(lambda: False), watch.check))
-    options = llm._pair.options
+        watch.call(llm, lambda pair: exhaust(opinion.steps(lambda: False), watch.check))
+    options = llm.run(lambda pair: pair.options)
     found = measured(llm.model_path, options.n_threads, options.kv_type)
     if len(found) < 2:
         return []

@@ -149,7 +149,7 @@ def _try(
     if began + candidate.seconds_to_load >= deadline:
         return 0
     try:
-        watch.call(llm, lambda: llm._pair.set_draft(candidate.specs, watch.report))
+        watch.call(llm, lambda pair: pair.set_draft(candidate.specs, watch.report))
     except LocalspecError:
         return len(prompts)
     candidate.seconds_to_load = time.monotonic() - began

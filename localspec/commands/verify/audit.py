@@ -22,9 +22,9 @@ from localspec.controllers.auto_controller import MAX_DRAFT
 from localspec.controllers.fixed import FixedController
 from localspec.errors import LocalspecError, UsageError
 from localspec.llm import LLM
+from localspec.runtime.pair import Pair
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.drafters.base import Drafter
-from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 
 Watch = Callable[[str, float], None]
 """Progress: what is being done, and the fraction of the expected work that is done."""
@@ -68,17 +68,20 @@ class AuditOptions:
 
 
 class Audit:
-    """One audit of one pair; ``run`` must be called on the thread that owns the pair.
+    """One audit of one pair, made and run within ``LLM.run``.
 
     Args:
-        llm: the loaded pair.
+        llm: the loaded pair, as its users have it.
+        pair: its inside.
         options: see there.
         watch: takes the progress.
         cancelled: whether to stop after the current pass.
     """
 
-    def __init__(self, llm: LLM, options: AuditOptions, watch: Watch, cancelled: Callable[[], bool]) -> None:
-        self.llm, self.pair, self.options, self.watch = llm, llm._pair, options, watch
+    def __init__(
+        self, llm: LLM, pair: Pair, options: AuditOptions, watch: Watch, cancelled: Callable[[], bool]
+    ) -> None:
+        self.llm, self.pair, self.options, self.watch = llm, pair, options, watch
         self._cancelled = cancelled
         self.target = self.pair.target
         length = options.draft_length
@@ -159,7 +162,7 @@ class Audit:
 
     def _greedy_arms(self, number: int) -> Iterator[Arm]:
         """Plain decoding, the pair as it is going to be used, one way of drafting by turns, and the adversary."""
-        drafters, length = self.pair._drafters, self.options.draft_length
+        drafters, length = self.pair.state.drafters, self.options.draft_length
         yield Arm("plain", [], FixedController(0))
         if drafters:
             yield Arm(f"{_names(drafters)} ×{length}", drafters, self.pair.controller(length, self.options.greedy))
@@ -167,16 +170,16 @@ class Audit:
             if len(drafters) > 1:
                 groups.append(drafters)
             chosen, forced = groups[number % len(groups)], LENGTHS[number % len(LENGTHS)] or self.reach
-            yield Arm(f"{_names(chosen)} ×{forced}", chosen, FixedController(forced, has_model=len(chosen) > 1))
+            yield Arm(f"{_names(chosen)} ×{forced}", chosen, FixedController(forced, drafters=chosen))
         for _ in range(2):  # its answers take few passes, and there are many places for a rejection
             yield Arm(f"adversary ×{self.reach}", [self.adversary], FixedController(self.reach))
         yield Arm("near misses ×2", [NearMisses(self.target.n_vocab)], FixedController(2))
 
     def _sampled_arms(self, number: int, params: SamplingParams) -> Iterator[tuple[Arm, SamplingParams]]:
         """Without a seed, where the law is at stake, and with one, where every draw is known."""
-        drafters = self.pair._drafters
+        drafters = self.pair.state.drafters
         everybody = [*drafters, self.adversary]
-        models = [each for each in drafters if isinstance(each, DraftModelDrafter)]
+        models = self.pair.state.models
         fresh = replace(params, seed=None)
         if number % 3 == 2 and drafters:
             length = self.options.draft_length
@@ -185,7 +188,7 @@ class Audit:
             # A draft model samples its guesses; everybody else guesses deterministically, as the adversary always does.
             asked: list[Drafter] = everybody
             if models:
-                asked = [HotDraftModel(models[0].context) if number % 3 else models[0]]
+                asked = [HotDraftModel(models[0].context) if number % 3 else models[0].drafter]
             yield Arm(f"{_names(asked)} ×{SAMPLED_LENGTH}", asked, FixedController(SAMPLED_LENGTH)), fresh
         seeded = replace(params, max_tokens=self.options.n_tokens, seed=((params.seed or 11) + number) % 2**63)
         arm = Arm(f"{_names(everybody)} ×{SAMPLED_LENGTH}, seeded", everybody, FixedController(SAMPLED_LENGTH))
@@ -272,7 +275,7 @@ class Audit:
     def _expected_ms(self, tokens: list[int]) -> float:
         """Rough time of all that is done with a prompt."""
         times, n = self.pair.times, self.options.n_tokens
-        drafted = sum(each(1) for each in self.pair._draft_times.values())
+        drafted = sum(draft.times(1) for draft in self.pair.state.models)
         reading = 4 * len(tokens) * times(24) / 24 + len(tokens) * drafted / 6
         rounds = n / 2 * (times(SAMPLED_LENGTH + 1) + SAMPLED_LENGTH * drafted)
         return reading + 3 * n * times(1) + n * times(3) + 5 * rounds + n / 4 * times(self.reach + 1)

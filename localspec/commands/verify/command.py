@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from localspec.commands.options import RunOptions
 from localspec.commands.verify.audit import Audit, AuditOptions
-from localspec.commands.verify.report import Report
 from localspec.commands.verify.screen import AuditScreen
 from localspec.errors import UsageError
 from localspec.sampling.sampling import SamplingParams
@@ -64,8 +63,8 @@ def verify_command(
             print(f"localspec: {warning}", file=sys.stderr)
         stop = threading.Event()
         with _Bar() as bar, on_interrupt(stop.set):
-            audit = Audit(llm, audit_options(options, llm, prompts, quick), bar.show, stop.is_set)
-            report: Report = llm._call(audit.run)
+            audited = audit_options(options, llm, prompts, quick)
+            report = llm.run(lambda pair: Audit(llm, pair, audited, bar.show, stop.is_set).run())
         if as_json:
             print(json.dumps(report.as_dict(), allow_nan=False))
         else:

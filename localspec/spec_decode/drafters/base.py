@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
-from localspec.backends.base import Forward
+from localspec.backends.base import Context, Forward
 from localspec.sampling.sampling import Distribution, Noise, Row, SamplingParams
 from localspec.spec_decode.rounds import DraftToken
 
@@ -112,26 +112,35 @@ class Proposer(Protocol):
 
 
 class Drafter(ABC):
-    """One source of guesses.
+    """One source of draft tokens. It says what policy needs to know of it, so that its class matters nowhere else.
 
     Attributes:
-        source: its name in rounds, statistics and ``--draft``: ``model``, ``ngram``, …
+        source: its name in rounds and statistics: ``model``, ``ngram``, …
+        context: what it decodes in with a model of its own; None where it runs none.
+        copies: whether it copies text that it has read, as n-grams do.
         failed: whether it has raised ``DrafterFailed``; it is then done without.
     """
 
     source: str
+    context: Context | None = None
+    copies: bool = False
     failed: bool = False
 
-    _name: str | None = None
-
     @property
-    def name(self) -> str:
-        """What people call it: its source, or the file of a draft model."""
-        return self._name or self.source
+    def runs_model(self) -> bool:
+        """Whether a draft token takes a pass of a model, so that there is a cost model of it; else it costs nothing."""
+        return self.context is not None
 
-    @name.setter
-    def name(self, name: str | None) -> None:
-        self._name = name
+    def clone(self, context: Context | None) -> Drafter:
+        """Another one that knows what this one has learned, and has read nothing.
+
+        Args:
+            context: what it decodes in, if it does: this one's, where the two take turns, or one like it.
+        """
+        raise NotImplementedError(f"a drafter of {self.source} tokens cannot be cloned")
+
+    def expect(self, text: Sequence[int]) -> None:  # noqa: B027 - optional hook
+        """The answers to come are likely to repeat this text, from its beginning; [] ends that. Before ``begin``."""
 
     def begin(self, tokens: Sequence[int]) -> None:  # noqa: B027 - optional hook
         """A new request starts; ``tokens`` is its whole prompt. Keep what earlier requests share with it."""

@@ -39,16 +39,19 @@ class DraftModelDrafter(Drafter):
     Args:
         context: of the draft model.
         source: see ``Drafter``.
-        name: what people call it; None is ``source``.
     """
 
-    def __init__(self, context: Context, source: str = "model", name: str | None = None) -> None:
+    context: Context
+
+    def __init__(self, context: Context, source: str = "model") -> None:
         self.context = context
         self.source = source
-        self._name = name
         self._n_prompt = self._n_settled = 0
         self._n_hidden = 0
         self._n_hideable = 0
+
+    def clone(self, context: Context | None) -> Drafter:
+        return DraftModelDrafter(context or self.context, self.source)
 
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         position = len(tokens)

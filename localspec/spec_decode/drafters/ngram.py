@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from copy import deepcopy
 
-from localspec.backends.base import shared_prefix
+from localspec.backends.base import Context, shared_prefix
 from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
+from localspec.spec_decode.drafters.names import NGRAM
 from localspec.spec_decode.drafters.suffix_automaton import SuffixAutomaton
 from localspec.spec_decode.rounds import DraftToken
 
@@ -41,7 +43,8 @@ class NgramDrafter(Drafter):
         min_match: shortest suffix, in tokens, that is worth looking up.
     """
 
-    source = "ngram"
+    source = NGRAM
+    copies = True
 
     def __init__(self, min_match: int = 1) -> None:
         self.min_match = max(1, min_match)
@@ -51,12 +54,13 @@ class NgramDrafter(Drafter):
         self._n_ahead = 0
         self._hits = _HitRates()
 
-    def expect(self, text: Sequence[int]) -> None:
-        """Take a text that the next answers are likely to repeat, from its beginning, as one to copy from; [] ends it.
+    def clone(self, context: Context | None) -> Drafter:
+        clone = NgramDrafter(self.min_match)
+        clone._hits = deepcopy(self._hits)
+        return clone
 
-        Takes effect with ``begin``. It is read as if it had once followed the end of the prompt.
-        """
-        self._expected = list(text)
+    def expect(self, text: Sequence[int]) -> None:
+        self._expected = list(text)  # read by `begin`, as if it had once followed the end of the prompt
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Read a prompt. What it shares with what was read before stays; only the rest is undone and read."""

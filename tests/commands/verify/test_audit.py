@@ -71,7 +71,7 @@ def opened(tiny: TinyFiles, backend: str) -> Iterator[LLM]:
 
 
 def audit(llm: LLM, options: AuditOptions = SMALL) -> Report:
-    report: Report = llm._call(Audit(llm, options, lambda what, done: None, lambda: False).run)
+    report = llm.run(lambda pair: Audit(llm, pair, options, lambda what, done: None, lambda: False).run())
     json.dumps(report.as_dict(), allow_nan=False)
     return report
 

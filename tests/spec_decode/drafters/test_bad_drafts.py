@@ -220,7 +220,7 @@ def test_a_draft_that_fails_while_it_catches_up_is_dropped(wide: ggufs.Pair, tur
     """The guesses it would have made for what it missed are of rows that are not numbers."""
     bad = unseen_token(wide.target)
     with LLM(wide.target, draft=turns_bad, backend="reference", n_ctx=256) as llm:
-        drafter = llm._pair._drafters[0]
+        drafter = llm._pair.state.drafters[0]
         seen: list[object] = []
 
         class Watching(FixedController):

@@ -51,13 +51,13 @@ class Recorder:
 def test_guesses_for_missed_tokens_are_judged_and_no_others(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=256) as llm:
         pair = llm._pair
-        (drafter,) = pair._drafters
+        (drafter,) = pair.state.drafters
         params = SamplingParams(max_tokens=40, ignore_eos=True)
         answer = llm.generate("the cat sat", params, speculate=False).token_ids
         prompt = llm.tokenize("the cat sat", add_special=True)
 
         def catch_up(n: int) -> Recorder:
-            ((_, context),) = pair._models.values()
+            context = pair.contexts[1]
             context.truncate(0)
             drafter.begin(prompt)
             drafter.accept(answer[:n])
@@ -75,18 +75,18 @@ def test_guesses_for_missed_tokens_are_judged_and_no_others(tiny: TinyFiles, mon
             return plan
 
         def rightly_guessed(n: int) -> list[bool]:
-            ((model, _),) = pair._models.values()
+            model = pair.state.models[0].model
             with model.new_context(256) as fresh:
                 tops = fresh.decode(prompt + answer[:n]).logits.argmax(axis=1)
             return [int(tops[len(prompt) - 1 + i]) == answer[i] for i in range(n)]
 
-        plan = llm._call(lambda: catch_up(10))
+        plan = llm.run(lambda pair: catch_up(10))
         assert plan.n_read == len(prompt) + 10
         assert [right for _, right in plan.seen] == rightly_guessed(10)
         assert any(right for _, right in plan.seen)
-        plan = llm._call(lambda: catch_up(40))
+        plan = llm.run(lambda pair: catch_up(40))
         assert [right for _, right in plan.seen] == rightly_guessed(40)[-MAX_COUNTERFACTUAL:]
-        assert llm._call(lambda: catch_up(0)).seen == []  # a prompt is not what the target said
+        assert llm.run(lambda pair: catch_up(0)).seen == []  # a prompt is not what the target said
 
 
 def test_a_guess_is_charged_for_what_is_made_of_its_logits_too(
@@ -100,13 +100,13 @@ def test_a_guess_is_charged_for_what_is_made_of_its_logits_too(
             return super().confidence(row, history, behind)
 
     with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=256) as llm:
-        (drafter,) = llm._pair._drafters
+        (drafter,) = llm._pair.state.drafters
         prompt, plan = llm.tokenize("the cat sat", add_special=True), Recorder()
         drafter.begin(prompt)
         monkeypatch.setattr(
             "localspec.spec_decode.drafters.draft_model.time", SimpleNamespace(perf_counter=lambda: now[0])
         )
-        llm._call(lambda: drafter.draft(prompt, plan, Slow(SamplingParams(), Noise(0))))
+        llm.run(lambda pair: drafter.draft(prompt, plan, Slow(SamplingParams(), Noise(0))))
         assert plan.ms == pytest.approx(50)
 
 
@@ -123,8 +123,8 @@ def test_counterfactual_draft_tokens_are_learned_from(tiny: TinyFiles) -> None:
 
 def test_of_a_short_new_prompt_only_the_ends_are_read_if_all_of_it_is_not_worth_that(tiny: TinyFiles) -> None:
     with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=1024) as llm:
-        (drafter,) = llm._pair._drafters
-        ((_, context),) = llm._pair._models.values()
+        (drafter,) = llm._pair.state.drafters
+        context = llm._pair.contexts[1]
         params = SamplingParams()
 
         def read(prompt: list[int], answer: list[int], worth: int = 80) -> list[int]:
@@ -138,24 +138,24 @@ def test_of_a_short_new_prompt_only_the_ends_are_read_if_all_of_it_is_not_worth_
 
         for n, abridged in ((40, False), (N_HEAD + N_TAIL, False), (100, True), (MAX_ABRIDGED, True)):
             prompt, answer = words(n), [7, 8, 9]
-            llm._call(lambda: context.truncate(0))
+            llm.run(lambda pair: context.truncate(0))
             ends = (prompt[:N_HEAD] + prompt[-N_TAIL:] if abridged else prompt) + answer
-            assert llm._call(lambda p=prompt, a=answer: read(p, a)) == ends
-            llm._call(lambda: context.truncate(0))
-            assert llm._call(lambda p=prompt, a=answer: read(p, a, 400)) == prompt + answer
-        llm._call(lambda: context.truncate(0))
-        assert llm._call(lambda: read(words(400), [7])) == []  # a longer one is read whole, or not at all
+            assert llm.run(lambda pair, p=prompt, a=answer: read(p, a)) == ends
+            llm.run(lambda pair: context.truncate(0))
+            assert llm.run(lambda pair, p=prompt, a=answer: read(p, a, 400)) == prompt + answer
+        llm.run(lambda pair: context.truncate(0))
+        assert llm.run(lambda pair: read(words(400), [7])) == []  # a longer one is read whole, or not at all
         # What was read in an earlier turn stays: nothing is left out of a prompt that goes on from there.
         prompt = words(400)
         longer = [*prompt, 7, 8, 9, *words(30)]
-        llm._call(lambda: read(prompt, [7, 8, 9], 500))
-        assert llm._call(lambda: read(longer, [5])) == [*longer, 5]
+        llm.run(lambda pair: read(prompt, [7, 8, 9], 500))
+        assert llm.run(lambda pair: read(longer, [5])) == [*longer, 5]
 
 
 def test_all_of_a_prompt_is_read_once_that_has_come_to_be_worth_it(tiny: TinyFiles) -> None:
     with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=1024) as llm:
-        (drafter,) = llm._pair._drafters
-        ((_, context),) = llm._pair._models.values()
+        (drafter,) = llm._pair.state.drafters
+        context = llm._pair.contexts[1]
 
         def read() -> None:
             proposer = SamplingProposer(SamplingParams(), Noise(0))
@@ -168,7 +168,7 @@ def test_all_of_a_prompt_is_read_once_that_has_come_to_be_worth_it(tiny: TinyFil
             assert context.tokens == [*prompt, 7]
 
         prompt = [20 + i % 60 for i in range(100)]
-        llm._call(read)
+        llm.run(lambda pair: read())
 
 
 def test_an_abridged_prompt_changes_guesses_and_nothing_else(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_an_abridged_prompt_changes_guesses_and_nothing_else(tiny: TinyFiles, mo
         drafted = llm.generate(prompt, params, draft_length=4)
         assert drafted.token_ids == plain
         assert drafted.stats["num_accepted_tokens"] > 0
-        assert llm._pair._drafters[0]._n_hidden > 0  # type: ignore[attr-defined]
+        assert llm._pair.state.drafters[0]._n_hidden > 0  # type: ignore[attr-defined]
         seeded = SamplingParams(temperature=1.0, seed=5, max_tokens=60, ignore_eos=True)
         assert (
             llm.generate(prompt, seeded, draft_length=4).token_ids
