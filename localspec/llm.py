@@ -61,8 +61,8 @@ class LLM(AskingModel, Tokenizing):
         prefix_cache_bytes: memory [bytes] that conversations other than the present one may take, so that going back to
             one reads nothing again; least recently used out. A token takes what it takes in the context, in target and
             draft: 40 KiB with Qwen2.5-Coder 1.5B and 0.5B at f16. 0 keeps none.
-        max_queue: most requests that may wait (the one that runs not counted); beyond it a request raises
-            ``QueueFull`` at once. None is any number.
+        max_queue: most requests that may wait (the one that runs not counted, those of one conversation counted once);
+            beyond it a request raises ``QueueFull`` at once. None is any number.
         idle: work while nobody waits: measuring, making copies, reading ahead. It gives way to a request within a pass,
             and is not done on battery. False does what has to be done while loading, and then nothing between requests.
         progress: called while loading, from the worker thread, with what is being done and the fraction done (or

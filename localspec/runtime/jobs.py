@@ -153,7 +153,7 @@ class FairQueue:
     """Jobs of one conversation in order, conversations in turns: who asks ten things at once delays nobody else much.
 
     Args:
-        max_waiting: most jobs that may wait; None is any number.
+        max_waiting: most conversations that may wait, besides the one that is served; None is any number.
     """
 
     def __init__(self, max_waiting: int | None = None) -> None:
@@ -168,17 +168,19 @@ class FairQueue:
         """Add a job at the end of its conversation.
 
         Raises:
-            QueueFull: ``max_waiting`` jobs wait already, and the job is subject to the bound.
+            QueueFull: ``max_waiting`` conversations wait already, the job's is another, and the bound holds for it.
             Closed: the queue was closed.
         """
         with self._changed:
             if self._closed:
                 raise Closed(self._closed)
-            if bounded and self.max_waiting is not None:
-                waiting = len(self)
-                if waiting >= self.max_waiting:
+            served = self._served is not None and self._served[0] == job.conversation
+            if bounded and self.max_waiting is not None and not served and job.conversation not in self._lanes:
+                waiting = sum(any(map(_waits, lane)) for lane in self._lanes.values())
+                # What finds nothing before it does not wait.
+                if waiting >= self.max_waiting and (waiting or self._served is not None):
                     raise QueueFull(f"{waiting} requests are waiting already; try again later")
-            if self._served is not None and self._served[0] == job.conversation:
+            if self._served is not None and served:
                 self._served[1].append(job)
             else:
                 self._lanes.setdefault(job.conversation, deque()).append(job)
@@ -240,7 +242,7 @@ class FairQueue:
         """The jobs that wait and were not cancelled."""
         with self._changed:
             lanes = [*([self._served[1]] if self._served else []), *self._lanes.values()]
-            return [job for lane in lanes for job in lane if job.state == "waiting" and not job.stopped()]
+            return [job for lane in lanes for job in lane if _waits(job)]
 
     def __len__(self) -> int:
         return len(self.waiting())
@@ -261,6 +263,10 @@ class FairQueue:
                 del self._lanes[conversation]
             elif len(alive) < len(lane):
                 self._lanes[conversation] = alive
+
+
+def _waits(job: Job) -> bool:
+    return job.state == "waiting" and not job.stopped()
 
 
 def _alive(lane: deque[Job]) -> deque[Job]:

@@ -50,14 +50,15 @@ class Server:
 
     def wait_idle(self) -> None:
         """Until nothing runs and nobody waits, in the server and in the engine."""
-        turns, llm = self.service.turns, self.service.llm
-        wait_until(lambda: not (turns.running or turns.waiting or llm.busy or llm.queue_length), "no request is stuck")
+        llm = self.service.llm
+        wait_until(lambda: not (llm.busy or llm.queue_length), "no request is stuck")
 
 
 @contextmanager
 def serve(llm: LLM, **settings: Any) -> Iterator[Server]:
     """Serve a model on a free port of 127.0.0.1; settings as in ``ServerSettings``."""
     with listen("127.0.0.1", 0) as sock:
+        queue_before = llm.max_queue
         runner = Runner(llm, ServerSettings(**settings))
         thread = threading.Thread(target=runner.run, args=([sock],), daemon=True)
         thread.start()
@@ -68,5 +69,6 @@ def serve(llm: LLM, **settings: Any) -> Iterator[Server]:
             yield Server(runner, url_of(sock))
         finally:
             runner.stop()
+            llm.max_queue = queue_before
             thread.join(PATIENCE)
             assert not thread.is_alive(), "the server did not stop"

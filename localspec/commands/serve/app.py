@@ -27,7 +27,7 @@ from localspec.commands.serve.events import EventStream
 from localspec.commands.serve.fields import Fields
 from localspec.commands.serve.guard import Guard
 from localspec.commands.serve.requests import chat_request, completion_request
-from localspec.commands.serve.service import Counting, Service
+from localspec.commands.serve.service import Service
 from localspec.errors import LocalspecError
 
 PAGE = Path(__file__).parent / "page"
@@ -74,23 +74,25 @@ def _answer_at(service: Service, kind: str) -> Any:
         prepared: ApiAnswer = await asyncio.to_thread(answer, service, request)
         return await prepared.whole()
 
-    async def events(request: Any, count: Counting) -> AsyncGenerator[bytes, None]:
-        async with count:
+    async def events(request: Any, started: float) -> AsyncGenerator[bytes, None]:
+        with service.counted(kind, started):
             prepared: ApiAnswer = await asyncio.to_thread(answer, service, request)
             async with aclosing(prepared.events()) as encoded:
                 async for event in encoded:
                     yield event
 
     async def endpoint(http: Request) -> Response:
+        started = time.monotonic()
         try:
-            async with service.counting(kind) as count:
+            with service.counted(kind, started, goes_on=True):
                 service.check_open()
                 fields = Fields(await service.bodies.json(http))
                 _check_model(service, fields.text("model"))
                 # Grammars are compiled here, and templates rendered above: nothing that others should wait for.
                 request = await asyncio.to_thread(check, fields, service.served())
-                if request.options.stream:
-                    return EventStream(events(request, count.later()), service.ending)
+            if request.options.stream:
+                return EventStream(events(request, started), service.ending)
+            with service.counted(kind, started):
                 return JSONResponse(await while_connected(http.receive, service.ending, whole(request)))
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
@@ -129,7 +131,7 @@ class _WhatIsThere:
         return JSONResponse(self._named(name))
 
     async def stats(self, request: Request) -> Response:
-        service, llm, turns = self._service, self._service.llm, self._service.turns
+        service, llm = self._service, self._service.llm
         return JSONResponse(
             {
                 "model": service.names[0],
@@ -141,18 +143,18 @@ class _WhatIsThere:
                 "plain_tokens_per_second": llm.plain_tokens_per_second,
                 "explanation": llm.explain(),
                 "uptime_s": round(time.time() - service.started, 3),
-                "queue": {"running": turns.running, "waiting": turns.waiting, "limit": turns.most_waiting},
+                "queue": {"running": llm.busy, "waiting": llm.queue_length, "limit": llm.max_queue},
                 "prefix_cache": llm.cache_info(),
                 "totals": service.metrics.as_dict(),
             }
         )
 
     async def metrics(self, request: Request) -> Response:
-        service, llm, turns = self._service, self._service.llm, self._service.turns
+        service, llm = self._service, self._service.llm
         gauges = [
-            ("localspec_requests_running", "Requests being answered.", float(turns.running)),
-            ("localspec_requests_waiting", "Requests in the queue.", float(turns.waiting)),
-            ("localspec_queue_limit", "Most requests that may wait.", float(turns.most_waiting)),
+            ("localspec_requests_running", "Requests being answered.", float(llm.busy)),
+            ("localspec_requests_waiting", "Requests in the queue.", float(llm.queue_length)),
+            ("localspec_queue_limit", "Most requests that may wait.", float(llm.max_queue or 0)),
             ("localspec_plain_tokens_per_second", "Expected speed without drafting.", llm.plain_tokens_per_second),
             ("localspec_uptime_seconds", "Since the start.", time.time() - service.started),
         ]

@@ -69,6 +69,12 @@ def too_busy(message: str, retry_after_s: float) -> ApiError:
     return ApiError(429, message, kind="rate_limit_error", code="queue_full", headers={"Retry-After": after})
 
 
+def too_late(seconds: float) -> ApiError:
+    """503: the queue was too long."""
+    message = f"the request waited for {seconds:g} s and its turn did not come"
+    return ApiError(503, message, code="timeout", headers={"Retry-After": "10"})
+
+
 def stopping() -> ApiError:
     """503: the server is going down."""
     return ApiError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})

@@ -66,6 +66,12 @@ class Metrics:
         if stats.completion_tokens:
             self.token_seconds.observe(stats.seconds_decode / stats.completion_tokens)
 
+    @property
+    def mean_request_seconds(self) -> float:
+        """How long a request takes, by those that were answered."""
+        n = sum(self.request_seconds.counts)
+        return self.request_seconds.total / n if n else 2.0
+
     def as_dict(self) -> dict[str, Any]:
         """The totals under the names of ``SpecStats``."""
         by_outcome: Counter[str] = Counter()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,16 +14,15 @@ from starlette.requests import ClientDisconnect
 from localspec import __version__
 from localspec.commands.serve.body import BodyReader
 from localspec.commands.serve.deltas import Delta, DeltaReader
-from localspec.commands.serve.errors import as_api_error, stopping
+from localspec.commands.serve.errors import as_api_error, stopping, too_busy, too_late
 from localspec.commands.serve.metrics import Metrics
 from localspec.commands.serve.requests import AnswerOptions, ServedModel
 from localspec.commands.serve.settings import ServerSettings
 from localspec.commands.serve.tool_calls import MARKERS
 from localspec.commands.serve.tools import ToolUse, forced_call, messages_for
-from localspec.commands.serve.turns import Turns
-from localspec.errors import PromptTooLong, UsageError
+from localspec.errors import PromptTooLong, QueueFull, UsageError
 from localspec.llm import LLM
-from localspec.runtime.stream import Reply
+from localspec.runtime.stream import AsyncRoundStream, Reply
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.rounds import Round
 
@@ -72,7 +71,7 @@ class Service:
     def __init__(self, llm: LLM, settings: ServerSettings) -> None:
         self.llm = llm
         self.settings = settings
-        self.turns = Turns(settings.queue)
+        llm.max_queue = settings.queue
         self.bodies = BodyReader(settings.body_bytes, settings.bodies_bytes, settings.body_seconds)
         self.metrics = Metrics()
         self.ending = asyncio.Event()
@@ -132,42 +131,50 @@ class Service:
     # -- answers -------------------------------------------------------------------------------------------------------
 
     async def answers(self, options: AnswerOptions, tasks: Sequence[AnswerTask]) -> AsyncGenerator[AnswerEvent, None]:
-        """Answer every task, one after the other, in one turn. To be closed where it is not read to the end.
+        """Answer every task, one after the other. To be closed where it is not read to the end.
 
         Raises:
-            ApiError: the queue is full, the wait was too long, or the server ends.
+            ApiError: the queue is full, or the wait was too long.
             LocalspecError: the engine failed.
         """
-        deadline = time.monotonic() + self.settings.time_limit
-        async with self.turns.turn(self.settings.time_limit):
-            for index, task in enumerate(tasks):
-                async with aclosing(self._answer(options, task, index, deadline)) as events:
+        conversation = object()
+        async with AsyncExitStack() as stack:
+            try:
+                streams = [await stack.enter_async_context(self._ask(options, task, conversation)) for task in tasks]
+            except QueueFull as error:
+                raise too_busy(str(error), self.metrics.mean_request_seconds * (self.llm.queue_length + 1)) from None
+            for index, (task, stream) in enumerate(zip(tasks, streams, strict=True)):
+                async with aclosing(self._answer(options, task, index, stream)) as events:
                     async for event in events:
                         yield event
 
-    async def _answer(
-        self, options: AnswerOptions, task: AnswerTask, index: int, deadline: float
-    ) -> AsyncGenerator[AnswerEvent, None]:
-        reader = DeltaReader(task.tools.tools, task.begun, wants_tokens=options.logprobs is not None)
-        cut = False
-        stream = self.llm.arounds(
+    def _ask(self, options: AnswerOptions, task: AnswerTask, conversation: object) -> AsyncRoundStream:
+        return self.llm.arounds(
             task.prompt,
             task.params,
             speculate=options.speculate,
             draft_length=options.draft_length,
-            deadline=max(0.001, deadline - time.monotonic()),
+            deadline=self.settings.time_limit,
+            conversation=conversation,
             logprobs=options.logprobs,
             drafters=options.drafters or None,
             prediction=task.prediction,
         )
-        async with stream:
-            async for round_ in stream:
-                yield AnswerEvent(index, reader.read(round_), round_)
-                if reader.n_done and not task.tools.parallel:
-                    cut = True
-                    await stream.aclose()
-                    break
-            reply = await stream.reply()
+
+    async def _answer(
+        self, options: AnswerOptions, task: AnswerTask, index: int, stream: AsyncRoundStream
+    ) -> AsyncGenerator[AnswerEvent, None]:
+        reader = DeltaReader(task.tools.tools, task.begun, wants_tokens=options.logprobs is not None)
+        cut = False
+        async for round_ in stream:
+            yield AnswerEvent(index, reader.read(round_), round_)
+            if reader.n_done and not task.tools.parallel:
+                cut = True
+                await stream.aclose()
+                break
+        reply = await stream.reply()
+        if index == 0 and reply.cancelled_by == "deadline" and not reply.stats.prompt_tokens:
+            raise too_late(self.settings.time_limit)
         self.metrics.count(reply)
         last = reader.finish()
         finish_reason: str = "length" if reply.finish_reason == "cancelled" else reply.finish_reason
@@ -175,47 +182,26 @@ class Service:
             finish_reason = "tool_calls"
         yield AnswerEvent(index, last, reply=reply, finish_reason=finish_reason)
 
-    def counting(self, endpoint: str) -> Counting:
-        """Counts a request, and how it ends."""
-        return Counting(self.metrics, endpoint)
-
     def check_open(self) -> None:
         """Refuse what comes while the server goes down."""
         if self.ending.is_set():
             raise stopping()
 
-
-class Counting:
-    """Counts one request when its block is left, by how it is left.
-
-    Args:
-        metrics: where.
-        endpoint: what was asked for.
-    """
-
-    def __init__(self, metrics: Metrics, endpoint: str) -> None:
-        self._metrics = metrics
-        self._endpoint = endpoint
-        self._started = time.monotonic()
-        self._n_blocks = 1
-
-    def later(self) -> Counting:
-        """Another block is to follow, and only its end counts."""
-        self._n_blocks += 1
-        return self
-
-    async def __aenter__(self) -> Counting:
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._n_blocks -= 1
-        if self._n_blocks:
-            return
-        outcome = "answered" if error is None else "cancelled"
-        if isinstance(error, Exception) and not isinstance(error, ClientDisconnect):
-            status = as_api_error(error).status
-            outcome = "rejected" if status in (429, 503) else "invalid" if status < 500 else "failed"
-        self._metrics.finished(self._endpoint, outcome, time.monotonic() - self._started)
+    @contextmanager
+    def counted(self, endpoint: str, started: float, *, goes_on: bool = False) -> Iterator[None]:
+        """Count a request by how the block ends; ``goes_on``: only if it fails there, as another block follows."""
+        outcome = "cancelled"
+        try:
+            yield
+            outcome = "answered"
+        except Exception as error:
+            if not isinstance(error, ClientDisconnect):
+                status = as_api_error(error).status
+                outcome = "rejected" if status in (429, 503) else "invalid" if status < 500 else "failed"
+            raise
+        finally:
+            if not (goes_on and outcome == "answered"):
+                self.metrics.finished(endpoint, outcome, time.monotonic() - started)
 
 
 def repeated(task: AnswerTask, n: int) -> list[AnswerTask]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import select
 import socket
@@ -15,9 +14,7 @@ import pytest
 
 from localspec import LLM
 from localspec.commands.serve import events
-from localspec.commands.serve.errors import ApiError
 from localspec.commands.serve.protocol import ServerProtocol
-from localspec.commands.serve.turns import Turns
 from tests.conftest import TinyFiles
 from tests.support.serving import Server, serve
 from tests.support.waiting import PATIENCE, Brake, wait_until
@@ -110,11 +107,11 @@ def test_clients_that_leave_while_they_wait_are_not_answered(server: Server, llm
         waiting = [connect(server) for _ in range(4)]
         for i, sock in enumerate(waiting):
             sock.sendall(request(SHORT | {"stream": i % 2 == 0}))
-        wait_until(lambda: server.service.turns.waiting == 4)
+        wait_until(lambda: llm.queue_length == 4)
         for sock in waiting:
             sock.close()
-        wait_until(lambda: server.service.turns.waiting == 0)
-        assert server.service.turns.running, "the first goes on"
+        wait_until(lambda: llm.queue_length == 0)
+        assert llm.busy, "the first goes on"
         first.close()
         server.wait_idle()
     wait_until(lambda: server.service.metrics.requests["chat", "cancelled"] == cancelled + 5)
@@ -195,7 +192,7 @@ def test_a_client_that_waits_long_is_given_signs_of_life(
         second.sendall(request(SHORT | {"stream": True}, extra="Connection: close\r\n"))
         assert status_of(read_until(second, b": waiting\n\n")) == 200
         read_until(second, b": waiting\n\n")
-        assert server.service.turns.waiting == 1
+        assert llm.queue_length == 1
         first.close()
         brake.release()
         assert b"data: [DONE]" in read_all(second)
@@ -325,38 +322,25 @@ def test_the_time_of_a_request_is_limited(llm: LLM) -> None:
         assert json.loads(answer)["usage"]["completion_tokens"] < 600
 
 
-def test_the_line() -> None:
-    """In order, of bounded length, with an end to patience; who leaves it leaves no trace."""
+def test_a_request_whose_turn_does_not_come_in_time_is_told_so(llm: LLM) -> None:
+    with serve(llm, time_limit=0.2) as other, Brake(llm) as brake:
+        stream = llm.rounds("x")  # has no limit
+        brake.wait()
+        status, headers, answer = other.ask("POST", "/v1/chat/completions", SHORT)
+        assert (status, headers["retry-after"]) == (503, "10")
+        error = json.loads(answer)["error"]
+        assert error["code"] == "timeout"
+        assert "its turn did not come" in error["message"]
+        stream.close()
 
-    async def go() -> None:
-        turns, order, go_on = Turns(2), [], asyncio.Event()
 
-        async def wait(name: str, seconds: float = PATIENCE) -> None:
-            async with turns.turn(seconds):
-                order.append(name)
-                await go_on.wait()
-
-        first = asyncio.create_task(wait("first"))
-        await asyncio.sleep(0)
-        assert turns.running
-        second, third = asyncio.create_task(wait("second")), asyncio.create_task(wait("third"))
-        await asyncio.sleep(0)
-        assert turns.waiting == 2
-        with pytest.raises(ApiError, match="2 requests wait already") as full:
-            await wait("fourth")
-        assert full.value.status == 429
-        second.cancel()
-        await asyncio.sleep(0)
-        with pytest.raises(ApiError, match="its turn did not come") as late:
-            await wait("fifth", 0.01)
-        assert (late.value.status, late.value.code) == (503, "timeout")
-        assert order == ["first"]
-        go_on.set()
-        await asyncio.gather(first, third)
-        assert order == ["first", "third"]
-        assert (turns.running, turns.waiting) == (False, 0)
-
-    asyncio.run(go())
+def test_the_queue_is_of_bounded_length(llm: LLM) -> None:
+    with serve(llm, queue=0) as other, Brake(llm) as brake, closing(connect(other)) as first:
+        first.sendall(request(LONG | {"n": 3}))  # does not wait, so it may come in
+        brake.wait()
+        status, headers, answer = other.ask("POST", "/v1/chat/completions", SHORT)
+        assert (status, json.loads(answer)["error"]["code"]) == (429, "queue_full")
+        assert 1 <= int(headers["retry-after"]) <= 60
 
 
 def test_the_end_of_the_server_ends_what_runs_and_waits(llm: LLM) -> None:
@@ -365,7 +349,7 @@ def test_the_end_of_the_server_ends_what_runs_and_waits(llm: LLM) -> None:
         for sock, stream in zip(socks, (True, False, True), strict=True):
             sock.sendall(request(LONG | {"stream": stream}))
             brake.wait()
-        wait_until(lambda: other.service.turns.waiting == 2)
+        wait_until(lambda: llm.queue_length == 2)
         read_until(socks[0], b"data: ")
         other.runner.stop()
         # They are told why, which whom uvicorn cuts off at the end of its patience is not.
