@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from localspec.controllers.acceptance import COPY_CLIMATES, SourceAcceptance, estimate_prior, model_prior
+from localspec.controllers.acceptance import COPIED, GREEDY, MOST_PROBABLE, SAMPLE, SourceAcceptance
 from localspec.controllers.auto_controller import AutoController
 from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.time_budget import TimeBudget
@@ -56,10 +56,10 @@ class Replay:
         self.temperature = temperature
         greedy = temperature == 0
         self.sources = {
-            "ngram": SourceAcceptance(estimate_prior(), COPY_CLIMATES),
-            "model": SourceAcceptance(model_prior(greedy=greedy)),
+            "ngram": SourceAcceptance(COPIED),
+            "model": SourceAcceptance(GREEDY if greedy else MOST_PROBABLE),
         }
-        self.sampled = {"model": SourceAcceptance(model_prior(greedy=False, sampled=True))}
+        self.sampled = {"model": SourceAcceptance(SAMPLE)}
         self.times, self.draft_times = PassTimes(dict(target)), {"model": PassTimes(dict(model))}
         self.budget = TimeBudget()
 

@@ -1,86 +1,138 @@
-"""A draft under way, as ``AutoController`` plans it: what was sent and spent so far, and what that says of going on."""
+"""A draft under way, token by token: what was sent and spent so far, and whether going on is worth it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 from localspec.controllers.acceptance import START, leads_to
+from localspec.controllers.estimates import Estimates
+from localspec.controllers.prefill_gate import PrefillGate
+from localspec.controllers.time_budget import TimeBudget
 
-if TYPE_CHECKING:
-    from localspec.controllers.auto_controller import AutoController
-
-PROBE_TOKENS = 8
-"""Tokens of a long reading that are read first on a machine that has become slower: with more in a pass a token is
-cheaper, and with fewer the pass says less of the rest."""
+COPY_SHARE = 0.5
+"""Of what drafts may lose, what one draft of copies may: a copied run is right or wrong as a whole, and one that is
+wrong must leave something to try the next with."""
 
 
-@dataclass(slots=True)
 class AutoPlan:
-    """Draft while it pays; see ``AutoController``.
+    """Draft while it pays: a step of a draft model if it is worth its time, a token if it is worth its row.
 
     Attributes:
-        room: guesses that may still be made.
-        n: guesses made.
-        reach: probability that all of them are right.
-        ms_spent: time that draft models took for them, readings left out.
-        invests: whether the next pass of a draft model is a reading, or a piece of one.
+        room: tokens that may still be drafted.
+        ms_spent: time that draft models took for their steps.
+        ms_invested: time that they took for readings.
     """
 
-    controller: AutoController
-    room: int
-    n: int = 0
-    reach: float = 1.0
-    ms_spent: float = 0.0
-    invests: bool = False
-    after: int = START
-    last: str = ""
-    last_counterfactual: int = START
+    def __init__(self, estimates: Estimates, budget: TimeBudget, gate: PrefillGate, room: int, index: int) -> None:
+        self.estimates = estimates
+        self.room = min(room, estimates.max_draft)
+        self.ms_spent = self.ms_invested = 0.0
+        self._budget = budget
+        self._gate = gate
+        self._answer_room = room
+        self._index = index
+        self._n = 0  # tokens drafted
+        self._reach = 1.0  # probability that all of them are accepted
+        self._after = START
+        self._last_source = ""
+        self._is_reading = False
+        self._last_counterfactual = START
+
+    # -- what drafters ask -----------------------------------------------------------------------------------------
 
     def more(self, source: str, pending: int = 0) -> bool:
         if self.room <= 0 or pending == 0:  # where looking costs nothing, keep() decides with the confidence known
             return self.room > 0
-        self.invests = self.controller.is_reading(source, pending)
-        return self.controller.step_pays(self, source, pending)
+        self._is_reading = self._gate.is_reading(source, pending)
+        return self._step_pays(source, pending)
 
     def piece(self, source: str, pending: int) -> int:
-        # A long reading is paid in advance, at a price that may be out of date: first pieces show today's.
-        probes = self.invests and self.controller.is_uncertain_of(source)
-        return min(pending, PROBE_TOKENS) if probes else pending
-
-    def spent(self, source: str, n_tokens: int, ms: float) -> None:
-        charged = self.controller.charge(source, n_tokens, ms, is_investment=self.invests)
-        self.ms_spent += 0.0 if self.invests else charged
-
-    def counterfactual(self, source: str, confidence: float, right: bool) -> None:
-        acceptance = self.controller.sources[source]
-        acceptance.notice(confidence)
-        if self.last_counterfactual != START:
-            acceptance.notice(confidence, self.last_counterfactual)
-        self.last_counterfactual = leads_to(confidence) if right else START
-        acceptance.observe(confidence, right)
-        self.controller.stale = True
-
-    def nothing(self, source: str) -> None:
-        if self.last != source:
-            self.controller.sources[source].notice(0.0)
+        return self._gate.piece(source, pending) if self._is_reading else pending
 
     def samples(self, source: str, confidence: float) -> bool:
-        controller = self.controller
-        return controller.sampled[source].expected(confidence) > controller.sources[source].expected(confidence)
+        sampled, most_probable = self.estimates.sampled[source], self.estimates.acceptance[source]
+        return sampled.expected(confidence) > most_probable.expected(confidence)
 
     def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
-        acceptance = self.controller.sources[source]
-        if source in self.controller.draft_times:
-            acceptance.notice(confidence, self.after)
-        elif self.last != source:  # of a copy only the first guess counts
+        acceptance = self.estimates.acceptance[source]
+        if source in self.estimates.draft_times:
+            acceptance.notice(confidence, self._after)
+        elif self._last_source != source:  # of a copy only the first token counts
             acceptance.notice(confidence)
-        expected = (self.controller.sampled[source] if sampled else acceptance).expected(confidence)
+        expected = (self.estimates.sampled[source] if sampled else acceptance).expected(confidence)
         after = leads_to(confidence)
-        if self.room <= 0 or not self.controller.row_pays(self, source, expected, after):
+        if self.room <= 0 or not self._row_pays(source, expected, after):
             return None
         self.room -= 1
-        self.n += 1
-        self.reach *= expected
-        self.after, self.last = after, source
+        self._n += 1
+        self._reach *= expected
+        self._after, self._last_source = after, source
         return expected
+
+    # -- what drafters report --------------------------------------------------------------------------------------
+
+    def spent(self, source: str, n_tokens: int, ms: float) -> None:
+        # At most what was expected: the rest is the machine's doing. If it stays so slow, the times say so from the
+        # second pass on.
+        times = self.estimates.draft_times[source]
+        charged = min(ms, times(n_tokens))
+        if self._is_reading:
+            self.ms_invested += charged
+        else:
+            self.ms_spent += charged
+        times.observe(n_tokens, ms)
+
+    def nothing(self, source: str) -> None:
+        if self._last_source != source:
+            self.estimates.acceptance[source].notice(0.0)
+
+    def counterfactual(self, source: str, confidence: float, right: bool) -> None:
+        acceptance = self.estimates.acceptance[source]
+        acceptance.notice(confidence)
+        if self._last_counterfactual != START:
+            acceptance.notice(confidence, self._last_counterfactual)
+        self._last_counterfactual = leads_to(confidence) if right else START
+        acceptance.observe(confidence, right)
+        self.estimates.stale = True
+
+    # -- deciding --------------------------------------------------------------------------------------------------
+
+    def _step_pays(self, source: str, pending: int) -> bool:
+        """Whether a step of a draft model is worth its time, its confidence not yet known."""
+        estimates = self.estimates
+        if source in estimates.unprofitable:
+            return False
+        if not self._gate.pays(source, pending, self._answer_room, self._index):
+            estimates.set_lagging(source, True)
+            return False
+        if not self._affords(estimates.draft_times[source](1 if self._is_reading else pending), 1.0):
+            return False
+        if estimates.prospect.step(self._n, self._reach, self._after, estimates.models.index(source)) <= 0:
+            return False
+        estimates.set_lagging(source, False)
+        return True
+
+    def _row_pays(self, source: str, expected: float, after: int) -> bool:
+        """Whether a draft token, already made, is worth a row of the target's pass, or leads to rows that are.
+
+        One that cost nothing also stands in the way of a better one: it is passed over where a step of a draft model is
+        worth more.
+        """
+        estimates = self.estimates
+        runs_model = source in estimates.draft_times
+        if not self._affords(0.0, 1.0 if runs_model else COPY_SHARE):
+            return False
+        if runs_model:
+            return estimates.prospect.send(self._n, self._reach, expected, after) > 0
+        continuation = estimates.at_hand
+        worth = continuation.copy(self._n, self._reach, expected, self.room, after)
+        models = range(len(estimates.draft_times) - len(estimates.lagging))
+        steps = (continuation.step(self._n, self._reach, self._after, model) for model in models)
+        return worth > 0 and all(worth >= step for step in steps)
+
+    def _affords(self, step_ms: float, share: float) -> bool:
+        """Whether one more draft token, were the draft in vain, costs no more than this share of what drafts may cost.
+
+        A wider pass can be shorter, so the widths after the next are looked at too.
+        """
+        estimates = self.estimates
+        left = share * self._budget.for_drafts * estimates.ms_plain - self.ms_spent - step_ms + estimates.times(1)
+        return any(estimates.times(self._n + 1 + k) <= left for k in range(1, self.room + 1))

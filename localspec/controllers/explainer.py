@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-NEVER = 0.995
-"""Where a larger share of the draft tokens must be accepted, drafting does not pay whatever the text."""
+from collections.abc import Mapping
+
+from localspec.controllers.estimates import NEVER, Estimates
 
 
-def reason(source: str, needed: float, mean: float, *, gains: bool, is_lagging: bool) -> str:
-    """Why there is drafting with a source or not.
+def explain(estimates: Estimates, needs: Mapping[str, float], *, has_begun: bool) -> str:
+    """The state of every source.
 
     Args:
-        source: its name.
-        needed: acceptance rate at which its best fixed length equals plain decoding; 1 where none does.
-        mean: acceptance rate expected of its next draft token.
-        gains: whether it is expected to make this text faster, alone and at its best.
-        is_lagging: whether it would have to read too much first.
+        estimates: what is known.
+        needs: by source, the acceptance rate at which its best fixed length equals plain decoding; 1 where none does.
+        has_begun: whether the answer has any tokens yet, so that a draft model that lags behind was weighed.
     """
+    return "; ".join(_state(estimates, source, needed, has_begun) for source, needed in needs.items())
+
+
+def _state(estimates: Estimates, source: str, needed: float, has_begun: bool) -> str:
     if needed > NEVER:
         return f"not drafting with {source}: here even guesses that are always right cost more than they save"
-    if not gains:
+    mean = estimates.acceptance[source].mean()
+    if estimates.solve(source).rate * estimates.ms_plain <= 1.001:  # alone, and at its best
         needs = f"needs {needed:.0%} acceptance to break even here, this text gives {mean:.0%}"
         return f"not drafting with {source}: {needs}"
-    if is_lagging:
+    if has_begun and source in estimates.lagging:
         return f"not drafting with {source}: reading the text so far would cost more than it is expected to save"
     return f"drafting with {source}: {needed:.0%} acceptance breaks even here, this text gives {mean:.0%}"

@@ -10,9 +10,9 @@ from pathlib import Path
 from localspec import backends
 from localspec.backends.base import FEW_ROWS, Context, FloatArray, Model
 from localspec.backends.trust import fingerprint
+from localspec.controllers.acceptance_store import AcceptanceStore
 from localspec.controllers.auto_controller import MAX_DRAFT, AutoController
 from localspec.controllers.cost_model import PassTimes, curve_key, curves
-from localspec.controllers.experience import Experience
 from localspec.controllers.fixed import FixedController
 from localspec.errors import Cancelled, EngineMismatch, UsageError, VocabularyMismatch
 from localspec.model_files.catalog import Catalog
@@ -74,7 +74,7 @@ class Pair:
             context = self.target.new_context(self._context_size())
             undo.callback(context.close)
             times = self.loader.times(self.target, context.n_ctx, report)
-            self._state = DecodingState(context, times, [], [], Experience(None, {}))
+            self._state = DecodingState(context, times, [], [], AcceptanceStore(None, {}))
             self.set_draft(draft, report)
             undo.pop_all()
         if options.idle:
@@ -198,12 +198,12 @@ class Pair:
             return [NGRAM, *([str(found)] if found else [])], True
         return [] if names == ["none"] else list(dict.fromkeys(names)), False
 
-    def _acceptance_of(self, free: Sequence[Drafter], models: Sequence[DraftModel]) -> Experience:
+    def _acceptance_of(self, free: Sequence[Drafter], models: Sequence[DraftModel]) -> AcceptanceStore:
         """What earlier runs learned of these drafters for this target."""
         files, names = [fingerprint(draft.path) for draft in models], [draft.name for draft in models]
         drafters = " ".join([*files, *(drafter.source for drafter in free), *names])
         key = {"target": fingerprint(self.target.path), "drafters": drafters}
-        return Experience(home() / "acceptance" if self.options.remember else None, key)
+        return AcceptanceStore(home() / "acceptance" if self.options.remember else None, key)
 
     def drop_draft(self, draft: DraftModel) -> None:
         """Draft with a model no more."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localspec.backends.base import Context, Model
+from localspec.controllers.acceptance_store import AcceptanceStore
 from localspec.controllers.cost_model import PassTimes
-from localspec.controllers.experience import Experience
 from localspec.spec_decode.drafters.base import Drafter
 
 
@@ -68,7 +68,7 @@ class DecodingState:
     times: PassTimes
     free: list[Drafter]
     models: list[DraftModel]
-    acceptance: Experience
+    acceptance: AcceptanceStore
 
     @property
     def target(self) -> Model:

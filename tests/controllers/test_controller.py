@@ -12,21 +12,19 @@ import pytest
 
 from localspec import LLM
 from localspec.backends.base import FEW_ROWS
-from localspec.controllers import auto_controller
+from localspec.controllers import auto_controller, estimates
 from localspec.controllers.acceptance import (
-    COPY_CLIMATES,
+    COPIED,
+    GREEDY,
     N_BINS,
     START,
     SourceAcceptance,
     bin_of,
-    estimate_prior,
-    model_prior,
 )
 from localspec.controllers.auto_controller import MAX_DRAFT, AutoController
-from localspec.controllers.auto_plan import PROBE_TOKENS
 from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.fixed import FixedController
-from localspec.controllers.prefill_gate import PATIENCE_TOKENS
+from localspec.controllers.prefill_gate import PATIENCE_TOKENS, PROBE_TOKENS
 from localspec.controllers.stopping import Continuation, Prospects
 from localspec.errors import UsageError
 from localspec.sampling.sampling import Row, SamplingParams, top_probability
@@ -39,10 +37,7 @@ N_TOKENS = 500
 
 def auto(world: World) -> AutoController:
     models = world.draft_times()
-    sources = {
-        name: SourceAcceptance(model_prior()) if name in models else SourceAcceptance(estimate_prior(), COPY_CLIMATES)
-        for name in world.sources
-    }
+    sources = {name: SourceAcceptance(GREEDY) if name in models else SourceAcceptance(COPIED) for name in world.sources}
     return AutoController(world.true_times(), models, sources)
 
 
@@ -109,7 +104,7 @@ def test_a_slower_machine_is_noticed_and_not_mistaken_for_a_bad_draft() -> None:
 
 
 def test_acceptance_is_learned_and_forgotten() -> None:
-    acceptance = SourceAcceptance(model_prior())
+    acceptance = SourceAcceptance(GREEDY)
     assert acceptance.expected(0.97) > 0.9
     for _ in range(60):
         acceptance.observe(0.97, accepted=False)
@@ -117,13 +112,13 @@ def test_acceptance_is_learned_and_forgotten() -> None:
     for _ in range(200):
         acceptance.observe(0.97, accepted=True)
     assert acceptance.expected(0.97) > 0.85
-    assert acceptance.expected(0.15) == pytest.approx(SourceAcceptance(model_prior()).expected(0.15))
+    assert acceptance.expected(0.15) == pytest.approx(SourceAcceptance(GREEDY).expected(0.15))
 
 
 def test_expected_acceptance_is_calibrated() -> None:
     """Expected calibration error at most 0.05 on a source whose confidences are off by a third."""
     rng = np.random.default_rng(11)
-    acceptance = SourceAcceptance(model_prior())
+    acceptance = SourceAcceptance(GREEDY)
     confidence = rng.random(4000)
     right = rng.random(4000) < confidence * 2 / 3
     predicted = np.empty(4000)
@@ -172,15 +167,15 @@ def test_a_step_is_an_option_on_its_guess() -> None:
 
 def test_break_even_is_where_the_theory_says() -> None:
     times = PassTimes({1: 10.0, 2: 15.0, 3: 40.0, 16: 400.0})
-    controller = AutoController(times, {"model": PassTimes({1: 2.0})}, {"model": SourceAcceptance(model_prior())})
-    controller.ms_other = 0.0
+    controller = AutoController(times, {"model": PassTimes({1: 2.0})}, {"model": SourceAcceptance(GREEDY)})
+    controller.estimates.ms_other = 0.0
     # One guess: 1 + a tokens in 15 + 2 ms against one in 10: a = 0.7.
-    assert controller.break_even("model") == pytest.approx(0.7, abs=0.01)
+    assert controller.estimates.break_even("model") == pytest.approx(0.7, abs=0.01)
 
 
 def test_a_sample_or_the_most_probable_token_by_what_the_rates_say() -> None:
     times = PassTimes(CURVES["ik"])
-    sources, sampled = ({"model": SourceAcceptance(model_prior())} for _ in range(2))
+    sources, sampled = ({"model": SourceAcceptance(GREEDY)} for _ in range(2))
     controller = AutoController(times, {"model": PassTimes({1: 5.0})}, sources, sampled)
     controller.begin(SamplingParams(temperature=1.0), 10)
     plan = controller.plan(room=20, n_past=10)
@@ -219,7 +214,7 @@ def test_absurd_lengths_are_refused(length: int) -> None:
 def test_explains_itself() -> None:
     here = world("ik", 0.6, "stationary 0.4")
     controller = auto(here)
-    controller.sources["model"].climates[START][:] = [1.0] + [0.0] * (N_BINS - 1)
+    controller.estimates.acceptance["model"].histograms[START][:] = [1.0] + [0.0] * (N_BINS - 1)
     assert re.search(
         r"not drafting with model: needs \d+% acceptance to break even here, this text gives \d+%", controller.explain()
     )
@@ -246,20 +241,22 @@ def test_the_account_is_charged_for_drafting_and_not_for_a_slow_machine() -> Non
         controller.update(rounds_of(3 * 52.0, 0, 0))  # plain, on a machine that has become three times slower
     assert controller.time_budget.balance >= start
     before = controller.time_budget.balance
-    controller.plan(room=500, n_past=60).spent("model", 4, 1.0 * controller.draft_times["model"](4))
-    lost = controller.times(4) + controller.draft_times["model"](4) - controller.times(1)
-    controller.update(rounds_of(controller.times(4), 3, 0))
-    assert before - controller.time_budget.balance == pytest.approx(lost / controller.times(1), rel=0.1)
+    times, draft_times = controller.estimates.times, controller.estimates.draft_times["model"]
+    controller.plan(room=500, n_past=60).spent("model", 4, 1.0 * draft_times(4))
+    lost = times(4) + draft_times(4) - times(1)
+    controller.update(rounds_of(times(4), 3, 0))
+    assert before - controller.time_budget.balance == pytest.approx(lost / times(1), rel=0.1)
 
 
 def test_a_stall_is_charged_no_more_than_was_expected() -> None:
     """A pass of 9 s, of the target or of a draft model, as when the process was stopped or swapped out."""
     controller = auto(world("ik", 0.2, "stationary 0.8"))
-    step = controller.draft_times["model"](1)
+    estimates = controller.estimates
+    step = estimates.draft_times["model"](1)
     for ms_draft, ms_verify in ((step, 9000.0), (9000.0, 60.0)):
         before = controller.time_budget.balance
         controller.plan(room=500, n_past=60).spent("model", 1, ms_draft)
-        most = (controller.times(2) + step + controller.ms_other) / controller.ms_plain
+        most = (estimates.times(2) + step + estimates.ms_other) / estimates.ms_plain
         controller.update(rounds_of(ms_verify, 1, 0))
         assert before - controller.time_budget.balance <= most
     assert controller.time_budget.for_drafts > -2.5
@@ -305,9 +302,9 @@ def test_on_a_machine_that_has_become_slower_a_prompt_is_read_a_piece_first() ->
     assert plan.more("model", 80)
     assert plan.piece("model", 80) == PROBE_TOKENS
     in_answer = busy.time_budget.in_answer
-    plan.spent("model", PROBE_TOKENS, 6 * busy.draft_times["model"](PROBE_TOKENS))
+    plan.spent("model", PROBE_TOKENS, 6 * busy.estimates.draft_times["model"](PROBE_TOKENS))
     assert plan.more("model", 80 - PROBE_TOKENS)  # one pass may be a stall
-    plan.spent("model", PROBE_TOKENS, 6 * busy.draft_times["model"](PROBE_TOKENS))
+    plan.spent("model", PROBE_TOKENS, 6 * busy.estimates.draft_times["model"](PROBE_TOKENS))
     assert not plan.more("model", 80 - 2 * PROBE_TOKENS)
     busy.update(rounds_of(2 * 52.0, 0, 0))
     assert busy.time_budget.in_answer == pytest.approx(in_answer, abs=0.1)  # an investment, if a bad one
@@ -315,11 +312,12 @@ def test_on_a_machine_that_has_become_slower_a_prompt_is_read_a_piece_first() ->
 
 def test_a_slow_machine_is_expected_to_slow_a_draft_model_that_is_not_running_too() -> None:
     controller = auto(world("ik", 0.2, "stationary 0.8"))
-    before = controller.draft_times["model"](1) / controller.times(1)
+    times, draft_times = controller.estimates.times, controller.estimates.draft_times["model"]
+    before = draft_times(1) / times(1)
     for _ in range(50):
         controller.update(rounds_of(2 * 52.0, 0, 0))
-    assert controller.times(1) == pytest.approx(2 * 52.0, rel=0.05)
-    assert controller.draft_times["model"](1) / controller.times(1) == pytest.approx(before, rel=0.01)
+    assert times(1) == pytest.approx(2 * 52.0, rel=0.05)
+    assert draft_times(1) / times(1) == pytest.approx(before, rel=0.01)
 
 
 def test_rows_that_cost_more_are_told_from_a_machine_that_is_slower() -> None:
@@ -344,9 +342,9 @@ def test_copies_that_failed_do_not_cost_a_draft_model_its_chance() -> None:
     here = world("ik", 0.2, "stationary 0.9")
     controller = auto(here)
     for _ in range(20):
-        controller.update(rounds_of(controller.times(1), 0, 0))
+        controller.update(rounds_of(controller.estimates.times(1), 0, 0))
     while controller.time_budget.for_drafts > 0:  # copies lose all that they may in this answer
-        controller.update(rounds_of(controller.times(2), 1, 0))
+        controller.update(rounds_of(controller.estimates.times(2), 1, 0))
     assert controller.plan(room=500, n_past=60).more("model", pending=2) is False
     balance = controller.time_budget.balance
     assert balance > 4
@@ -366,10 +364,10 @@ def reading_world(certainty: float, mean: float) -> World:
 
 
 def test_how_certain_the_target_is_foretells_how_the_draft_would_fare() -> None:
-    model = SourceAcceptance(model_prior())
+    model = SourceAcceptance(GREEDY)
     usual = model.mean()
     for certainty, low, high in ((0.2, 0.3, 0.45), (0.7, 0.5, 0.7), (0.995, 0.9, 1.0)):
-        text = SourceAcceptance(model_prior())
+        text = SourceAcceptance(GREEDY)
         text.idle(48, [certainty] * 48)
         assert low < text.mean() < high
     model.idle(48)
@@ -435,7 +433,7 @@ def test_a_model_that_would_not_pay_if_always_right_costs_no_thought_until_it_wo
             solved.append(len(models))
             super().__init__(rows, models, *rest)
 
-    monkeypatch.setattr(auto_controller, "Continuation", Watched)
+    monkeypatch.setattr(estimates, "Continuation", Watched)
     here = world("linear", 0.3, "stationary 0.95")
     here.certainty = np.full(N_TOKENS + 64, 0.95)
     controller = auto(here)
@@ -445,8 +443,9 @@ def test_a_model_that_would_not_pay_if_always_right_costs_no_thought_until_it_wo
     assert sum(solved) <= 2
     # Another machine, as it were: passes over more tokens are nearly free.
     here.curve = CURVES["gpu"]
-    controller.times.base.update(here.curve)
-    controller.draft_times["model"].base.update(dict.fromkeys(controller.draft_times["model"].base, 1.0))
+    controller.estimates.times.base.update(here.curve)
+    steps = controller.estimates.draft_times["model"].base
+    steps.update(dict.fromkeys(steps, 1.0))
     here.sources["model"].step_ms = here.sources["model"].prefill_ms = 1.0
     assert "always right" not in controller.explain()
     assert "this text gives" not in controller.explain().partition("needs")[2]
@@ -456,7 +455,7 @@ def test_a_model_that_would_not_pay_if_always_right_costs_no_thought_until_it_wo
 def test_a_target_that_was_watched_for_a_while_is_looked_at_half_as_often(looked_at: list[Row]) -> None:
     here = reading_world(0.25, 0.4)
     here.run(auto(here), 132)
-    assert AutoController.WATCHED_TOKENS + 45 <= len(looked_at) <= AutoController.WATCHED_TOKENS + 55
+    assert auto_controller.WATCHED_TOKENS + 45 <= len(looked_at) <= auto_controller.WATCHED_TOKENS + 55
 
 
 def test_a_model_that_has_not_read_the_text_does_not_stand_in_the_way_of_copies() -> None:

@@ -1,16 +1,16 @@
-"""What was learned of a pair: how often guesses are right, by way of sampling, and the time saved; across runs."""
+"""What was learned of a pair, across runs: how often its draft tokens are accepted, and the time they saved."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from localspec.controllers.acceptance import COPY_CLIMATES, SourceAcceptance, estimate_prior, model_prior
+from localspec.controllers.acceptance import COPIED, GREEDY, MOST_PROBABLE, SAMPLE, SourceAcceptance
 from localspec.controllers.time_budget import TimeBudget
 from localspec.sampling.sampling import SamplingParams
 from localspec.system.json_store import JsonStore, Key
 
-_FORMAT = 1
+_FORMAT = 1  # of the budget; an acceptance table that cannot be read is learned anew
 
 
 def mode_of(params: SamplingParams) -> str:
@@ -20,7 +20,7 @@ def mode_of(params: SamplingParams) -> str:
     return "seeded" if params.seed is not None else "sampled"
 
 
-class Experience:
+class AcceptanceStore:
     """The acceptance tables of one pair, and its time budget.
 
     Args:
@@ -49,10 +49,8 @@ class Experience:
         """
         name = f"{mode_of(params)} {source}{' sample' if sampled else ''}"
         if name not in self._tables:
-            if copies:
-                table = SourceAcceptance(estimate_prior(), COPY_CLIMATES)
-            else:
-                table = SourceAcceptance(model_prior(greedy=params.greedy, sampled=sampled))
+            prior = COPIED if copies else GREEDY if params.greedy else SAMPLE if sampled else MOST_PROBABLE
+            table = SourceAcceptance(prior)
             table.restore(self._stored.get(name))
             self._tables.setdefault(name, table)  # the other of two threads may have been faster
         return self._tables[name]

@@ -1,0 +1,41 @@
+"""What was learned of a pair is kept on disk, for each way of sampling by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from localspec.controllers.acceptance_store import AcceptanceStore
+from localspec.sampling.sampling import SamplingParams
+
+KEY = {"engine": "x 1", "file": "abc"}
+
+
+def test_what_was_learned_outlives_the_process_and_stays_with_its_way_of_sampling(tmp_path: Path) -> None:
+    greedy, free = SamplingParams(), SamplingParams(temperature=1.0)
+    first = AcceptanceStore(tmp_path, KEY)
+    table = first.source(greedy, "model", copies=False)
+    assert first.source(greedy, "model", copies=False) is table
+    before = table.expected(0.97)
+    for _ in range(50):
+        table.observe(0.97, 0.0)
+        table.notice(0.97)
+    first.save()
+    second = AcceptanceStore(tmp_path, KEY)
+    restored = second.source(greedy, "model", copies=False)
+    assert table.expected(0.97) < restored.expected(0.97) < before - 0.3
+    assert restored.histograms[0][-2] > restored.typical[0][-2] + 0.2
+    untouched = AcceptanceStore(None, KEY)
+    for sampled in (False, True):
+        table = second.source(free, "model", copies=False, sampled=sampled)
+        assert table.as_dict() == untouched.source(free, "model", copies=False, sampled=sampled).as_dict()
+        assert table.expected(0.35) != before
+    other = AcceptanceStore(tmp_path, {**KEY, "file": "other"})
+    assert other.source(greedy, "model", copies=False).expected(0.97) == before
+
+
+def test_what_makes_no_sense_is_not_believed(tmp_path: Path) -> None:
+    for nonsense in ({"hits": [5] * 12, "seen": [1] * 12, "histograms": []}, {"hits": "x"}, [], None, 3):
+        fresh = AcceptanceStore(None, KEY).source(SamplingParams(), "model", copies=False)
+        before = fresh.as_dict()
+        fresh.restore(nonsense)
+        assert fresh.as_dict() == before
