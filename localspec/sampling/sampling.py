@@ -161,6 +161,11 @@ class Distribution:
         i = int(np.searchsorted(self.ids, token))
         return float(self.probs[i]) if i < len(self.ids) and self.ids[i] == token else 0.0
 
+    def probs_of(self, ids: Ids) -> Probs:
+        """The probabilities of these tokens [n]."""
+        at = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
+        return np.where(self.ids[at] == ids, self.probs[at], 0.0)
+
     def argmax(self) -> int:
         return int(self.ids[int(np.argmax(self.probs))])
 
@@ -184,12 +189,7 @@ class Distribution:
 
     def minus(self, other: Distribution) -> Distribution:
         """The residual normalise(max(p - q, 0)) of rejection sampling (Leviathan et al. 2023, eq. 1-2)."""
-        q = np.zeros_like(self.probs)
-        at = np.searchsorted(other.ids, self.ids)
-        at[at == len(other.ids)] = 0
-        shared = other.ids[at] == self.ids
-        q[shared] = other.probs[at[shared]]
-        rest = np.maximum(self.probs - q, 0.0)
+        rest = np.maximum(self.probs - other.probs_of(self.ids), 0.0)
         total = rest.sum()
         # p == q up to rounding: rejection then has probability 0 up to rounding, and p itself is the right law.
         if total <= 0.0:

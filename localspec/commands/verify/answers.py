@@ -1,28 +1,26 @@
-"""Answers of the running system, round by round: its memory, its rows and its decisions against what they should be.
+"""Answers of the running system, round by round: its context, its rows and its decisions against what they should be.
 
 Everything here runs the pair's own decoder, context and drafters. A ``Recorder`` among the drafters sees every pass of
 the target, so three things can be told apart:
 
 * *decision*: the token is what the row that the engine computed says. No rounding is involved: it is exact.
-* *row*: that row is the row of that text, up to rounding; judged when all is known (see ``judgement``).
+* *row*: that row is the row of that text, up to rounding; judged when all is known (see ``rounding``).
 * *memory*: after every round the context holds exactly what was settled, but for the last token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from localspec.backends.base import FloatArray
+from localspec.backends.base import Context, FloatArray, shared_prefix
 from localspec.commands.verify.betting import Bets
 from localspec.commands.verify.drafters import Adversary, Recorder
-from localspec.commands.verify.findings import Defect, Found, Observation, Path, Run, Stopped
-from localspec.commands.verify.paths import Check
+from localspec.commands.verify.log import ArmTally, AuditLog, Defect, DefectFound, Observation
+from localspec.commands.verify.plain import AuditStopped, Check, PlainAnswer
 from localspec.commands.verify.verification_law import Window, law_of
-from localspec.errors import line_of
-from localspec.runtime.pair import Pair
 from localspec.sampling.sampling import Distribution, Noise, SamplingParams, distribution, edit_logits
 from localspec.spec_decode.controller import Controller
 from localspec.spec_decode.decoder import SpeculativeDecoder
@@ -33,8 +31,8 @@ from localspec.spec_decode.verification import STREAM_TARGET
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
-    """Who drafts, and how far.
+class AuditArm:
+    """A way of drafting.
 
     Attributes:
         name: in words.
@@ -48,168 +46,145 @@ class Arm:
 
 
 @dataclass(slots=True)
-class System:
-    """The pair under audit.
+class RunningSystem:
+    """The pair under audit, answering.
 
     Attributes:
-        pair: it; the audit runs on the thread that owns it.
-        check: raises ``Stopped`` when the audit is to end.
-        runs, defects: what was done and found so far.
+        context: the target's.
+        name: turns a token into words.
+        log: takes what is found.
+        check: see ``plain.Check``.
     """
 
-    pair: Pair
+    context: Context
+    name: Callable[[int], str]
+    log: AuditLog
     check: Check
-    runs: list[Run] = field(default_factory=list)
-    defects: list[Defect] = field(default_factory=list)
 
-    def follow(self, path: Path, arm: Arm, params: SamplingParams) -> None:
-        """Answer greedily and compare every row and token with the path.
+    def follow(self, plain: PlainAnswer, arm: AuditArm) -> None:
+        """Answer greedily and compare every row and token with the plain answer.
 
-        Where the answer leaves the path, the difference is noted and the answer is put back on it, as an edited
-        conversation would be: so every row of the path is compared.
+        Where the answer leaves the plain one, the difference is noted and the answer is put back on it, as an edited
+        conversation would be: so every row of the plain answer is compared.
         """
-        run = Run(arm.name, path.name)
-        self.runs.append(run)
         for drafter in arm.drafters:
             if isinstance(drafter, Adversary):
-                drafter.know(path.prompt, path.answer, path.second_best)
-        position = 0
-        try:
-            while position < len(path.answer):
-                position = self._follow_from(path, position, run, arm, params)
-            run.complete = True
-        except Found as found:
-            self.defects.append(found.defect)
+                drafter.know(plain.prompt, plain.tokens, plain.second_best())
+        tally = self.log.tally(arm.name, sampled=False)
+        tally.answers += 1
+        with self.log.noting(arm.name, plain.name, "decoding"):
+            position = 0
+            while position < len(plain.tokens):
+                position = self._follow_from(plain, position, arm, tally)
+            tally.complete += 1
 
-    def _follow_from(self, path: Path, position: int, run: Run, arm: Arm, params: SamplingParams) -> int:
-        """Go along the path from a position until it ends or is left; returns where to go on."""
-        params = replace(params, max_tokens=len(path.answer) - position, ignore_eos=path.ignore_eos)
-        for round_, settled, rows in self._rounds(run, arm, path.before(position), params):
-            history = list(settled)
-            edited = []
+    def _follow_from(self, plain: PlainAnswer, start: int, arm: AuditArm, tally: ArmTally) -> int:
+        """Go along the plain answer until it ends or is left; returns where to go on."""
+        params, position = replace(plain.params, max_tokens=len(plain.tokens) - start), start
+        for round_, settled, rows in self._rounds(plain, start, arm, params, tally):
             for i, token in enumerate(round_.emitted):
-                row = edit_logits(rows[i], history, params)
-                chosen = int(np.argmax(row))
-                if chosen != token.id:
-                    raise Found(self._wrong_choice(run, position + i, row, chosen, token.id, round_))
-                edited.append(row)
-                history.append(token.id)
-            for row, token in zip(edited, round_.emitted, strict=True):
-                if position == len(path.answer):
-                    raise Found(Defect("decision", run.arm, "the answer goes on where it had to end", run.prompt))
-                seen = Observation(path, position, path.rows[position].compared(row), token.id)
-                run.observations.append(seen)
+                row = edit_logits(rows[i], settled + [each.id for each in round_.emitted[:i]], params)
+                best = int(np.argmax(row))
+                if token.id != best:
+                    margin = float(row[best]) - float(row[token.id])
+                    evidence = (
+                        f"token {position + i} is {self.name(token.id)} where the row computed for it says "
+                        f"{self.name(best)}, {margin:.3g} logits above it ({_how(round_)})"
+                    )
+                    details = {"said": token.id, "argmax": best, "margin": margin, "drafted": len(round_.draft)}
+                    raise DefectFound(Defect("decision", arm.name, plain.name, position + i, evidence, details))
+            for row, token in zip(rows, round_.emitted, strict=False):
+                if position == len(plain.tokens):
+                    evidence = "the answer goes on where it had to end"
+                    raise DefectFound(Defect("decision", arm.name, plain.name, None, evidence))
+                seen = Observation(arm.name, plain, position, plain.compared(position, row), token.id)
+                self.log.observations.append(seen)
+                tally.largest_deviation = max(tally.largest_deviation or 0.0, seen.deviation.rms)
+                tally.differences += seen.differs
                 position += 1
                 if seen.differs:
                     return position
-        if position < len(path.answer):
-            evidence = f"the answer ends after {position} tokens; plain decoding says {len(path.answer)}"
-            raise Found(Defect("decision", run.arm, evidence, run.prompt, position))
+        if position < len(plain.tokens):
+            evidence = f"the answer ends after {position} tokens; plain decoding says {len(plain.tokens)}"
+            raise DefectFound(Defect("decision", arm.name, plain.name, position, evidence))
         return position
 
-    def sample(self, path: Path, arm: Arm, params: SamplingParams, bets: Bets, windows: list[Window]) -> None:
+    def sample(
+        self, plain: PlainAnswer, arm: AuditArm, params: SamplingParams, bets: Bets, windows: list[Window]
+    ) -> None:
         """Answer at a temperature: with a seed, every token must be the draw that the seed makes from the row at hand;
         without one, bets are made against the claim that the tokens follow the rows' distributions.
 
         Args:
-            path: the prompt comes from it; ``ignore_eos`` too.
-            arm: who drafts.
+            plain: the prompt comes from it; ``ignore_eos`` too.
+            arm: the way of drafting.
             params: with the temperature, the longest answer and the seed.
             bets: the evidence so far; grows.
             windows: drafts with their rows, for ``verification_law``; grows.
         """
-        run = Run(arm.name, path.name, sampled=True)
-        self.runs.append(run)
-        params = replace(params, ignore_eos=path.ignore_eos)
+        params = replace(params, ignore_eos=plain.params.ignore_eos)
         before: Distribution | None = None
-        try:
-            for round_, settled, rows in self._rounds(run, arm, path.prompt, params):
+        tally = self.log.tally(arm.name, sampled=True)
+        tally.answers += 1
+        with self.log.noting(arm.name, plain.name, "decoding"):
+            for round_, settled, rows in self._rounds(plain, 0, arm, params, tally):
                 history = list(settled)
                 for i, token in enumerate(round_.emitted):
                     p = distribution(rows[i], history, params)
-                    if params.seed is not None:
-                        chosen = p.sample(Noise(params.seed), len(history), STREAM_TARGET)
-                        if chosen != token.id:
-                            raise Found(self._wrong_draw(run, p, chosen, token.id, round_))
-                    else:
-                        guess = law_of(round_.draft[i].id, round_.draft[i].dist) if i < len(round_.draft) else None
-                        bets.observe(p, token.id, guess, before)
+                    if params.seed is None:
+                        q = law_of(round_.draft[i].id, round_.draft[i].dist) if i < len(round_.draft) else None
+                        bets.observe(p, token.id, q, before)
+                    elif (drawn := p.sample(Noise(params.seed), len(history), STREAM_TARGET)) != token.id:
+                        position, p_said, p_drawn = len(history) - len(plain.prompt), p.prob(token.id), p.prob(drawn)
+                        evidence = (
+                            f"with a fixed seed token {position} is {self.name(token.id)} (p {p_said:.3g}) where the "
+                            f"seed draws {self.name(drawn)} (p {p_drawn:.3g}) from the row at hand ({_how(round_)})"
+                        )
+                        details = {"said": token.id, "drawn": drawn, "p_said": p_said, "p_drawn": p_drawn}
+                        raise DefectFound(Defect("decision", arm.name, plain.name, position, evidence, details))
                     before = p
                     history.append(token.id)
                 if params.seed is None and len(round_.draft) > 1:
                     windows.append(Window.of(rows, round_.draft, settled, params))
-            run.complete = True
-        except Found as found:
-            self.defects.append(found.defect)
+            tally.complete += 1
 
     def _rounds(
-        self, run: Run, arm: Arm, prompt: list[int], params: SamplingParams
+        self, plain: PlainAnswer, start: int, arm: AuditArm, params: SamplingParams, tally: ArmTally
     ) -> Iterator[tuple[Round, list[int], FloatArray]]:
         """Rounds with what was settled before each and the target's rows for it [k + 1, n_vocab]."""
-        recorder, context = Recorder(), self.pair.context
-        decoder = SpeculativeDecoder(context, [*arm.drafters, recorder], arm.controller)
-        settled = list(prompt)
-        try:
-            decoder.prefill(prompt, self._stopping)
-            self.check()
-            rounds = decoder.rounds(prompt, params, TextAssembler(self.pair.target.vocab), cancelled=self._stopping)
-            while (round_ := next(rounds, None)) is not None:
-                run.n_rounds += 1
-                run.n_tokens += len(round_.emitted)
-                run.n_drafted += len(round_.draft)
-                run.n_accepted += round_.verdict.n_accepted
-                run.widths.add(len(round_.draft) + 1)
-                if round_.verdict.n_accepted < len(round_.draft):
-                    run.rejected_at.add(round_.verdict.n_accepted + 1)
-                before, settled = settled, settled + [token.id for token in round_.emitted]
-                if context.tokens != settled[:-1]:
-                    raise Found(self._wrong_memory(run, context.tokens, settled[:-1], round_))
-                yield round_, before, recorder.rows
-            self.check()
-        except (Found, Stopped):
-            raise
-        except Exception as error:
-            evidence = f"decoding broke off: {line_of(error)}"
-            raise Found(Defect("engine", run.arm, evidence, run.prompt, len(settled) - len(prompt))) from error
+        recorder, settled = Recorder(), plain.before(start)
+        decoder = SpeculativeDecoder(self.context, [*arm.drafters, recorder], arm.controller)
+        decoder.prefill(settled, self._stopping)
+        self.check()
+        text = TextAssembler(self.context.model.vocab)
+        for round_ in decoder.rounds(list(settled), params, text, cancelled=self._stopping):
+            n_draft, n_accepted = len(round_.draft), round_.verdict.n_accepted
+            tally.rounds += 1
+            tally.tokens += len(round_.emitted)
+            tally.drafted += n_draft
+            tally.accepted += n_accepted
+            tally.widths.add(n_draft + 1)
+            tally.rejected_at |= {n_accepted + 1} if n_accepted < n_draft else set()
+            before, settled = settled, settled + [token.id for token in round_.emitted]
+            held, wanted = self.context.tokens, settled[:-1]
+            if held != wanted:
+                at = shared_prefix(held, wanted)
+                evidence = (
+                    f"after {_how(round_)} the context holds {len(held)} tokens where {len(wanted)} are settled and "
+                    f"decoded; they part at token {at}"
+                )
+                details = {"held": len(held), "wanted": len(wanted), "first_difference": at}
+                position = len(settled) - len(plain.prompt)
+                raise DefectFound(Defect("memory", arm.name, plain.name, position, evidence, details))
+            yield round_, before, recorder.rows
+        self.check()
 
     def _stopping(self) -> bool:
         try:
             self.check()
-        except Stopped:
+        except AuditStopped:
             return True
         return False
-
-    def _wrong_choice(self, run: Run, position: int, row: FloatArray, chosen: int, said: int, round_: Round) -> Defect:
-        margin = float(row[chosen]) - float(row[said])
-        evidence = (
-            f"token {position} is {self.name(said)} where the row computed for it says {self.name(chosen)}, "
-            f"{margin:.3g} logits above it ({_how(round_)})"
-        )
-        details = {"said": said, "argmax": chosen, "margin": margin, "drafted": len(round_.draft)}
-        return Defect("decision", run.arm, evidence, run.prompt, position, details)
-
-    def _wrong_draw(self, run: Run, p: Distribution, chosen: int, said: int, round_: Round) -> Defect:
-        position = run.n_tokens - len(round_.emitted)
-        evidence = (
-            f"with a fixed seed the token near {position} is {self.name(said)} (p {p.prob(said):.3g}) where the seed "
-            f"draws {self.name(chosen)} (p {p.prob(chosen):.3g}) from the row at hand ({_how(round_)})"
-        )
-        details = {"said": said, "drawn": chosen, "p_said": p.prob(said), "p_drawn": p.prob(chosen)}
-        return Defect("decision", run.arm, evidence, run.prompt, position, details)
-
-    def _wrong_memory(self, run: Run, held: Sequence[int], wanted: Sequence[int], round_: Round) -> Defect:
-        pairs = zip(held, wanted, strict=False)
-        at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(held), len(wanted)))
-        evidence = (
-            f"after {_how(round_)} the context holds {len(held)} tokens where {len(wanted)} are settled and decoded; "
-            f"they part at token {at}"
-        )
-        details = {"held": len(held), "wanted": len(wanted), "first_difference": at}
-        return Defect("memory", run.arm, evidence, run.prompt, run.n_tokens, details)
-
-    def name(self, token: int) -> str:
-        """A token for a sentence."""
-        return f"{self.pair.token_text(token)!r} ({token})"
 
 
 def _how(round_: Round) -> str:

@@ -21,14 +21,15 @@ from typing import Any
 
 import numpy as np
 
-from localspec.commands.verify.rows import Array
-from localspec.sampling.sampling import Distribution
+from localspec.sampling.sampling import Distribution, Ids, Probs
 
 FALSE_ALARM = 1e-6
+THRESHOLD = -math.log(FALSE_ALARM)
+"""The evidence that counts as a defect, in nats."""
 
 SAMPLED, FIXED = "sampled", "deterministic"
 
-ABOUT_GUESSES = {
+ABOUT_DRAFTS = {
     "followed": "every other token is the {} guess, whatever p says",
     "followed a little": "one token in twenty is the {} guess, whatever p says",
     "avoided": "every other token avoids the {} guess",
@@ -42,7 +43,7 @@ ABOUT_ROWS = {
 }
 ON_Q = f"accepted on q ({SAMPLED})"
 SUSPICIONS = (
-    {f"{name} ({rule})": words.format(rule) for rule in (SAMPLED, FIXED) for name, words in ABOUT_GUESSES.items()}
+    {f"{name} ({rule})": words.format(rule) for rule in (SAMPLED, FIXED) for name, words in ABOUT_DRAFTS.items()}
     | {ON_Q: "a sampled guess is accepted with the draft's probability for it, not by p / q"}
     | ABOUT_ROWS
 )
@@ -74,30 +75,23 @@ class Bets:
     impossible: int = 0
     _bettors: dict[str, _Bettor] = field(default_factory=lambda: {name: _Bettor() for name in SUSPICIONS})
 
-    def observe(self, p: Distribution, token: int, guess: Distribution | None, before: Distribution | None) -> None:
-        """A token was drawn.
+    def observe(self, p: Distribution, tokens: int | Ids, q: Distribution | None, before: Distribution | None) -> None:
+        """Tokens were drawn.
 
         Args:
-            p: the law it is claimed to follow.
-            token: what it was.
-            guess: the law its guess was drawn from, a point mass for a deterministic one; None where there was none.
-            before: the law of the token before it, if it is known.
+            p: the law they are claimed to follow.
+            tokens: what they were: one, or many draws from the same law [n].
+            q: the law their draft token was drawn from, a point mass for a deterministic one; None where there was
+                none.
+            before: the law of the token before them, if it is known.
         """
-        at = int(np.searchsorted(p.ids, token))
-        if at == len(p.ids) or p.ids[at] != token:
-            self.impossible += 1
-            return
-        counts = np.zeros(len(p.ids))
-        counts[at] = 1.0
-        self.observe_counts(p, counts, guess, before)
-
-    def observe_counts(
-        self, p: Distribution, counts: Array, guess: Distribution | None, before: Distribution | None
-    ) -> None:
-        """As ``observe`` for many draws from one law; ``counts`` [len(p.ids)] says how often each token came."""
-        n = float(counts.sum())
-        self.n_tokens += int(n)
-        for name, r in _suspected(p, guess, before).items():
+        drawn = np.atleast_1d(tokens)
+        at = np.minimum(np.searchsorted(p.ids, drawn), len(p.ids) - 1)
+        counts = np.bincount(at[p.ids[at] == drawn], minlength=len(p.ids))
+        n = int(counts.sum())
+        self.n_tokens += n
+        self.impossible += len(drawn) - n
+        for name, r in _suspected(p, q, before).items():
             ratio = np.log(np.maximum(r, 1e-300) / p.probs)
             mean = float((r * ratio).sum())
             bettor = self._bettors[name]
@@ -107,22 +101,16 @@ class Bets:
 
     @property
     def evidence(self) -> float:
-        """Logarithm of the common stake, in nats; infinite where something impossible was said."""
+        """Logarithm of the common stake, in nats; infinite where something impossible was emitted."""
         if self.impossible:
             return math.inf
-        stakes = [bettor.log_stake for bettor in self._bettors.values()]
-        top = max(stakes)
-        return top + math.log(sum(math.exp(stake - top) for stake in stakes) / len(stakes))
-
-    @property
-    def threshold(self) -> float:
-        """The evidence that counts as a defect, in nats."""
-        return -math.log(FALSE_ALARM)
+        stakes = np.array([bettor.log_stake for bettor in self._bettors.values()])
+        return float(np.logaddexp.reduce(stakes)) - math.log(len(stakes))
 
     @property
     def rejected(self) -> bool:
         """Whether the law does not hold."""
-        return self.evidence >= self.threshold
+        return self.evidence >= THRESHOLD
 
     @property
     def strongest(self) -> str:
@@ -133,63 +121,52 @@ class Bets:
 
     def power(self) -> Mapping[str, float]:
         """For each suspicion, the probability that it would have been found if it were true (normal approximation)."""
-        alone = self.threshold + math.log(len(self._bettors))  # the stake that one bettor needs when all others lose
+        alone = THRESHOLD + math.log(len(self._bettors))  # the stake that one bettor needs when all others lose
         found = {}
         for name, bettor in self._bettors.items():
             spread = math.sqrt(bettor.variance)
             found[name] = NormalDist().cdf((bettor.expected - alone) / spread) if spread else 0.0
         return found
 
-    def as_dict(self) -> dict[str, Any]:
-        """For the report."""
+    def figures(self) -> dict[str, Any]:
+        """``decoding_law`` in ``result``."""
         return {
             "tokens": self.n_tokens,
             "impossible_tokens": self.impossible,
             "evidence_nats": None if self.impossible else self.evidence,
-            "threshold_nats": self.threshold,
+            "threshold_nats": THRESHOLD,
             "strongest_suspicion": self.strongest,
             "false_alarm": FALSE_ALARM,
             "power": {SUSPICIONS[name]: value for name, value in self.power().items()},
         }
 
 
-def expected_evidence(p: Distribution, guess: Distribution) -> Mapping[str, float]:
-    """What one token tells on average, in nats, if a suspicion about its guess is true."""
-    laws = _suspected(p, guess, None)
+def expected_evidence(p: Distribution, q: Distribution) -> Mapping[str, float]:
+    """What one token tells on average, in nats, if a suspicion about its draft token is true."""
+    laws = _suspected(p, q, None)
     return {name: float((r * np.log(np.maximum(r, 1e-300) / p.probs)).sum()) for name, r in laws.items()}
 
 
-def _suspected(p: Distribution, guess: Distribution | None, before: Distribution | None) -> Mapping[str, Array]:
+def _suspected(p: Distribution, q: Distribution | None, before: Distribution | None) -> Mapping[str, Probs]:
     """What the token would follow under each suspicion, on the support of p [n]; mass elsewhere is given up."""
     probs = p.probs
-    laws: dict[str, Array] = {}
-    if guess is not None:
-        rule = f" ({FIXED if len(guess.ids) == 1 else SAMPLED})"
-        q = _on_support(guess, p)
-        overlap = np.minimum(probs, q)
+    laws: dict[str, Probs] = {}
+    if q is not None:
+        rule = f" ({FIXED if len(q.ids) == 1 else SAMPLED})"
+        drafted = q.probs_of(p.ids)
+        overlap = np.minimum(probs, drafted)
         rest = probs - overlap
         for suffix, share in MIXTURES.items():
-            laws["followed" + suffix + rule] = (1 - share) * probs + share * q
+            laws["followed" + suffix + rule] = (1 - share) * probs + share * drafted
         if rest.sum() > 1e-9:
             laws["avoided" + rule] = 0.5 * probs + 0.5 * rest / rest.sum()
         laws["no residual" + rule] = overlap + (1 - overlap.sum()) * probs
-        if len(guess.ids) > 1 and rest.sum() > 1e-9:
-            laws[ON_Q] = q * q + (1 - (guess.probs**2).sum()) * rest / rest.sum()
+        if len(q.ids) > 1 and rest.sum() > 1e-9:
+            laws[ON_Q] = drafted * drafted + (1 - (q.probs**2).sum()) * rest / rest.sum()
     if before is not None:
-        earlier = _on_support(before, p)
         for suffix, share in MIXTURES.items():
-            laws["row before" + suffix] = (1 - share) * probs + share * earlier
+            laws["row before" + suffix] = (1 - share) * probs + share * before.probs_of(p.ids)
     for name, power in (("sharper", 1.25), ("flatter", 0.8)):
         tilted = probs**power
         laws[name] = tilted / tilted.sum()
     return laws
-
-
-def _on_support(law: Distribution, p: Distribution) -> Array:
-    """The probabilities that a law gives to the tokens of p."""
-    values = np.zeros(len(p.ids))
-    at = np.searchsorted(law.ids, p.ids)
-    at[at == len(law.ids)] = 0
-    shared = law.ids[at] == p.ids
-    values[shared] = law.probs[at[shared]]
-    return values

@@ -6,17 +6,17 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from localspec.commands.options import RunOptions
+from localspec.commands.report.terminal import Screen
 from localspec.commands.verify.audit import Audit, AuditOptions
-from localspec.commands.verify.screen import AuditScreen
+from localspec.commands.verify.report import report_of
 from localspec.errors import UsageError
 from localspec.sampling.sampling import SamplingParams
 from localspec.system.interrupts import on_interrupt
 from localspec.terminal.progress import Progress
-from localspec.terminal.text import visible
 
 if TYPE_CHECKING:
     from localspec.llm import LLM
@@ -43,7 +43,7 @@ def verify_command(
             filters to the sampled ones; stop strings do not matter here.
         prompts: how many; None is 8, or 3 if ``quick``.
         quick: fewer and shorter answers, fewer draws.
-        as_json: print one object (see ``report``) instead of a screen.
+        as_json: print one object (see ``result``) instead of a screen.
 
     Returns:
         0 lossless, 1 a defect was found, 130 interrupted before one was.
@@ -62,16 +62,18 @@ def verify_command(
         for warning in llm.warnings:
             print(f"localspec: {warning}", file=sys.stderr)
         stop = threading.Event()
-        with _Bar() as bar, on_interrupt(stop.set):
-            audited = audit_options(options, llm, prompts, quick)
-            report = llm.run(lambda pair: Audit(llm, pair, audited, bar.show, stop.is_set).run())
+        with Progress() as progress, on_interrupt(stop.set):
+            audited, show = audit_options(options, llm, prompts, quick), _shown_on(progress)
+            result = llm.run(lambda pair: Audit(llm, pair, audited, show, stop.is_set).run())
         if as_json:
-            print(json.dumps(report.as_dict(), allow_nan=False))
+            print(json.dumps(result.as_dict(), allow_nan=False))
         else:
-            AuditScreen().report(report)
-    if report.defects:
+            screen = Screen()
+            screen.report(report_of(result))
+            screen.sentence(result.verdict)
+    if result.defects:
         return CHECK_FAILED
-    return INTERRUPTED if report.interrupted else 0
+    return INTERRUPTED if result.interrupted else 0
 
 
 def audit_options(options: RunOptions, llm: LLM, prompts: int | None, quick: bool) -> AuditOptions:
@@ -92,45 +94,19 @@ def audit_options(options: RunOptions, llm: LLM, prompts: int | None, quick: boo
     )
 
 
-# -- progress ----------------------------------------------------------------------------------------------------------
+def _shown_on(progress: Progress) -> Callable[[str, float], None]:
+    """Shows an audit's progress with the time that is left; where nobody watches, a line for each prompt."""
+    started, shown = time.monotonic(), ""
 
-
-class _Bar:
-    """Progress on standard error: a bar where someone watches, else a line for each prompt."""
-
-    def __init__(self) -> None:
-        self._bar: Any = None
-        self._task: Any = None
-        self._said = ""
-        self._started = time.monotonic()
-
-    def __enter__(self) -> _Bar:
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn
-
-            columns: Sequence[Any] = (
-                TextColumn("{task.description}", markup=False),
-                BarColumn(20),
-                TextColumn("{task.fields[left]}", markup=False),
-            )
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task("verifying", total=1.0, left="")
-            self._bar.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def show(self, what: str, done: float) -> None:
-        """Called from the worker thread."""
-        elapsed = time.monotonic() - self._started
-        left = f"about {elapsed * (1 - done) / done:.0f} s left" if done > 0.02 else ""
-        if self._bar is not None:
-            self._bar.update(self._task, description=visible(what), completed=done, left=left)
-            return
+    def show(what: str, done: float) -> None:
+        nonlocal shown
+        seconds = (time.monotonic() - started) * (1 - done) / max(done, 1e-9)
+        left = f", about {seconds:.0f} s left" if done > 0.02 else ""
         part = what.partition(":")[0]
-        if part != self._said:
-            self._said = part
-            print(f"{part}{', ' + left if left else ''}", file=sys.stderr, flush=True)
+        if part != shown:
+            shown = part
+            progress.report(part + left, None)
+        else:
+            progress.report(what + left, done)
+
+    return show

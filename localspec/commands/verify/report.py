@@ -1,182 +1,202 @@
-"""What an audit says: figures, ties, defects, a verdict in one sentence, and all of it as one JSON object.
-
-The object of ``verify --json`` (``"format": "localspec-audit", "version": 1``; a field is never renamed or removed
-without another version):
-
-========================= =============================================================================================
-``lossless``              true, false, or null where the audit was interrupted before it found a defect
-``verdict``               the sentence that the table ends with
-``interrupted``           Ctrl-C ended the audit early: everything below is what was checked until then
-``model, backend``        what was audited; ``engine`` and ``draft`` (the names) with it
-``settings``              ``prompts, tokens`` (longest answer), ``draft_length, longest_draft``, ``sampling`` (the chain
-                          of the laws)
-``seconds``               wall time of the audit, without loading
-``exact``                 whether the engine claims that the width of a pass changes nothing, so that the bound is 0
-``noise``                 ``rows, widths, median, largest, bound, gap_bound`` (logits), ``mean_kl, mean_kl_limit``
-                          (nats), ``argmax_flips, false_alarm``
-``arms[]``                ``arm, sampled, answers, complete, tokens, rounds, drafted, accepted, widths, rejected_at,
-                          differences, largest_deviation``: one for each way of drafting
-``memory``                ``rollbacks, restored, pairs, bitwise, largest_deviation`` or null
-``sensitivity``           ``tries, median, smallest, found``: rows of memories that are wrong on purpose, and the share
-                          of them over the bound; or null
-``verification_law``      ``draws, largest_excess, worst_cell, detectable_error`` and the fields of ``decoding_law``; or
-                          null
-``decoding_law``          ``tokens, impossible_tokens, evidence_nats, threshold_nats, strongest_suspicion, false_alarm,
-                          power`` (by suspicion), or null
-``ties[]``                ``arm, prompt, position, plain, speculative`` (``id, text``), ``gap, deviation``
-``rechecked``             ``rows, explained``: suspicious rows that were computed again from nothing
-``defects[]``             ``kind`` (``kernel, row, decision, memory, law, engine``), ``arm, prompt, position, evidence,
-                          details``
-========================= =============================================================================================
-"""
+"""An audit's result, as a person reads it: what was checked, how surely, and what was found."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
-import numpy as np
+from localspec.commands.report.model import Finding, Findings, Part, Report, Status, Table, Text
+from localspec.commands.verify.betting import FALSE_ALARM
+from localspec.commands.verify.log import Defect
+from localspec.commands.verify.result import AuditResult, Figures, counted
+from localspec.commands.verify.rollbacks import ARM as ROLLBACK
+from localspec.commands.verify.rounding import FALSE_ALARM as SECOND_LOOKS
 
-from localspec.commands.verify.betting import Bets
-from localspec.commands.verify.findings import Defect, Run, Tie
-from localspec.commands.verify.memory import MemoryCheck
-from localspec.commands.verify.rows import Deviation
-from localspec.commands.verify.verification_law import VerificationLaw
-
-FORMAT, VERSION = "localspec-audit", 1
+TIES = "Said otherwise than by the target alone, and why: rounding"
 
 
-@dataclass(slots=True)
-class Report:
-    """See the module's docstring."""
+def report_of(result: AuditResult) -> Report:
+    """Everything but the verdict."""
+    title = f"{result.model} · {result.engine} · draft: {' + '.join(result.draft) or 'none'}"
+    return Report("verify", title, list(_parts(result)))
 
-    model: str
-    backend: str
-    engine: str
-    draft: list[str]
-    exact: bool
-    settings: dict[str, Any]
-    interrupted: bool = False
-    seconds: float = 0.0
-    noise: dict[str, Any] = field(default_factory=dict)
-    runs: list[Run] = field(default_factory=list)
-    memory: list[MemoryCheck] = field(default_factory=list)
-    sensitivity: list[Deviation] = field(default_factory=list)
-    verification_law: VerificationLaw | None = None
-    decoding_law: Bets | None = None
-    ties: list[Tie] = field(default_factory=list)
-    tie_texts: list[dict[str, Any]] = field(default_factory=list)
-    n_rechecked: int = 0
-    n_explained: int = 0
-    defects: list[Defect] = field(default_factory=list)
 
-    @property
-    def lossless(self) -> bool | None:
-        """Whether the check held; None where it was not finished."""
-        if self.defects:
-            return False
-        return None if self.interrupted else True
+def _parts(result: AuditResult) -> Iterator[Part]:
+    settings = result.settings
+    yield Text(
+        f"{counted(settings['prompts'], 'prompt')}, answers of up to {settings['tokens']} tokens. Right is what the "
+        "target says alone: in a fresh memory, one token a pass, nothing ever taken back."
+    )
+    yield from _answers(result)
+    yield Findings("Checks", list(_checks(result)))
+    if ties := list(_ties(result)):
+        yield Findings(TIES, ties)
+    if result.defects:
+        yield Findings("Defects", list(_defects(result.defects)))
 
-    @property
-    def answers(self) -> list[Run]:
-        """Speculative answers; without the plain ones and the probes."""
-        return [run for run in self.runs if run.n_drafted]
 
-    @property
-    def largest_deviation(self) -> float:
-        """Of any row, in logits."""
-        runs = [*self.runs, *(check.run for check in self.memory)]
-        return max((run.largest for run in runs), default=0.0)
+def _answers(result: AuditResult) -> Iterator[Table]:
+    ties = Counter(tie["arm"] for tie in result.ties)
+    columns = ["answers", "tokens", "guesses", "right", "widest", "ties", "off by"]
+    temperature = result.settings["sampling"]["temperature"]
+    for sampled, title in ((False, "Greedy answers"), (True, f"Answers at temperature {temperature:g}")):
+        rows = []
+        arms = [arm for arm in result.arms if arm.sampled == sampled]
+        for arm in arms:
+            share = f"{arm.accepted / arm.drafted:.0%}" if arm.drafted else ""
+            figures = [arm.answers, arm.tokens, arm.drafted or "", share, max(arm.widths, default="")]
+            figures += [] if sampled else [ties[arm.arm] or "", f"{arm.largest_deviation:.2g}"]
+            rows.append([arm.arm, *map(str, figures)])
+        widths, rejected = set().union(*(arm.widths for arm in arms)), set().union(*(arm.rejected_at for arm in arms))
+        places = f"; rejections at places {_spans(rejected)} of a draft" if rejected else ""
+        if rows:
+            head = ["", *columns[: -2 if sampled else None]]
+            yield Table(title, head, rows, f"passes over {_spans(widths)} tokens{places}" if widths else "")
 
-    @property
-    def verdict(self) -> str:
-        """One sentence."""
-        if self.defects:
-            first = self.defects[0]
-            where = f"{first.arm}" + (f", prompt {first.prompt}" if first.prompt else "")
-            where += f", token {first.position}" if first.position is not None else ""
-            more = f" ({len(self.defects) - 1} more)" if len(self.defects) > 1 else ""
-            return f"NOT lossless here: {where}: {first.evidence}{more}"
-        bound = self.noise.get("bound")
-        noise = f"noise bound {bound:.2g}" if bound else "equality to the bit" if bound == 0 else "noise not measured"
-        said = (
-            f"{len(self.answers)} answers, {len(self.ties)} float tie{'' if len(self.ties) == 1 else 's'}, "
-            f"largest deviation {self.largest_deviation:.2g} logits, {noise}"
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def _checks(result: AuditResult) -> Iterator[Finding]:
+    """One line for each claim of the package's docstring: what it was held against, and how it came out."""
+    broken = {(defect.kind, defect.arm == ROLLBACK) for defect in result.defects}
+
+    def status(*kinds: str, rollback: bool = False) -> Status:
+        return "fail" if any((kind, rollback) in broken for kind in kinds) else "ok"
+
+    yield _noise(result, status("kernel"))
+    if n_rounds := sum(arm.rounds for arm in result.arms):
+        n_tokens = sum(arm.tokens for arm in result.arms)
+        text = f"{n_tokens} tokens: each the argmax of the row computed for it, or what its seed draws from that row"
+        yield Finding(status("decision"), "decisions", text)
+        sound = status("memory") == "ok"
+        held = "held what was settled, and nothing else" if sound else "was to hold what was settled, and did not"
+        yield Finding(status("memory"), "memory", f"after each of {counted(n_rounds, 'round')} the context {held}")
+        yield Finding(status("row"), "rows", _rows(result))
+    if "fail" in (status("engine"), status("engine", rollback=True)):
+        yield Finding("fail", "engine", "a pass failed")
+    yield _rollbacks(result, status("memory", "row", "engine", rollback=True))
+    yield from _laws(result)
+    looks = "none possible" if result.exact else f"{SECOND_LOOKS:.0%} of sound systems have a row computed again"
+    text = f"rows: {looks}; decisions and memory: none possible; each law: {FALSE_ALARM:g}"
+    yield Finding("info", "false alarms", text)
+
+
+def _noise(result: AuditResult, status: Status) -> Finding:
+    noise = result.noise
+    if not noise["rows"]:
+        return Finding("note", "width noise", "not measured")
+    what = f"{noise['rows']} rows of one text in passes of {_spans(noise['widths'])} tokens against 1"
+    if result.exact:
+        what += ": equal to the bit, as this engine claims" if status == "ok" else ""
+        return Finding(status, "width noise", what)
+    few = noise["bound"] is None
+    text = (
+        f"{what}: median {noise['median']:.2g}, largest {noise['largest']:.2g} logits, "
+        + ("too few for a bound" if few else f"so the bound is {noise['bound']:.2g}")
+        + f"; {noise['mean_kl']:.2g} nats on average, where a wrong kernel shows over {noise['mean_kl_limit']:g}"
+    )
+    return Finding("note" if few else status, "width noise", text)
+
+
+def _rows(result: AuditResult) -> str:
+    text = (
+        f"{result.noise['tested']} rows against those of the target alone: "
+        f"largest deviation {result.largest_deviation:.2g} logits"
+    )
+    if result.noise["bound"]:
+        text += f", bound {result.noise['bound']:.2g}"
+    if n := result.rechecked["rows"]:
+        text += f"; {n} computed anew at several widths, {result.rechecked['explained']} of them rounding"
+    return text
+
+
+def _rollbacks(result: AuditResult, status: Status) -> Finding:
+    probes, made = result.memory, result.sensitivity
+    if probes is None:
+        return Finding("note", "rollbacks", "not reached")
+    saved = f", {counted(probes.restored, 'saved state')}" if probes.restored else ""
+    text = (
+        f"{probes.rollbacks}, of rejected guesses, an edited question, a new conversation{saved}; against fresh "
+        f"memories: largest deviation {probes.largest_deviation:.2g} logits"
+    )
+    if probes.bitwise and status == "ok":
+        text += f"; in {probes.pairs} pairs what was rejected left no trace, to the bit"
+    advice = None
+    if made:
+        share = "" if made["found"] is None else f", {made['found']:.0%} of them over the bound"
+        advice = (
+            f"{made['tries']} memories made wrong by one token on purpose: median {made['median']:.2g} logits{share}"
         )
-        return f"interrupted; no defect so far: {said}" if self.interrupted else f"lossless here: {said}"
-
-    def arms(self) -> list[dict[str, Any]]:
-        """The runs, added up by who drafted."""
-        groups: dict[tuple[str, bool], list[Run]] = {}
-        for run in self.runs:
-            groups.setdefault((run.arm, run.sampled), []).append(run)
-        return [
-            {
-                "arm": arm,
-                "sampled": sampled,
-                "answers": len(runs),
-                "complete": sum(run.complete for run in runs),
-                "tokens": sum(run.n_tokens for run in runs),
-                "rounds": sum(run.n_rounds for run in runs),
-                "drafted": sum(run.n_drafted for run in runs),
-                "accepted": sum(run.n_accepted for run in runs),
-                "widths": sorted(set().union(*(run.widths for run in runs))),
-                "rejected_at": sorted(set().union(*(run.rejected_at for run in runs))),
-                "differences": sum(len(run.differences) for run in runs),
-                "largest_deviation": None if sampled else max(run.largest for run in runs),
-            }
-            for (arm, sampled), runs in sorted(groups.items(), key=_order)
-        ]
-
-    def sensitivity_dict(self) -> dict[str, Any] | None:
-        """How a memory that is wrong on purpose shows."""
-        rms = [each.rms for each in self.sensitivity]
-        if not rms:
-            return None
-        bound = self.noise.get("bound")
-        found = None if bound is None else float(np.mean([value > bound for value in rms]))
-        return {"tries": len(rms), "median": float(np.median(rms)), "smallest": min(rms), "found": found}
-
-    def memory_dict(self) -> dict[str, Any] | None:
-        """The probes, added up."""
-        if not self.memory:
-            return None
-        return {
-            "rollbacks": sum(each.n_rollbacks for each in self.memory),
-            "restored": sum(each.n_restored for each in self.memory),
-            "pairs": sum(each.n_pairs for each in self.memory),
-            "bitwise": all(each.bitwise for each in self.memory),
-            "largest_deviation": max(each.run.largest for each in self.memory),
-        }
-
-    def as_dict(self) -> dict[str, Any]:
-        """The JSON object."""
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "lossless": self.lossless,
-            "verdict": self.verdict,
-            "interrupted": self.interrupted,
-            "model": self.model,
-            "backend": self.backend,
-            "engine": self.engine,
-            "draft": self.draft,
-            "exact": self.exact,
-            "settings": self.settings,
-            "seconds": round(self.seconds, 2),
-            "noise": self.noise,
-            "arms": self.arms(),
-            "memory": self.memory_dict(),
-            "sensitivity": self.sensitivity_dict(),
-            "verification_law": self.verification_law and self.verification_law.as_dict(),
-            "decoding_law": self.decoding_law and self.decoding_law.as_dict(),
-            "ties": self.tie_texts,
-            "rechecked": {"rows": self.n_rechecked, "explained": self.n_explained},
-            "defects": [defect.as_dict() for defect in self.defects],
-        }
+    return Finding(status, "rollbacks", text, advice)
 
 
-def _order(item: tuple[tuple[str, bool], list[Run]]) -> tuple[bool, bool]:
-    """Greedy answers before sampled ones, the adversary's last."""
-    (arm, sampled), _ = item
-    return sampled, arm.startswith(("adversary", "near misses"))
+def _laws(result: AuditResult) -> Iterator[Finding]:
+    broken = {defect.arm for defect in result.defects if defect.kind == "law"}
+    at = f"at temperature {result.settings['sampling']['temperature']:g}"
+    if law := result.verification_law:
+        text = f"{law['draws']} drafts drawn on the model's own distributions {at}: {_evidence(law)}"
+        advice = f"{_power(law)}, and any error of a probability over {law['detectable_error']:.2f}"
+        yield Finding("fail" if "verification" in broken else "ok", "verification", text, advice)
+    else:
+        yield Finding("note", "verification", "its law was not reached")
+    if law := result.decoding_law:
+        text = f"{law['tokens']} tokens {at}, drafter and decoder included: {_evidence(law)}"
+        yield Finding("fail" if broken - {"verification"} else "ok", "decoding", text, _power(law))
+    else:
+        yield Finding("note", "decoding", "its law was not reached")
+
+
+def _evidence(law: Figures) -> str:
+    """How much speaks against a law."""
+    if law["impossible_tokens"]:
+        return "a token was said that has no probability"
+    evidence, threshold = max(0.0, law["evidence_nats"]), law["threshold_nats"]
+    return f"{evidence:.1f} nats of evidence against the law, where {threshold:.1f} prove a defect"
+
+
+def _power(law: Figures) -> str:
+    """How many of the suspected defects would have shown."""
+    power = law["power"].values()
+    return f"would be found with 99%: {sum(value > 0.99 for value in power)} of {len(power)} suspected defects"
+
+
+# -- differences -------------------------------------------------------------------------------------------------------
+
+
+def _ties(result: AuditResult) -> Iterator[Finding]:
+    """Those that several answers share are one line."""
+    shared: dict[tuple[str, str], list[str]] = {}
+    for tie in result.ties:
+        text = (
+            f"token {tie['position']}: {tie['speculative']['text']!r} for {tie['plain']['text']!r}, {tie['gap']:.2g} "
+            "logits apart alone"
+        )
+        if result.noise["gap_bound"]:
+            text += f" (rounding bridges {result.noise['gap_bound']:.2g})"
+        shared.setdefault((tie["prompt"], text), []).append(tie["arm"])
+    for (prompt, text), arms in shared.items():
+        where = (arm + (f" (of {n} answers)" if n > 1 else "") for arm, n in Counter(arms).items())
+        yield Finding("info", prompt, f"{text}, in {', '.join(where)}")
+
+
+def _defects(defects: Iterable[Defect]) -> Iterator[Finding]:
+    """What several answers show in the same way is one line."""
+    shared: dict[tuple[str, tuple[str, ...], str], list[str]] = {}
+    for defect in defects:
+        says_where = defect.position is None or "token" in defect.evidence
+        place: tuple[str, ...] = (defect.prompt or "", "" if says_where else f"token {defect.position}")
+        shared.setdefault((defect.kind, place, defect.evidence), []).append(defect.arm)
+    for (kind, place, evidence), arms in shared.items():
+        yield Finding("fail", kind, f"{', '.join([*dict.fromkeys(arms), *filter(None, place)])}: {evidence}")
+
+
+def _spans(numbers: Iterable[int]) -> str:
+    """``2-5, 8``: a set of numbers in few characters."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
-import numpy.typing as npt
 
 from localspec.backends.base import FloatArray
 from localspec.errors import EngineError
-
-Array = npt.NDArray[np.float64]
+from localspec.sampling.sampling import Ids, Probs
 
 TOP = 20
 """Tokens that a deviation looks at: those that could have been chosen."""
@@ -21,17 +19,34 @@ KEPT = 64
 
 
 @dataclass(frozen=True, slots=True)
+class Deviation:
+    """How far two computations of one row lie apart; all 0 exactly where they are equal to the bit.
+
+    Attributes:
+        rms: root mean square change of the top 20 logits about their common shift, in logits.
+        swing: largest change of one of them against the best: bounds the gap that a flipped argmax can have.
+        kl: Kullback-Leibler divergence over the tokens kept, in nats.
+        flips: whether the argmax differs.
+    """
+
+    rms: float = 0.0
+    swing: float = 0.0
+    kl: float = 0.0
+    flips: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class KeptRow:
     """The head of a row of logits, and a digest of all of it.
 
     Attributes:
         ids: the most probable tokens [n <= KEPT], the first first; among equals the lower id, as in greedy decoding.
         logits: theirs [n].
-        digest: of the whole row's bytes: equal for rows that are equal to the bit.
+        digest: equal for rows that are equal to the bit.
     """
 
-    ids: npt.NDArray[np.int64]
-    logits: Array
+    ids: Ids
+    logits: Probs
     digest: bytes
 
     @classmethod
@@ -62,29 +77,15 @@ class KeptRow:
     def compared(self, row: FloatArray) -> Deviation:
         """Compare another computation of the same row [n_vocab] with this one."""
         if digest_of(row) == self.digest:
-            return Deviation(0.0, 0.0, 0.0)
+            return Deviation()
         change = row[self.ids].astype(np.float64) - self.logits
         top = change[:TOP]
         log_p, log_q = _log_softmax(self.logits), _log_softmax(self.logits + change)
         kl = float((np.exp(log_p) * (log_p - log_q)).sum())
         rms = float(np.sqrt(np.mean((top - top.mean()) ** 2)))
         # Not equal to the bit, but all by the same amount, or only far down: the smallest number that says so.
-        return Deviation(max(rms, 1e-12), float(np.abs(top - top[0]).max()), max(0.0, kl))
-
-
-@dataclass(frozen=True, slots=True)
-class Deviation:
-    """How far two computations of one row lie apart; all 0 exactly where they are equal to the bit.
-
-    Attributes:
-        rms: root mean square change of the top 20 logits about their common shift, in logits.
-        swing: largest change of one of them against the best: bounds the gap that a flipped argmax can have.
-        kl: Kullback-Leibler divergence over the tokens kept, in nats.
-    """
-
-    rms: float
-    swing: float
-    kl: float
+        rms, swing = max(rms, 1e-12), float(np.abs(top - top[0]).max())
+        return Deviation(rms, swing, max(0.0, kl), int(np.argmax(row)) != self.best)
 
 
 def digest_of(row: FloatArray) -> bytes:
@@ -92,6 +93,6 @@ def digest_of(row: FloatArray) -> bytes:
     return blake2b(row.tobytes(), digest_size=16).digest()
 
 
-def _log_softmax(logits: Array) -> Array:
+def _log_softmax(logits: Probs) -> Probs:
     shifted = logits - logits.max()
     return np.asarray(shifted - np.log(np.exp(shifted).sum()))

@@ -1,19 +1,20 @@
 """The law of verification, drawn thousands of times on distributions that this model and this draft really had.
 
 A window is a draft of a real round with the target's rows for it. Rows are reduced to their most probable tokens, as
-real rows but small, and then verification is asked again and again, each time with fresh noise, what it says of the
-draft: row i follows i tokens, whatever they are, so token i must follow p_i exactly, whoever guessed and however rounds
-fell. Five kinds of guesses are sent: sampled from the draft's real distribution, its argmax, one that is seldom right,
+real rows but small, and then verification is asked again and again, each time with fresh noise, which tokens it emits:
+row i follows i tokens, whatever they are, so token i must follow p_i exactly, whatever was drafted and however rounds
+fell. Five kinds of drafts are sent: sampled from the draft's real distribution, its argmax, one that is seldom right,
 drawn with the target's own noise (what a fixed seed does), and in turns sampled from a poor draft's law and fixed.
 
 Two tests read the counts. Bets against named defects (see ``betting``), and one that suspects nothing in particular:
-a token said c times in n draws has n * KL(c/n || p) over ln(2 * cells / a) with probability at most a among all cells
-(Chernoff 1952; valid for every n). Its power: a token whose probability is off by ``detectable`` is found with 99 %.
-Noise comes from fixed seeds, so the outcome is the same each time.
+a token emitted c times in n draws has n * KL(c/n || p) over ln(2 * cells / a) with probability at most a among all
+cells (Chernoff 1952; valid for every n). Its power: a token whose probability is off by ``detectable`` is found with
+99 %. Noise comes from fixed seeds, so the outcome is the same each time.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,9 +24,17 @@ import numpy as np
 
 from localspec.backends.base import FloatArray
 from localspec.commands.verify.betting import FALSE_ALARM, Bets, expected_evidence
-from localspec.commands.verify.paths import Check
-from localspec.commands.verify.rows import Array
-from localspec.sampling.sampling import Distribution, Noise, SamplingParams, distribution, edit_logits, top_k_ids
+from localspec.commands.verify.plain import Check
+from localspec.sampling.sampling import (
+    Distribution,
+    Ids,
+    Noise,
+    Probs,
+    SamplingParams,
+    distribution,
+    edit_logits,
+    top_k_ids,
+)
 from localspec.spec_decode import verification
 from localspec.spec_decode.rounds import Draft, DraftToken
 from localspec.spec_decode.verification import STREAM_DRAFT, STREAM_TARGET
@@ -33,7 +42,8 @@ from localspec.spec_decode.verification import STREAM_DRAFT, STREAM_TARGET
 PER_ROW = 16
 """Tokens kept of each row of a window."""
 
-MAX_GUESSES = 3
+LONGEST = 3
+"""Draft tokens kept of a window."""
 
 CHECKED_DRAWS = 50
 """Draws between two looks at the cancel flag."""
@@ -47,36 +57,45 @@ class Window:
 
     Attributes:
         rows: [k + 1, n_kept]; penalties are applied.
-        guesses: the laws the k guesses were drawn from, over the tokens kept; None for a deterministic guess.
+        laws: what the k draft tokens were drawn from, over the tokens kept; None for a deterministic one.
     """
 
     rows: FloatArray
-    guesses: list[Distribution | None]
+    laws: list[Distribution | None]
 
     @classmethod
     def of(cls, rows: FloatArray, draft: Draft, settled: Sequence[int], params: SamplingParams) -> Window:
         """Reduce the rows [k + 1, n_vocab] of a round; ``settled`` is the text before it."""
-        k = min(len(draft), MAX_GUESSES)
+        k = min(len(draft), LONGEST)
         edited = [edit_logits(rows[i], [*settled, *draft.ids[:i]], params) for i in range(k + 1)]
         kept = [top_k_ids(row, PER_ROW) for row in edited]
-        laws = [guess.dist for guess in draft[:k]]
+        laws = [token.dist for token in draft[:k]]
         kept += [law.ids[np.sort(np.argsort(-law.probs)[:PER_ROW])] for law in laws if law is not None]
         ids = np.unique(np.concatenate(kept))
         return cls(np.stack([row[ids] for row in edited]), [law and _restricted(law, ids) for law in laws])
+
+    def drafted(self, params: SamplingParams) -> list[Distribution]:
+        """The laws of the draft tokens; a poor draft's where no law is known."""
+        poor = self.poorly_drafted(params)
+        return [law or other for law, other in zip(self.laws, poor, strict=True)]
+
+    def poorly_drafted(self, params: SamplingParams) -> list[Distribution]:
+        """A poor draft's laws: the target's own at twice the temperature, mixed with another row of the text."""
+        hot = SamplingParams(temperature=2 * params.temperature)
+        return [distribution(0.7 * row + 0.3 * self.rows[-1], (), hot) for row in self.rows[:-1]]
 
     def telling(self, params: SamplingParams) -> float:
         """How much a draw would tell if verification were wrong, in nats: by the suspicion about the residual, which is
         the hardest to see, over all places."""
         bare, total = _without_edits(params), 0.0
-        for row, guess in zip(self.rows, self.guesses, strict=False):
-            p = distribution(row, (), bare)
-            nats = expected_evidence(p, guess or _hotter(row, self.rows[-1], bare))
+        for row, q in zip(self.rows, self.drafted(bare), strict=False):
+            nats = expected_evidence(distribution(row, (), bare), q)
             total += max(value for name, value in nats.items() if name.startswith("no residual"))
         return total
 
 
 def law_of(token: int, dist: Distribution | None) -> Distribution:
-    """The law that a guess was drawn from: a point mass for a deterministic one."""
+    """The law that a draft token was drawn from: a point mass for a deterministic one."""
     return dist if dist is not None else Distribution(np.array([token]), np.ones(1))
 
 
@@ -103,132 +122,112 @@ class VerificationLaw:
         """Whether verification does not follow the target's law."""
         return self.excess >= 1 or self.bets.rejected
 
-    def as_dict(self) -> dict[str, Any]:
-        """For the report."""
+    def figures(self) -> dict[str, Any]:
+        """``verification_law`` in ``result``."""
         return {
             "draws": self.n_draws,
             "largest_excess": self.excess,
             "worst_cell": self.worst,
             "detectable_error": self.detectable,
-            **self.bets.as_dict(),
+            **self.bets.figures(),
         }
 
-
-def examine(windows: Sequence[Window], params: SamplingParams, n_draws: int, check: Check) -> VerificationLaw:
-    """Draw ``n_draws`` times from every kind of guess on every window.
-
-    Args:
-        windows: real ones; at least two.
-        params: the chain; penalties were applied already.
-        n_draws: trials for each window and kind.
-        check: see ``paths.Check``.
-    """
-    found, bare = VerificationLaw(), _without_edits(params)
-    n_cells = sum(sum(len(distribution(row, (), bare).ids) for row in window.rows) for window in windows) * len(KINDS)
-    limit = math.log(2 * max(1, n_cells) / FALSE_ALARM)
-    for number, window in enumerate(windows):
-        for index, kind in enumerate(KINDS):
-            trial = _Trial(window, kind, bare)
-            counts = [np.zeros(window.rows.shape[1]) for _ in window.rows]
+    def examine(self, windows: Sequence[Window], params: SamplingParams, n_draws: int, check: Check) -> None:
+        """Draw ``n_draws`` times from every kind of draft on every window; ``check``: see ``plain.Check``."""
+        bare = _without_edits(params)
+        n_laws = sum(len(distribution(row, (), bare).ids) for window in windows for row in window.rows)
+        limit = math.log(2 * max(1, n_laws * len(KINDS)) / FALSE_ALARM)
+        for number, (window, kind) in enumerate(itertools.product(windows, KINDS)):
+            trial, emitted = _Trial(window, kind, bare), []
             for draw in range(n_draws):
                 if draw % CHECKED_DRAWS == 0:
                     check()
-                noise = Noise((number * len(KINDS) + index) * 2**32 + draw)
-                for count, token in zip(counts, trial.draw(noise), strict=False):
-                    count[token] += 1
-            found.n_draws += n_draws
-            for place, count in enumerate(counts):
-                _judge(found, trial, place, count, limit, f"window {number}, {kind} guesses, place {place}")
-    return found
+                emitted.append(trial.emitted(Noise(number * 2**32 + draw)))
+            self.n_draws += n_draws
+            for place, tokens in enumerate(np.array(emitted).T):
+                p, before = trial.laws[place], trial.laws[place - 1] if place else None
+                self.bets.observe(p, tokens, trial.law_to_bet_with(place), before)
+                self._compare(p, tokens, limit, f"window {number // len(KINDS)}, {kind} guesses, place {place}")
 
-
-def _judge(found: VerificationLaw, trial: _Trial, place: int, count: Array, limit: float, where: str) -> None:
-    p, n = trial.laws[place], float(count.sum())
-    found.bets.impossible += int(n - count[p.ids].sum())
-    before = trial.laws[place - 1] if place else None
-    found.bets.observe_counts(p, count[p.ids], trial.guess_law(place), before)
-    excess = n * _binary_kl(count[p.ids] / n, p.probs) / limit
-    if excess.max() > found.excess:
-        found.excess = float(excess.max())
-        token = int(np.argmax(excess))
-        seen, claimed = float(count[p.ids][token] / n), float(p.probs[token])
-        found.worst = f"{where}: a token of probability {claimed:.4f} was said in {seen:.4f} of {n:.0f} draws"
-    spread = np.sqrt(p.probs * (1 - p.probs) / n)
-    found.detectable = max(found.detectable, float((spread * (math.sqrt(2 * limit) + 2.33)).max()))
+    def _compare(self, p: Distribution, tokens: Ids, limit: float, where: str) -> None:
+        """Hold draws [n] against their law: n * KL stays under ``limit`` for each token."""
+        n = len(tokens)
+        shares = np.bincount(tokens, minlength=int(p.ids[-1]) + 1)[p.ids] / n
+        excess = n * _binary_kl(shares, p.probs) / limit
+        if excess.max() > self.excess:
+            worst = int(np.argmax(excess))
+            self.excess = float(excess[worst])
+            self.worst = (
+                f"{where}: a token of probability {p.probs[worst]:.4f} was said in {shares[worst]:.4f} of {n} draws"
+            )
+        spread = np.sqrt(p.probs * (1 - p.probs) / n)
+        self.detectable = max(self.detectable, float((spread * (math.sqrt(2 * limit) + 2.33)).max()))
 
 
 class _Trial:
-    """One kind of guesses on one window; ``draw`` says as many tokens as the window has rows."""
+    """One kind of draft on one window.
+
+    Attributes:
+        laws: the target's, one for each row.
+    """
 
     def __init__(self, window: Window, kind: str, params: SamplingParams) -> None:
-        self.rows, self.kind, self.params = window.rows, kind, params
         self.laws = [distribution(row, (), params) for row in window.rows]
-        # Where no draft model sampled, and where guesses are to be worse than a good draft's: see _hotter.
-        self._hot = [_hotter(row, window.rows[-1], params) for row in window.rows[:-1]]
-        self._guesses = [law or hot for law, hot in zip(window.guesses, self._hot, strict=True)]
-        if kind == "mixed":
-            self._guesses = self._hot
+        self._rows, self._params, self._coupled = window.rows, params, kind == "coupled"
         self._n_sampled = 0
-        self._guess_laws = [self._law_to_bet_with(place) for place in range(len(self._guesses))]
+        drafted = window.poorly_drafted(params) if kind == "mixed" else window.drafted(params)
+        # The law of each draft token, and whether verification is told of it.
+        self._drafted: list[tuple[Distribution, bool]] = []
+        for place, (q, p) in enumerate(zip(drafted, self.laws, strict=False)):
+            if kind == "sampled" or (kind == "mixed" and place % 2 == 0):
+                self._drafted.append((q, True))
+            elif kind == "coupled":
+                self._drafted.append((q, False))
+            else:
+                self._drafted.append((_ranked(p, 2) if kind == "seldom right" else _ranked(q, 0), False))
 
-    def guess_law(self, place: int) -> Distribution | None:
-        """The law of the guess for a place, to bet with; None where the guess knows the target's noise."""
-        return self._guess_laws[place] if place < len(self._guess_laws) else None
+    def law_to_bet_with(self, place: int) -> Distribution | None:
+        """The law of the draft token for a place; None where there is none, or it knows the target's noise."""
+        return None if self._coupled or place == len(self._drafted) else self._drafted[place][0]
 
-    def _law_to_bet_with(self, place: int) -> Distribution | None:
-        if self.kind == "coupled":
-            return None
-        if self.kind == "sampled" or (self.kind == "mixed" and place % 2 == 0):
-            return self._guesses[place]
-        return law_of(self._fixed(place), None)
+    def emitted(self, noise: Noise) -> list[int]:
+        """The tokens of all rows, by rounds of drafting and verifying until every row has had its token."""
+        tokens: list[int] = []
+        while (start := len(tokens)) < len(self._rows):
+            draft = Draft([self._draft_token(place, noise) for place in range(start, len(self._rows) - 1)])
+            settled = [0] * (1 + start)  # only their number matters: it addresses the noise
+            verdict = verification.verify(draft, self._rows[start:], settled, self._params, noise)
+            tokens += [*draft.ids[: verdict.n_accepted], verdict.next_token]
+        return tokens
 
-    def _fixed(self, place: int) -> int:
-        law = self.laws[place] if self.kind == "seldom right" else self._guesses[place]
-        rank = min(2, len(law.ids) - 1) if self.kind == "seldom right" else 0
-        return int(law.ids[np.argsort(-law.probs, kind="stable")[rank]])
-
-    def draw(self, noise: Noise) -> list[int]:
-        """Rounds of guessing and verifying until every row has had its token."""
-        said: list[int] = []
-        n_rows = len(self.rows)
-        while len(said) < n_rows:
-            start = len(said)
-            draft = Draft([self._guess(place, noise) for place in range(start, n_rows - 1)])
-            tokens = [0] * (1 + start)  # only their number matters: it addresses the noise
-            verdict = verification.verify(draft, self.rows[start:], tokens, self.params, noise)
-            said += [*draft.ids[: verdict.n_accepted], verdict.next_token]
-        return said
-
-    def _guess(self, place: int, noise: Noise) -> DraftToken:
-        if self.kind == "coupled":
-            return DraftToken(self._guesses[place].sample(noise, place + 1, STREAM_TARGET), "audit", 0.5)
-        law = self._guess_laws[place]
-        assert law is not None
-        if len(law.ids) == 1 and law is not self._guesses[place]:
-            return DraftToken(int(law.ids[0]), "audit", 0.5)
-        self._n_sampled += 1
-        return DraftToken(law.sample(noise, self._n_sampled, STREAM_DRAFT), "audit", 0.5, law)
+    def _draft_token(self, place: int, noise: Noise) -> DraftToken:
+        q, told = self._drafted[place]
+        if self._coupled:
+            token = q.sample(noise, place + 1, STREAM_TARGET)
+        else:
+            self._n_sampled += 1
+            token = q.sample(noise, self._n_sampled, STREAM_DRAFT)
+        return DraftToken(token, "audit", 0.5, q if told else None)
 
 
-def _restricted(law: Distribution, ids: Any) -> Distribution:
+def _ranked(law: Distribution, rank: int) -> Distribution:
+    """A point mass on a law's most probable token (rank 0), or one of the next."""
+    order = np.argsort(-law.probs, kind="stable")
+    return law_of(int(law.ids[order[min(rank, len(order) - 1)]]), None)
+
+
+def _restricted(law: Distribution, ids: Ids) -> Distribution:
     """A law over the kept tokens alone, numbered by their place among them."""
-    places = np.searchsorted(ids, law.ids)
-    places[places == len(ids)] = 0
-    kept = ids[places] == law.ids
-    probs = law.probs[kept]
-    return Distribution(places[kept].astype(np.int64), probs / probs.sum())
-
-
-def _hotter(row: FloatArray, other: FloatArray, params: SamplingParams) -> Distribution:
-    """A poor draft's law for a row: the target's own at twice the temperature, mixed with another row of the text."""
-    return distribution(0.7 * row + 0.3 * other, (), SamplingParams(temperature=2 * params.temperature))
+    probs = law.probs_of(ids)
+    kept = np.flatnonzero(probs)
+    return Distribution(kept, probs[kept] / probs[kept].sum())
 
 
 def _without_edits(params: SamplingParams) -> SamplingParams:
     return SamplingParams(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
 
 
-def _binary_kl(a: Array, p: Array) -> Array:
+def _binary_kl(a: Probs, p: Probs) -> Probs:
     """KL divergence [nats] of a coin of probability a from one of probability p, elementwise."""
     p = np.clip(p, 1e-300, 1 - 1e-16)
     with np.errstate(divide="ignore", invalid="ignore"):
