@@ -16,7 +16,7 @@ from typing import Any
 
 from localspec.commands.bench.record import Record, Sample
 from localspec.commands.bench.remarks import doubts
-from localspec.commands.bench.results import ALL, Ratios, by_question, drifts, speedups
+from localspec.commands.bench.results import ALL, Ratios, by_question, drifts, ratios
 from localspec.commands.bench.statistics import LEVEL, Estimate, estimate, estimate_quotient, middle, range_level
 from localspec.commands.bench.words import interval_text, times_text, title
 from localspec.commands.report.model import Facts, Part, Report, Table, Text
@@ -129,7 +129,9 @@ def _figures(a: Record, b: Record, arm: str, engine: tuple[str, str], category: 
     alone = engine[0] == engine[1] and len(a.settings.backends) == 1
     name = arm if alone else f"{arm} ({' / '.join(dict.fromkeys(engine))})"
     if arm != "plain":
-        first, second = (speedups(group).get((which, arm), {}) for group, which in zip(chosen, engine, strict=True))
+        first, second = (
+            ratios(group, (which, arm), (which, "plain")) for group, which in zip(chosen, engine, strict=True)
+        )
         if first and second:
             yield "speed-up", category, name, first, second
     first, second = (

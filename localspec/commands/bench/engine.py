@@ -19,7 +19,6 @@ from typing import Any, Literal
 from localspec.backends.base import Context, ContextState
 from localspec.backends.trust import fingerprint
 from localspec.commands.bench.arms import PLAIN, Arm
-from localspec.commands.bench.conditions import Watcher
 from localspec.commands.bench.lane import Asked, Stopped, UnderWay, hold
 from localspec.commands.bench.record import Engine, ModelFile
 from localspec.commands.doctor.costs import WIDTHS, Watch
@@ -181,9 +180,7 @@ class EngineUnderTest:
 
         return Asked(question, tokens, self.llm.run(state) if self.in_slices else None, reply.stats["seconds_prompt"])
 
-    def begin(
-        self, arm: Arm, asked: Asked, params: SamplingParams, place: tuple[int, int], watcher: Watcher
-    ) -> UnderWay:
+    def begin(self, arm: Arm, asked: Asked, params: SamplingParams, place: tuple[int, int]) -> UnderWay:
         """One answer, the prompt being in the target's memory; nothing is decoded yet.
 
         Args:
@@ -191,7 +188,6 @@ class EngineUnderTest:
             asked: what ``prepare`` returned last.
             params: how to sample.
             place: the repeat, and the place in the order of arms.
-            watcher: looks at the machine.
         """
 
         def rounds(pair: Pair, prefilled: Callable[[int], None]) -> Iterator[Round]:
@@ -199,7 +195,7 @@ class EngineUnderTest:
             hold(pair.context, asked)
             return pair.rounds(asked.tokens, params, arm.length, prefilled, self._stop.is_set)
 
-        return UnderWay(self.llm, arm, asked, place, rounds, self._stop, watcher)
+        return UnderWay(self.llm, arm, asked, place, rounds, self._stop)
 
     def _answer(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams, arm: Arm) -> Reply:
         length = arm.length if arm.length else None

@@ -16,13 +16,13 @@ from typing import Any
 
 from localspec.backends.base import Context, ContextState
 from localspec.commands.bench.arms import Arm
-from localspec.commands.bench.conditions import Reading, Watcher
 from localspec.commands.bench.record import Sample
 from localspec.commands.questions import Question
 from localspec.llm import LLM
 from localspec.runtime.pair import Pair
 from localspec.spec_decode.decoder import PREFILL_CHUNK
 from localspec.spec_decode.rounds import FinishReason, Round, SpecStats
+from localspec.system.usage import CPUTimes, others_share
 
 
 class Stopped(Exception):
@@ -56,7 +56,6 @@ class UnderWay:
         place: the repeat, and the place in the order of arms.
         begin: puts the arm's state in place and makes the rounds; takes the pair, and what is called after the prompt.
         stop: set when somebody wants to stop.
-        watcher: looks at the machine before and after every slice.
     """
 
     def __init__(
@@ -67,7 +66,6 @@ class UnderWay:
         place: tuple[int, int],
         begin: Callable[[Pair, Callable[[int], None]], Iterator[Round]],
         stop: threading.Event,
-        watcher: Watcher,
     ) -> None:
         self.arm = arm
         self.backend = llm.backend_name
@@ -76,12 +74,11 @@ class UnderWay:
         self._place = place
         self._begin = begin
         self._stop = stop
-        self._watcher = watcher
         self._rounds: Iterator[Round] | None = None
         self._done: list[Round] = []
         self._stats = SpecStats()
         self._started = 0.0
-        self._spans: list[tuple[Reading, Reading]] = []
+        self._spans: list[tuple[CPUTimes, CPUTimes]] = []
 
     @property
     def n_tokens(self) -> int:
@@ -99,9 +96,9 @@ class UnderWay:
         Raises:
             Stopped: somebody asked to stop.
         """
-        before = self._watcher.read()
+        before = CPUTimes.now()
         self._llm.run(lambda pair: self._advance(pair, None if n_tokens is None else self.n_tokens + n_tokens))
-        self._spans.append((before, self._watcher.read()))
+        self._spans.append((before, CPUTimes.now()))
 
     def _advance(self, pair: Pair, until: int | None) -> None:
         while self.finish_reason is None and (until is None or self.n_tokens < until):
@@ -132,7 +129,6 @@ class UnderWay:
 
     def sample(self) -> Sample:
         """The answer as it was measured."""
-        seen = self._watcher.over(self._spans)
         stats, (repeat, order) = self._stats, self._place
         ids = " ".join(str(token.id) for round_ in self._done for token in round_.emitted)
         assert stats.time_to_first_token_s is not None
@@ -162,11 +158,7 @@ class UnderWay:
             time_to_first_token=round(stats.time_to_first_token_s, 6),
             rounds=[_figures(each) for each in self._done],
             judged=[judged for each in self._done for judged in _judged(each)],
-            others_share=seen.others_share,
-            clock_mhz=seen.clock_mhz,
-            temperature_c=seen.temperature_c,
-            throttled=seen.throttled,
-            joules=seen.joules,
+            others_share=others_share(self._spans),
         )
 
 

@@ -36,7 +36,7 @@ class Sample:
         rounds: by round: milliseconds drafting, verifying, other; guesses, accepted guesses, emitted tokens.
         judged: guesses that the target judged (all before them in their draft were accepted): source, position in the
             draft, predicted acceptance, 1 if accepted, else 0.
-        others_share, clock_mhz, temperature_c, throttled, joules: see ``Conditions``.
+        others_share: share of the CPUs' time that other programs used meanwhile.
     """
 
     question: str
@@ -64,10 +64,6 @@ class Sample:
     rounds: list[list[float]]
     judged: list[list[Any]]
     others_share: float | None = None
-    clock_mhz: float | None = None
-    temperature_c: float | None = None
-    throttled: bool | None = None
-    joules: float | None = None
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or not 0 < self.seconds < math.inf:
@@ -187,7 +183,7 @@ class Settings:
 
 
 @dataclass(slots=True)
-class Session:
+class Sitting:
     """One process's part of a run.
 
     Attributes:
@@ -195,8 +191,6 @@ class Session:
         seconds: how long it took, loading included.
         localspec, python: versions.
         command: the command line.
-        load_before: load average at the start.
-        others_before: share of the CPUs' time that others used at the start.
         on_battery: whether it ran on battery, at the start or at the end.
         slow_clock: a setting that keeps the clock low, in words.
         throttled: whether heat or a power limit slowed a CPU.
@@ -208,8 +202,6 @@ class Session:
     localspec: str
     python: str
     command: str
-    load_before: float | None = None
-    others_before: float | None = None
     on_battery: bool | None = None
     slow_clock: str | None = None
     throttled: bool | None = None
@@ -234,7 +226,7 @@ class Record:
     machine: dict[str, Any]
     settings: Settings
     engines: list[Engine]
-    sessions: list[Session]
+    sessions: list[Sitting]
     ended: Ending = "running"
     skipped: list[str] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)

@@ -26,7 +26,7 @@ def remarks(record: Record, rows: Sequence[Row], drift: Sequence[Drift]) -> list
 
 def doubts(record: Record, drift: Sequence[Drift]) -> list[str]:
     """Those that make timings doubtful: what the machine was like."""
-    return [*_machine(record), *_drifting(drift), *_clock(record)]
+    return [*_machine(record), *_drifting(drift)]
 
 
 def _ending(record: Record) -> Iterator[str]:
@@ -48,15 +48,8 @@ def _machine(record: Record) -> Iterator[str]:
             f"The machine was busy: others took {statistics.fmean(shares):.0%} of the CPUs' time on average, and over "
             f"{BUSY:.0%} during {disturbed} of {len(shares)} answers. Stop them for figures to rely on."
         )
-    elif not shares:
-        load = [s.load_before for s in record.sessions if s.load_before is not None]
-        cores = record.machine.get("cores") or 1
-        if load and max(load) > 0.5 * cores:
-            yield f"The load average was {max(load):.1f} on {cores} CPUs at the start: others may have been in the way."
     if any(session.throttled for session in record.sessions):
-        n = sum(bool(sample.throttled) for sample in record.samples)
-        during = f", during {n} of {len(record.samples)} answers" if n else ""
-        yield f"The CPU was slowed by heat or a power limit{during}."
+        yield "The CPU was slowed by heat or a power limit."
     if any(session.on_battery for session in record.sessions):
         yield "It ran on battery, where the clock is lower, as a rule."
     for why in dict.fromkeys(session.slow_clock for session in record.sessions if session.slow_clock):
@@ -79,17 +72,6 @@ def _drifting(drift: Sequence[Drift]) -> Iterator[str]:
             )
         if each.noise > 2 * DRIFT:
             yield f"Plain decoding{name} itself varied by ±{each.noise:.0%} from answer to answer."
-
-
-def _clock(record: Record) -> Iterator[str]:
-    clocks = [sample.clock_mhz for sample in record.samples if sample.clock_mhz is not None]
-    if len(clocks) >= 6:
-        third = len(clocks) // 3
-        first, last = statistics.median(clocks[:third]), statistics.median(clocks[-third:])
-        if first and last < 0.93 * first:
-            heat = [sample.temperature_c for sample in record.samples if sample.temperature_c is not None]
-            at = f", at up to {max(heat):.0f} °C" if heat else ""
-            yield f"The CPU's clock fell from {first / 1e3:.2f} to {last / 1e3:.2f} GHz during the run{at}."
 
 
 def _thin(record: Record, rows: Sequence[Row]) -> Iterator[str]:

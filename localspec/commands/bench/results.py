@@ -1,4 +1,4 @@
-"""What a record says: speed, speed-up, acceptance, time and energy, by category and overall, and how sure it is.
+"""What a record says: speed, speed-up, acceptance and time, by category and overall, and how sure it is.
 
 All figures are computed from the samples; ``Results`` is what ``--json`` writes under ``results``. Denominators are in
 SCHEMA.md.
@@ -7,10 +7,11 @@ SCHEMA.md.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
-from localspec.commands.bench.record import Engine, Record, Sample
+from localspec.commands.bench.record import Engine, Record, Sample, Settings
 from localspec.commands.bench.remarks import remarks
 from localspec.commands.bench.statistics import Estimate, Reliability, estimate, middle, reliability
 from localspec.commands.doctor.payoff import LENGTHS
@@ -54,7 +55,6 @@ class Row:
         by_position: for each position of a draft.
         time_to_first_token: seconds, median over questions.
         seconds_per_token: where the time went: ``draft``, ``verify``, ``other``, over all tokens.
-        joules_per_token: of the whole processor package; None where it is not measured.
         n_same: answers equal to plain's, token by token.
         n_compared: answers that have one of plain's to be compared with.
     """
@@ -76,7 +76,6 @@ class Row:
     by_position: list[Position]
     time_to_first_token: Estimate
     seconds_per_token: dict[str, float]
-    joules_per_token: float | None
     n_same: int
     n_compared: int
 
@@ -183,25 +182,22 @@ class Results:
 
 def analyse(record: Record) -> Results:
     """Draw the conclusions."""
-    samples = record.samples
+    samples, settings = record.samples, record.settings
     categories = list(dict.fromkeys(sample.category for sample in samples))
-    groups = {ALL: samples} | {name: [s for s in samples if s.category == name] for name in categories}
-    if len(categories) == 1:
-        groups = {ALL: samples}
-    rows, duels = [], []
-    for category, group in groups.items():
-        found = speedups(group)
-        plain = {_place(sample): sample for sample in group if sample.arm == "plain"}
-        for backend in record.settings.backends:
-            for arm in record.settings.arms:
-                own = [sample for sample in group if (sample.backend, sample.arm) == (backend, arm)]
-                if own:
-                    rows.append(_row(category, own, found.get((backend, arm), {}), plain))
-        duels += _duels(category, group, record)
+    groups = {ALL: samples}
+    if len(categories) > 1:
+        groups |= {name: [sample for sample in samples if sample.category == name] for name in categories}
+    rows = [
+        _row(category, own, group)
+        for category, group in groups.items()
+        for backend in settings.backends
+        for arm in settings.arms
+        if (own := [sample for sample in group if (sample.backend, sample.arm) == (backend, arm)])
+    ]
     drift = drifts(record)
     return Results(
         rows=rows,
-        duels=duels,
+        duels=[duel for category, group in groups.items() for duel in _duels(category, group, settings)],
         passes=[_passes(engine, samples) for engine in record.engines],
         judgements=list(_judgements(record)),
         drift=drift,
@@ -214,15 +210,15 @@ def drifts(record: Record) -> list[Drift]:
     return [_drift(engine.backend, record.samples) for engine in record.engines]
 
 
-def speedups(samples: Iterable[Sample]) -> dict[tuple[str, str], Ratios]:
-    """By engine and arm: for each question, the speed over plain's in each repeat that has both."""
+def ratios(samples: Iterable[Sample], one: tuple[str, str], other: tuple[str, str]) -> Ratios:
+    """By question, the speed of one engine and arm over another's, in each repeat that has both."""
     samples = list(samples)
-    plain = {_place(sample): sample.speed for sample in samples if sample.arm == "plain"}
-    found: dict[tuple[str, str], Ratios] = {}
+    under = {(s.question, s.repeat): s.speed for s in samples if (s.backend, s.arm) == other}
+    found: Ratios = {}
     for sample in samples:
-        if sample.arm != "plain" and _place(sample) in plain:
-            ratios = found.setdefault((sample.backend, sample.arm), {})
-            ratios.setdefault(sample.question, []).append(sample.speed / plain[_place(sample)])
+        place = (sample.question, sample.repeat)
+        if (sample.backend, sample.arm) == one and place in under:
+            found.setdefault(sample.question, []).append(sample.speed / under[place])
     return found
 
 
@@ -234,103 +230,86 @@ def by_question(samples: Iterable[Sample], figure: Callable[[Sample], float]) ->
     return found
 
 
-def _place(sample: Sample) -> tuple[str, str, int]:
-    return sample.question, sample.backend, sample.repeat
-
-
 def _sure(values: Ratios) -> Estimate:
     found = estimate(values)
     assert found is not None
     return found
 
 
-def _row(category: str, own: Sequence[Sample], ratios: Ratios, plain: dict[tuple[str, str, int], Sample]) -> Row:
-    tokens, rounds = sum(sample.tokens for sample in own), sum(sample.num_rounds for sample in own)
-    drafted = sum(sample.num_draft_tokens for sample in own)
+def _row(category: str, own: Sequence[Sample], group: Sequence[Sample]) -> Row:
+    """One arm's answers, among those of all arms."""
+    backend, arm = own[0].backend, own[0].arm
+    speedups = {} if arm == "plain" else ratios(group, (backend, arm), (backend, "plain"))
+    medians = {question: statistics.median(values) for question, values in speedups.items()}
+    worst = min(medians, key=lambda question: medians[question], default=None)
+    plain = {(s.question, s.repeat): s.token_sha256 for s in group if (s.backend, s.arm) == (backend, "plain")}
+    compared = [(s.token_sha256, plain[s.question, s.repeat]) for s in own if (s.question, s.repeat) in plain]
+    tokens, drafted = sum(sample.tokens for sample in own), sum(sample.num_draft_tokens for sample in own)
     accepted = sum(sample.num_accepted_tokens for sample in own)
-    medians = {question: statistics.median(values) for question, values in ratios.items()}
-    worst = min(medians, key=lambda question: medians[question]) if medians else None
-    sources: dict[str, list[int]] = {}
-    positions: list[list[int]] = []
-    for sample in own:
-        for source, counts in sample.by_source.items():
-            total = sources.setdefault(source, [0, 0])
-            total[0] += counts["num_draft_tokens"]
-            total[1] += counts["num_accepted_tokens"]
-        pairs = zip(sample.drafted_per_position, sample.accepted_per_position, strict=True)
-        for i, (sent, right) in enumerate(pairs):
-            if i == len(positions):
-                positions.append([0, 0])
-            positions[i][0] += sent
-            positions[i][1] += right
-    joules = [sample.joules for sample in own if sample.joules is not None]
-    compared = [(sample, plain[_place(sample)]) for sample in own if _place(sample) in plain]
     return Row(
         category=category,
-        backend=own[0].backend,
-        arm=own[0].arm,
+        backend=backend,
+        arm=arm,
         n_questions=len({sample.question for sample in own}),
         n_samples=len(own),
         tokens=tokens,
         tokens_per_second=_sure(by_question(own, lambda sample: sample.speed)),
-        speedup=estimate(ratios),
+        speedup=estimate(speedups),
         n_slower=sum(value < 1 for value in medians.values()),
         worst_question=worst,
-        worst_speedup=medians[worst] if worst is not None else None,
-        mean_acceptance_length=tokens / rounds,
+        worst_speedup=None if worst is None else medians[worst],
+        mean_acceptance_length=tokens / sum(sample.num_rounds for sample in own),
         acceptance_rate=accepted / drafted if drafted else None,
-        by_source={source: Position(*counts) for source, counts in sources.items()},
-        by_position=[Position(*counts) for counts in positions if counts[0]],
+        by_source=_by_source(own),
+        by_position=_by_position(own),
         time_to_first_token=_sure(by_question(own, lambda sample: sample.time_to_first_token)),
         seconds_per_token={
             "draft": sum(sample.seconds_draft for sample in own) / tokens,
             "verify": sum(sample.seconds_verify for sample in own) / tokens,
             "other": sum(sample.seconds_other for sample in own) / tokens,
         },
-        joules_per_token=sum(joules) / tokens if len(joules) == len(own) else None,
-        n_same=sum(sample.token_sha256 == other.token_sha256 for sample, other in compared),
+        n_same=sum(one == other for one, other in compared),
         n_compared=len(compared),
     )
+
+
+def _by_source(samples: Iterable[Sample]) -> dict[str, Position]:
+    found: dict[str, Position] = {}
+    for sample in samples:
+        for source, counts in sample.by_source.items():
+            before = found.get(source, Position(0, 0))
+            found[source] = Position(
+                before.drafted + counts["num_draft_tokens"], before.accepted + counts["num_accepted_tokens"]
+            )
+    return found
+
+
+def _by_position(samples: Sequence[Sample]) -> list[Position]:
+    drafted = zip_longest(*(sample.drafted_per_position for sample in samples), fillvalue=0)
+    accepted = zip_longest(*(sample.accepted_per_position for sample in samples), fillvalue=0)
+    return [Position(sum(sent), sum(right)) for sent, right in zip(drafted, accepted, strict=True) if sum(sent)]
 
 
 # -- one against the other -------------------------------------------------------------------------------------------
 
 
-def _against(samples: Iterable[Sample], first: tuple[str, str], second: tuple[str, str]) -> Ratios:
-    """By question, how much faster one engine and arm was than another in the same repeat."""
-    samples = list(samples)
-    under = {(s.question, s.repeat): s.speed for s in samples if (s.backend, s.arm) == second}
-    found: Ratios = {}
-    for sample in samples:
-        place = (sample.question, sample.repeat)
-        if (sample.backend, sample.arm) == first and place in under:
-            found.setdefault(sample.question, []).append(sample.speed / under[place])
-    return found
-
-
-def _duels(category: str, samples: Sequence[Sample], record: Record) -> list[Duel]:
-    settings, found = record.settings, []
-    several = len(settings.backends) > 1
-    for backend in settings.backends:
-        prefix = f"{backend} " if several else ""
-        ratios = speedups(samples)
-        fixed = [arm for arm in settings.arms if _is_fixed(arm) and ratios.get((backend, arm))]
-        if "auto" in settings.arms and fixed:
-            best = max(fixed, key=lambda arm: middle(ratios[backend, arm]))
-            duel = estimate(_against(samples, (backend, "auto"), (backend, best)))
-            if duel is not None:
-                found.append(Duel(category, "auto and the best fixed length", prefix + "auto", prefix + best, duel))
+def _duels(category: str, samples: Sequence[Sample], settings: Settings) -> Iterator[Duel]:
     first = settings.backends[0]
+    for backend in settings.backends:
+        prefix = f"{backend} " if len(settings.backends) > 1 else ""
+        fixed = {
+            arm: found
+            for arm in settings.arms
+            if arm.rpartition(":")[2].isdigit() and (found := ratios(samples, (backend, arm), (backend, "plain")))
+        }
+        if "auto" in settings.arms and fixed:
+            best = max(fixed, key=lambda arm: middle(fixed[arm]))
+            if duel := estimate(ratios(samples, (backend, "auto"), (backend, best))):
+                yield Duel(category, "auto and the best fixed length", prefix + "auto", prefix + best, duel)
     for other in settings.backends[1:]:
         for arm in settings.arms:
-            duel = estimate(_against(samples, (other, arm), (first, arm)))
-            if duel is not None:
-                found.append(Duel(category, "engines", f"{other} {arm}", f"{first} {arm}", duel))
-    return found
-
-
-def _is_fixed(arm: str) -> bool:
-    return arm.rpartition(":")[2].isdigit()
+            if duel := estimate(ratios(samples, (other, arm), (first, arm))):
+                yield Duel(category, "engines", f"{other} {arm}", f"{first} {arm}", duel)
 
 
 # -- costs, predictions, drift ---------------------------------------------------------------------------------------
@@ -350,15 +329,11 @@ def _passes(engine: Engine, samples: Iterable[Sample]) -> Passes:
         widths.append(Width(width, calibrated.get(width), middle_ms, len(passes)))
     times = PassTimes(calibrated)
     steps = {source: engine.draft_ms.get(source, 0.0) for source in engine.sources}
-    even = {
-        source: {str(length): _rounded(break_even(length, times, step)) for length in LENGTHS}
-        for source, step in steps.items()
-    }
+    even = {}
+    for source, step in steps.items():
+        shares = {length: break_even(length, times, step) for length in LENGTHS}
+        even[source] = {str(n): None if share is None else round(share, 4) for n, share in shares.items()}
     return Passes(engine.backend, widths, steps, even)
-
-
-def _rounded(share: float | None) -> float | None:
-    return None if share is None else round(share, 4)
 
 
 def _judgements(record: Record) -> Iterable[Judgement]:

@@ -14,12 +14,11 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from localspec import __version__
-from localspec.commands.bench import conditions
 from localspec.commands.bench.arms import Arm
 from localspec.commands.bench.engine import EngineUnderTest
 from localspec.commands.bench.lane import Stopped
-from localspec.commands.bench.record import Ending, Record, Session, Settings
-from localspec.commands.bench.results import speedups
+from localspec.commands.bench.record import Ending, Record, Settings, Sitting
+from localspec.commands.bench.results import ratios
 from localspec.commands.bench.schedule import (
     SLICE_TOKENS,
     Block,
@@ -31,6 +30,7 @@ from localspec.commands.bench.schedule import (
     take_turns,
     turns,
 )
+from localspec.commands.bench.statistics import Values
 from localspec.commands.bench.storage import RecordError
 from localspec.commands.bench.words import time_text
 from localspec.commands.doctor import machine
@@ -47,6 +47,7 @@ from localspec.spec_decode.drafters.names import NGRAM
 from localspec.system import power
 from localspec.system.interrupts import on_interrupt
 from localspec.system.memory import read_memory
+from localspec.system.usage import peak_memory_bytes
 from localspec.terminal.progress import Progress
 
 _CHANGES = ("memory_available_bytes", "busy_share", "on_battery", "throttled", "bandwidth_gb_per_s")
@@ -106,7 +107,6 @@ class Run:
         self._progress = progress
         self._stop = threading.Event()
         self._watch = Watch(progress.report)
-        self._watcher = conditions.Watcher()
         self._began = time.monotonic()
         self._model = ""
 
@@ -119,15 +119,12 @@ class Run:
         Raises:
             LocalspecError: a pair cannot be loaded, or a run cannot be resumed.
         """
-        busy = power.busy_share()
-        session = Session(
+        session = Sitting(
             started=round(time.time(), 1),
             seconds=0.0,
             localspec=__version__,
             python=platform.python_version(),
             command=shlex.join(["localspec", *sys.argv[1:]]),
-            load_before=conditions.load_average(),
-            others_before=None if busy is None else round(busy, 3),
             on_battery=power.on_battery(),
             slow_clock=power.slow_clock(),
         )
@@ -160,9 +157,9 @@ class Run:
         self.plan.save(record)
         return record
 
-    def _note_time(self, session: Session) -> None:
+    def _note_time(self, session: Sitting) -> None:
         session.seconds = round(time.monotonic() - self._began, 1)
-        session.peak_memory_bytes = conditions.peak_memory_bytes()
+        session.peak_memory_bytes = peak_memory_bytes()
 
     def _stop_now(self) -> None:
         self._stop.set()
@@ -249,7 +246,7 @@ class Run:
             slice_tokens=plan.slice_tokens if all(subject.in_slices for subject in subjects) else 0,
         )
 
-    def _record(self, settings: Settings, engines: list[Any], session: Session) -> Record:
+    def _record(self, settings: Settings, engines: list[Any], session: Sitting) -> Record:
         facts = asdict(machine.look_at_machine(settings.threads, measure=False))
         here = {key: value for key, value in facts.items() if key not in _CHANGES}
         record = Record(here, settings, engines, [session])
@@ -266,7 +263,7 @@ class Run:
     # -- asking --------------------------------------------------------------------------------------------------
 
     def _ask(self, subjects: Sequence[EngineUnderTest], record: Record) -> Ending:
-        mode, settings = self.plan.mode, record.settings
+        mode = self.plan.mode
         questions = self._that_fit(subjects, record)
         self._progress.report("warming up", None)
         for subject in subjects:
@@ -289,11 +286,15 @@ class Run:
                 clock.add(time.monotonic() - began)
                 self._note_time(record.sessions[-1])
                 self.plan.save(record)
-            pairs = [(backend, arm) for backend in settings.backends for arm in settings.arms if arm != "plain"]
-            found = speedups(record.samples)
-            if block.ends_cycle and is_tight([found.get(pair, {}) for pair in pairs], mode.tolerance):
+            if block.ends_cycle and is_tight(self._speedups(record), mode.tolerance):
                 return "tight"
         return "complete"
+
+    @staticmethod
+    def _speedups(record: Record) -> list[Values]:
+        backends, arms = record.settings.backends, record.settings.arms
+        pairs = [(backend, arm) for backend in backends for arm in arms if arm != "plain"]
+        return [ratios(record.samples, pair, (pair[0], "plain")) for pair in pairs]
 
     def _that_fit(self, subjects: Sequence[EngineUnderTest], record: Record) -> list[Question]:
         """The questions that leave room for the answer in every context."""
@@ -349,7 +350,7 @@ class Run:
             answers = []
             for place, subject, arm in wanted:
                 at = (block.repeat, place)
-                answers.append(subject.begin(arm, asked[subject], params, at, self._watcher))
+                answers.append(subject.begin(arm, asked[subject], params, at))
                 stack.callback(answers[-1].close)
             budget = len(answers) * (params.max_tokens or subject.llm.n_ctx)
             for i in take_turns(answers, record.settings.slice_tokens):

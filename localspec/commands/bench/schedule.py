@@ -138,7 +138,7 @@ def take_turns(answers: Sequence[_Answer], slice_tokens: int) -> Iterator[int]:
 
 def is_tight(speedups: Sequence[Values], tolerance: float) -> bool:
     """Whether every arm's overall speed-up is known well enough; each has to have a 95 % interval for that."""
-    found = [estimate(values, draws=1000) for values in speedups]
+    found = [estimate(values) for values in speedups]
     return bool(found) and all(each is not None and each.is_firm and each.half_width <= tolerance for each in found)
 
 

@@ -1,13 +1,12 @@
-"""Medians with bootstrap intervals, and how well predictions are calibrated.
+"""Medians with exact intervals, and how well predictions are calibrated.
 
 The unit is the question. A question's value is the median over its repeats, a table's the median over its questions.
-Intervals are percentiles of that median when the questions are drawn again with replacement (Efron 1979). Only they
-are: the noise between repeats is in their values already, and drawing repeats too would count it twice (Davison &
-Hinkley 1997, section 3.8). So intervals say what to expect of questions like these, not only of these. The bootstrap
-of a median promises a little too much for few values, the more so at high levels; an interval is therefore never
-narrower than the one between order statistics whose level is exact for any distribution (the sign test's).
+Only questions count towards an interval: the noise between repeats is in their values already (Davison & Hinkley 1997,
+section 3.8). So intervals say what to expect of questions like these, not only of these.
 
-Of few questions no interval can promise 95 %: the median lies between the smallest and the largest of n values with
+An interval lies between two order statistics, the k-th smallest and the k-th largest value. It covers the median of
+whatever distribution the values are drawn from with a probability that is known exactly: the sign test's. Of few
+questions no interval can promise 95 %: the median lies between the smallest and the largest of n values with
 probability 1 - 2^(1-n) only, which passes 95 % at six. With fewer, the interval is the whole range, and says for how
 much it is good.
 """
@@ -20,16 +19,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 LEVEL = 0.95
-DRAWS = 4000
-_SEED = 1
 
 Values = Mapping[str, Sequence[float]]
 """By question, what was measured in each repeat."""
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +58,7 @@ class Estimate:
 
 def middle(values: Values) -> float:
     """Median over questions of the medians over repeats; NaN of nothing."""
-    return statistics.median(map(statistics.median, values.values())) if values else math.nan
+    return statistics.median(_medians(values)) if values else math.nan
 
 
 def range_level(n: int) -> float:
@@ -72,25 +66,18 @@ def range_level(n: int) -> float:
     return 1.0 - 2.0 ** (1 - n) if n > 1 else 0.0
 
 
-def estimate(values: Values, level: float = LEVEL, draws: int = DRAWS) -> Estimate | None:
-    """Median and bootstrap interval; None of nothing.
+def estimate(values: Values, level: float = LEVEL) -> Estimate | None:
+    """Median and interval; None of nothing.
 
     Args:
         values: by question, one number for each repeat; none empty.
         level: what the interval should promise.
-        draws: bootstrap samples.
     """
-    if not values:
-        return None
-    n = len(values)
-    if n == 1:
-        return Estimate(middle(values), None, None, None, 1)
-    if range_level(n) < level:
-        medians = [statistics.median(each) for each in values.values()]
-        return Estimate(middle(values), min(medians), max(medians), range_level(n), n)
-    low, high = _percentiles(medians_drawn(values, draws), level)
-    exact_low, exact_high = order_statistics([statistics.median(each) for each in values.values()], level)
-    return Estimate(middle(values), min(low, exact_low), max(high, exact_high), level, n)
+    medians = _medians(values)
+    if len(medians) < 2:
+        return Estimate(medians[0], None, None, None, 1) if medians else None
+    low, high = order_statistics(medians, level)
+    return Estimate(statistics.median(medians), low, high, min(level, range_level(len(medians))), len(medians))
 
 
 def order_statistics(values: Sequence[float], level: float) -> tuple[float, float]:
@@ -106,32 +93,23 @@ def order_statistics(values: Sequence[float], level: float) -> tuple[float, floa
     return ordered[k - 1], ordered[n - k]
 
 
-def estimate_quotient(over: Values, under: Values, level: float = LEVEL, draws: int = DRAWS) -> Estimate | None:
-    """How much larger the median of one group is than that of another, measured on other questions."""
+def estimate_quotient(over: Values, under: Values, level: float = LEVEL) -> Estimate | None:
+    """How much larger the median of one group is than that of another, measured on other questions.
+
+    Each median's interval may err with half of the probability, so the quotient's promises at least its level.
+    """
     if not over or not under:
         return None
-    n, median = min(len(over), len(under)), middle(over) / middle(under)
-    if range_level(n) < level:
+    median, n = middle(over) / middle(under), min(len(over), len(under))
+    if range_level(n) < (1 + level) / 2:
         return Estimate(median, None, None, None, n)
-    drawn = medians_drawn(over, draws) / medians_drawn(under, draws, seed=_SEED + 1)
-    low, high = _percentiles(drawn, level)
-    return Estimate(median, low, high, level, n)
+    low, high = order_statistics(_medians(over), (1 + level) / 2)
+    least, most = order_statistics(_medians(under), (1 + level) / 2)
+    return Estimate(median, low / most, high / least, level, n)
 
 
-def medians_drawn(values: Values, draws: int = DRAWS, seed: int = _SEED) -> Floats:
-    """The median of each of many bootstrap samples, [draws]."""
-    medians = np.array([statistics.median(each) for each in values.values()])
-    drawn = np.random.default_rng(seed).integers(len(medians), size=(draws, len(medians)))
-    found: Floats = np.median(medians[drawn], axis=1)
-    return found
-
-
-def _percentiles(drawn: Floats, level: float) -> tuple[float, float]:
-    tail = (1.0 - level) / 2
-    # An order statistic: between two atoms of a median's distribution there is nothing to interpolate.
-    low = np.quantile(drawn, tail, method="lower")
-    high = np.quantile(drawn, 1.0 - tail, method="higher")
-    return float(low), float(high)
+def _medians(values: Values) -> list[float]:
+    return [statistics.median(each) for each in values.values()]
 
 
 @dataclass(frozen=True, slots=True)

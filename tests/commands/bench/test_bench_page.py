@@ -14,7 +14,7 @@ from localspec.commands.bench.record import Engine, ModelFile, Record
 from localspec.commands.bench.report import bench_report
 from localspec.commands.bench.results import analyse
 from localspec.commands.report.html import html
-from tests.commands.bench.test_bench import SETTINGS, answer, run_of, session
+from tests.commands.bench.test_bench import SETTINGS, answer, run_of, sitting
 from tests.commands.replay.test_replay_page import HOSTILE
 from tests.support.browsing import PATIENCE, chromium
 
@@ -41,7 +41,7 @@ def record(hostile: str = "") -> Record:
     engine = Engine("reference", f"v{hostile}", "cpu", 2, 64, models, ["model"], times, {"model": 10.0}, "now")
     settings = replace(SETTINGS, arms=ARMS)
     return run_of(
-        samples, engines=[engine], settings=settings, sessions=[session(command=f"x{hostile}", throttled=True)]
+        samples, engines=[engine], settings=settings, sessions=[sitting(command=f"x{hostile}", throttled=True)]
     )
 
 

@@ -228,6 +228,19 @@ def test_a_record_survives_being_written_and_read(measured: Record, tmp_path: Pa
         assert len(model.sha256) == hashlib.sha256().digest_size * 2
 
 
+def test_a_file_of_before_still_loads(measured: Record, made: Path, tmp_path: Path, bench: Bench) -> None:
+    """Fields that are no longer measured are left aside: it can be shown, compared and resumed."""
+    stored = json.loads((made / "run.json").read_text(encoding="utf-8"))
+    for sample in stored["samples"]:
+        sample |= {"clock_mhz": 2000.0, "temperature_c": None, "throttled": False, "joules": 2.5}
+    for sitting in stored["sessions"]:
+        sitting |= {"load_before": 0.5, "others_before": 0.1}
+    path = tmp_path / "before.json"
+    path.write_text(json.dumps(stored), encoding="utf-8")
+    assert read_record(path) == measured
+    assert bench("compare", path, made / "run.json")[0] == 0
+
+
 # -- what is shown -----------------------------------------------------------------------------------------------------
 
 
