@@ -15,7 +15,8 @@ from localspec.backends.base import Model
 from localspec.backends.registry import engine_module, unavailable_reason
 from localspec.backends.trust import fingerprint
 from localspec.controllers.break_even import best_speedup
-from localspec.controllers.cost_model import WIDE, PassTimes, calibrating_model, curve_key, curves
+from localspec.controllers.calibration import WIDE, calibrating, curve_key, curves
+from localspec.controllers.cost_model import PassTimes
 from localspec.system.home import home
 from localspec.system.json_store import JsonStore
 from localspec.system.machine import cpu_name, default_threads
@@ -49,7 +50,7 @@ def engines_measuring(n_ctx: int, kv_type: str) -> Callable[[Model], Steps[None]
         key = curve_key(model, kv_type)
         times = curves().get(key)
         if times is None or times.quick:
-            times = yield from calibrating_model(model, n_ctx)
+            times = yield from calibrating(model, n_ctx)
             curves().put(key, times)
         remember(model, kv_type, times)
 

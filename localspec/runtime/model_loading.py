@@ -13,14 +13,8 @@ from localspec import backends
 from localspec.backends.base import Context, Model
 from localspec.backends.repack import lightening, lighter_copy
 from localspec.backends.trust import fingerprint, verdict_key, verdicts
-from localspec.controllers.cost_model import (
-    PassTimes,
-    calibrate_model,
-    calibrate_quickly,
-    curve_key,
-    curves,
-    growth,
-)
+from localspec.controllers.calibration import calibrating, calibrating_quickly, curve_key, curves, growth
+from localspec.controllers.cost_model import PassTimes
 from localspec.errors import Cancelled, LocalspecError, VocabularyMismatch
 from localspec.runtime import draft_choice
 from localspec.runtime.engine_choice import ordered
@@ -105,8 +99,8 @@ class Loader:
                 f"measuring what a pass of {model.path.name} costs here ({'a first time, briefly' * idle or 'once'})",
                 None,
             )
-            measure = calibrate_quickly if idle else calibrate_model
-            times = measure(model, n_ctx, tick=lambda: report("measuring", None))
+            measuring = calibrating_quickly if idle else calibrating
+            times = exhaust(measuring(model, n_ctx), tick=lambda: report("measuring", None))
             curves().put(key, times)
         times.growth = growth(model, self.options.kv_type)
         return times

@@ -12,7 +12,8 @@ from localspec.backends.base import FEW_ROWS, Context, FloatArray, Model
 from localspec.backends.trust import fingerprint
 from localspec.controllers.acceptance_store import AcceptanceStore
 from localspec.controllers.auto_controller import MAX_DRAFT, AutoController
-from localspec.controllers.cost_model import PassTimes, curve_key, curves
+from localspec.controllers.calibration import curve_key, curves
+from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.fixed import FixedController
 from localspec.errors import Cancelled, EngineMismatch, UsageError, VocabularyMismatch
 from localspec.model_files.catalog import Catalog

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from localspec.backends.second_opinion import SecondOpinion
 from localspec.backends.trust import checking, fingerprint, verdict_key, verdicts
-from localspec.controllers.cost_model import PassTimes, calibrating_model, curve_key, curves
+from localspec.controllers.calibration import calibrating, curve_key, curves
+from localspec.controllers.cost_model import PassTimes
 from localspec.errors import Cancelled, LocalspecError
 from localspec.runtime.engine_choice import ENGINES, engines_measuring, measured
 from localspec.runtime.idle import Stopped
@@ -99,13 +100,13 @@ class Preparation:
 def prepare_times(pair: Pair, kind: str, context: Context, times: PassTimes) -> None:
     """Queue the measurement of a cost model of which there is only a rough one; it is used from then on."""
 
-    def calibrating(stopped: Stopped) -> Steps[None]:
-        measured = yield from calibrating_model(context.model, context.n_ctx)
+    def measuring(stopped: Stopped) -> Steps[None]:
+        measured = yield from calibrating(context.model, context.n_ctx)
         curves().put(curve_key(context.model, pair.options.kv_type), measured)
         times.replace(measured)
 
     if times.noisy:
-        pair.preparation.add(kind, calibrating)
+        pair.preparation.add(kind, measuring)
 
 
 def checking_draft(pair: Pair, draft: DraftModel) -> Steps[None]:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from localspec.backends.reference import ReferenceModel
-from localspec.controllers.cost_model import CalibrationCache, PassTimes, calibrate
+from localspec.controllers.calibration import CalibrationCache, timing
+from localspec.controllers.cost_model import PassTimes
+from localspec.system.steps import exhaust
 from tests.support import ggufs
 
 KEY = {"machine": "here", "file": "this"}
@@ -66,8 +68,8 @@ def test_a_pass_takes_longer_the_more_is_in_the_memory_and_never_less_than_nothi
 
 def test_the_curve_is_that_of_undisturbed_passes(context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     disturbed = DisturbedContext(context, 0.4)
-    monkeypatch.setattr("localspec.controllers.cost_model.time", disturbed)
-    times = calibrate(disturbed, [1, 2, 3])
+    monkeypatch.setattr("localspec.controllers.calibration.time", disturbed)
+    times = exhaust(timing(disturbed, disturbed, [1, 2, 3]))
     assert times.noisy
     # Nine passes a width, each disturbed with probability 0.4: in a run of 11 widths all nine are in 1 of 350 runs.
     assert sorted(ms / DisturbedContext.ms(width) for width, ms in times.base.items())[-2] < 1.1

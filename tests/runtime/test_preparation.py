@@ -12,7 +12,8 @@ import pytest
 from localspec import LLM, EngineMismatch, SamplingParams, backends
 from localspec.backends import trust
 from localspec.backends.base import Forward
-from localspec.controllers.cost_model import CalibrationCache, PassTimes
+from localspec.controllers.calibration import CalibrationCache
+from localspec.controllers.cost_model import PassTimes
 from localspec.errors import Cancelled, EngineError, LocalspecError
 from localspec.runtime import engine_choice, preparation
 from localspec.runtime.preparation import Preparation
@@ -139,7 +140,7 @@ def test_answers_between_idle_steps_are_the_same(
     with LLM(tiny.quick.target, tiny.quick.draft, backend="reference", n_ctx=256, n_threads=1, idle=False) as llm:
         expected = [llm.generate(prompt, params).token_ids for prompt in prompts]
     stepped, go_on = threading.Semaphore(0), threading.Semaphore(0)
-    original = preparation.calibrating_model
+    original = preparation.calibrating
 
     def gated(*args: Any) -> Steps[PassTimes]:
         steps = original(*args)
@@ -152,7 +153,7 @@ def test_answers_between_idle_steps_are_the_same(
                 return end.value  # type: ignore[no-any-return]
             yield
 
-    monkeypatch.setattr(preparation, "calibrating_model", gated)
+    monkeypatch.setattr(preparation, "calibrating", gated)
     monkeypatch.setenv("LOCALSPEC_HOME", str(isolated_home / "without curves"))
     with LLM(tiny.quick.target, tiny.quick.draft, backend="reference", n_ctx=256, n_threads=1) as llm:
         found = []

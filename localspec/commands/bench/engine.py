@@ -24,7 +24,8 @@ from localspec.commands.bench.record import Engine, ModelFile
 from localspec.commands.doctor.costs import WIDTHS, Watch
 from localspec.commands.doctor.header import read_header
 from localspec.commands.questions import Question
-from localspec.controllers.cost_model import PassTimes, calibrate_model
+from localspec.controllers.calibration import calibrating
+from localspec.controllers.cost_model import PassTimes
 from localspec.errors import EngineError, ModelFileError, PromptTooLong
 from localspec.llm import LLM
 from localspec.model_files.gguf_file import GGUFFile
@@ -38,6 +39,7 @@ from localspec.spec_decode.rounds import Round
 from localspec.system.home import home
 from localspec.system.json_store import JsonStore
 from localspec.system.memory import read_memory
+from localspec.system.steps import exhaust
 
 _WARM_UP = "Count: 1 2 3 4 1 2 3 4 1 2 3"
 
@@ -254,7 +256,7 @@ class EngineUnderTest:
 
 
 def _measured(context: Context, watch: Watch, pair: Pair) -> PassTimes:
-    return calibrate_model(context.model, context.n_ctx, tick=watch.check)
+    return exhaust(calibrating(context.model, context.n_ctx), tick=watch.check)
 
 
 def _kv(context: Context, kv_cache: str) -> int:
