@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from localspec.commands.bench.record import Sample
 from localspec.commands.bench.storage import read_record
+from localspec.commands.timing.answer import Sample
 
 LEAST_TOKENS = 48
 SPIN = "import os, sys\nos.nice(int(sys.argv[1]))\nwhile True: pass"

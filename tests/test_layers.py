@@ -32,10 +32,11 @@ ROOMS = {
     "commands.serve": "terminal prompts sampling spec_decode runtime api commands.options",
     "commands.verify": "system terminal backends sampling spec_decode controllers runtime api commands.options "
     "commands.report commands.questions",
+    "commands.timing": "system model_files backends sampling spec_decode controllers runtime api commands.questions",
     "commands.doctor": "system terminal model_files backends sampling spec_decode controllers runtime api "
-    "commands.options commands.report commands.questions",
+    "commands.options commands.report commands.questions commands.timing",
     "commands.bench": "system terminal model_files backends sampling spec_decode controllers runtime api "
-    "commands.options commands.report commands.questions commands.doctor",
+    "commands.options commands.report commands.questions commands.timing commands.doctor",
     "commands": "system terminal spec_decode runtime api commands.files commands.options commands.chat "
     "commands.replay commands.serve commands.verify commands.doctor commands.bench",
     "__main__": "terminal commands",

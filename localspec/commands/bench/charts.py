@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from localspec.commands.bench.record import Record, Sample
+from localspec.commands.bench.record import Record
+from localspec.commands.bench.reliability import wilson
 from localspec.commands.bench.results import ALL, Judgement, Passes, Results, Row
-from localspec.commands.bench.statistics import Estimate, wilson
 from localspec.commands.bench.words import arm_name, interval_text, seconds_text, times_text, title
 from localspec.commands.report.svg import N_COLOURS, Axis, Drawing, Point, Scale, Series, chart, label, ticks
+from localspec.commands.timing.answer import Sample
+from localspec.commands.timing.statistics import Estimate
 
 _LABELS = 96
 """Width of the column with the categories' names."""

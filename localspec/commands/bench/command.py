@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from localspec.commands import questions
-from localspec.commands.bench import schedule
-from localspec.commands.bench.arms import parse_arms
 from localspec.commands.bench.charts import speedup_plot
 from localspec.commands.bench.compare import comparison, comparison_json, comparison_report
+from localspec.commands.bench.modes import DEFAULT, FULL, QUICK, Mode
 from localspec.commands.bench.record import Record
 from localspec.commands.bench.report import bench_report
 from localspec.commands.bench.results import analyse
 from localspec.commands.bench.runner import Plan, Run
-from localspec.commands.bench.schedule import Mode
 from localspec.commands.bench.storage import RecordError, read_record, to_json, write, write_record
 from localspec.commands.options import RunOptions, check_text
 from localspec.commands.report.html import html
 from localspec.commands.report.markdown import markdown
 from localspec.commands.report.terminal import Screen
+from localspec.commands.timing.arms import parse_arms
+from localspec.commands.timing.turns import SLICE_TOKENS
 from localspec.errors import UsageError
 from localspec.terminal.progress import Progress
 
@@ -209,17 +209,17 @@ def _plan(request: Request, before: Record | None) -> Plan:
         raise UsageError("--quick and --full exclude each other")
     if request.prompts is not None and request.which is not None:
         raise UsageError("--set chooses among our own questions, and --prompts brings others")
-    modes = {mode.name: mode for mode in (schedule.QUICK, schedule.DEFAULT, schedule.FULL)}
-    mode = schedule.QUICK if request.quick else schedule.FULL if request.full else schedule.DEFAULT
+    modes = {mode.name: mode for mode in (QUICK, DEFAULT, FULL)}
+    mode = QUICK if request.quick else FULL if request.full else DEFAULT
     backends, arms, categories = (_split(each) for each in (request.backends, request.arms, request.categories))
     source = request.prompts or (f"own:{request.which}" if request.which else None)
     if then is not None:
-        mode = mode if request.quick or request.full else modes.get(then.mode, schedule.DEFAULT)
+        mode = mode if request.quick or request.full else modes.get(then.mode, DEFAULT)
         options = _merged(options, then)
         backends, arms = backends or then.backends, arms or then.arms
         categories, source = categories or then.categories, source or then.questions
     mode = _adjusted(mode, request)
-    slices = then.slice_tokens if then is not None else schedule.SLICE_TOKENS
+    slices = then.slice_tokens if then is not None else SLICE_TOKENS
     if request.slice_tokens is not None:
         slices = request.slice_tokens
         if not 0 <= slices <= 1000:

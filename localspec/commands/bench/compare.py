@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from localspec.commands.bench.record import Record, Sample
+from localspec.commands.bench.record import Record
 from localspec.commands.bench.remarks import doubts
 from localspec.commands.bench.results import ALL, Ratios, by_question, drifts, ratios
-from localspec.commands.bench.statistics import LEVEL, Estimate, estimate, estimate_quotient, middle, range_level
 from localspec.commands.bench.words import interval_text, times_text, title
 from localspec.commands.report.model import Facts, Part, Report, Table, Text
+from localspec.commands.timing.answer import Sample
+from localspec.commands.timing.statistics import LEVEL, Estimate, estimate, estimate_quotient, middle, range_level
 from localspec.errors import UsageError
 
 SCHEMA_VERSION = 1

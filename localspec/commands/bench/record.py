@@ -2,88 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
+
+from localspec.commands.timing.answer import Sample
 
 SCHEMA_VERSION = 1
 TYPE = "localspec bench"
 
 Ending = Literal["running", "complete", "tight", "time", "interrupted"]
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One answer of one arm. Times are seconds unless the name says otherwise.
-
-    Attributes:
-        question, category: what was asked.
-        backend: the engine's name.
-        arm: how it was decoded.
-        repeat: from 0.
-        order: place of this answer among those to the same question in this repeat, from 0; of its first slice.
-        started: when, in seconds since 1970.
-        prompt_tokens: tokens of the prompt.
-        tokens: tokens of the answer as the engine counted them, an end token included.
-        token_sha256: first 16 hexadecimal digits of the SHA-256 of the token ids: equal answers have equal ones.
-        finish_reason: ``stop`` or ``length``.
-        num_rounds, num_draft_tokens, num_accepted_tokens, drafted_per_position, accepted_per_position, by_source: as
-            in ``SpecStats``.
-        seconds_prompt: the target's reading of the whole prompt, measured once for all arms of a question and repeat.
-        seconds_draft, seconds_verify, seconds_other: as in ``SpecStats``; a draft model's reading of the prompt is in
-            ``seconds_draft``.
-        time_to_first_token: ``seconds_prompt`` and what this arm took from there to the end of its first round.
-        rounds: by round: milliseconds drafting, verifying, other; guesses, accepted guesses, emitted tokens.
-        judged: guesses that the target judged (all before them in their draft were accepted): source, position in the
-            draft, predicted acceptance, 1 if accepted, else 0.
-        others_share: share of the CPUs' time that other programs used meanwhile.
-    """
-
-    question: str
-    category: str
-    backend: str
-    arm: str
-    repeat: int
-    order: int
-    started: float
-    prompt_tokens: int
-    tokens: int
-    token_sha256: str
-    finish_reason: str
-    num_rounds: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    drafted_per_position: list[int]
-    accepted_per_position: list[int]
-    by_source: dict[str, dict[str, int]]
-    seconds_prompt: float
-    seconds_draft: float
-    seconds_verify: float
-    seconds_other: float
-    time_to_first_token: float
-    rounds: list[list[float]]
-    judged: list[list[Any]]
-    others_share: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1 or not 0 < self.seconds < math.inf:
-            raise ValueError(f"{self.tokens} tokens in {self.seconds} seconds")
-        if any(len(row) != 6 for row in self.rounds) or any(len(row) != 4 for row in self.judged):
-            raise ValueError("rounds have six figures, judged guesses four")
-
-    @property
-    def seconds(self) -> float:
-        """Decoding time, the denominator of speed: the target's reading of the prompt is not in it."""
-        return self.seconds_draft + self.seconds_verify + self.seconds_other
-
-    @property
-    def speed(self) -> float:
-        """Tokens per second of decoding."""
-        return self.tokens / self.seconds
-
-    @property
-    def key(self) -> tuple[str, str, str, int]:
-        return self.question, self.backend, self.arm, self.repeat
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from localspec.commands.bench.record import Record
-from localspec.commands.bench.schedule import needed_for_an_interval
+from localspec.commands.timing.schedule import needed_for_an_interval
 
 if TYPE_CHECKING:
     from localspec.commands.bench.results import Drift, Row

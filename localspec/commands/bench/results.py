@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from localspec.commands.bench.record import Engine, Record, Sample, Settings
+from localspec.commands.bench.record import Engine, Record, Settings
+from localspec.commands.bench.reliability import Reliability, reliability
 from localspec.commands.bench.remarks import remarks
-from localspec.commands.bench.statistics import Estimate, Reliability, estimate, middle, reliability
 from localspec.commands.doctor.payoff import LENGTHS
+from localspec.commands.timing.answer import Sample
+from localspec.commands.timing.statistics import Estimate, estimate, middle
 from localspec.controllers.break_even import break_even
 from localspec.controllers.cost_model import PassTimes
 

@@ -14,30 +14,23 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from localspec import __version__
-from localspec.commands.bench.arms import Arm
-from localspec.commands.bench.engine import EngineUnderTest
-from localspec.commands.bench.lane import Stopped
+from localspec.commands.bench.facts import engine_facts
+from localspec.commands.bench.modes import Mode, affordable_tokens
 from localspec.commands.bench.record import Ending, Record, Settings, Sitting
 from localspec.commands.bench.results import ratios
-from localspec.commands.bench.schedule import (
-    SLICE_TOKENS,
-    Block,
-    Clock,
-    Mode,
-    affordable_tokens,
-    blocks,
-    is_tight,
-    take_turns,
-    turns,
-)
-from localspec.commands.bench.statistics import Values
 from localspec.commands.bench.storage import RecordError
-from localspec.commands.bench.words import time_text
+from localspec.commands.bench.words import arm_name, time_text
 from localspec.commands.doctor import machine
 from localspec.commands.doctor.costs import Watch
 from localspec.commands.options import RunOptions, ensure_model
 from localspec.commands.questions import Question
-from localspec.errors import UsageError
+from localspec.commands.timing.answer import TimedAnswer
+from localspec.commands.timing.arms import Arm
+from localspec.commands.timing.schedule import Block, Clock, blocks, is_tight
+from localspec.commands.timing.statistics import Values
+from localspec.commands.timing.subject import EngineUnderTest
+from localspec.commands.timing.turns import SLICE_TOKENS, Place, measure, places
+from localspec.errors import Cancelled, UsageError
 from localspec.llm import LLM
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.gguf_parts import model_bytes
@@ -140,13 +133,13 @@ class Run:
                 stack.callback(subject.restore)
                 subjects.append(subject)
             settings = self._settings(subjects)
-            measure = self.plan.mode.name != "quick" and self.plan.before is None
-            facts = [subject.facts(settings.kv_cache, self._watch, measure=measure) for subject in subjects]
+            anew = self.plan.mode.name != "quick" and self.plan.before is None
+            facts = [engine_facts(each, settings.kv_cache, self._watch, measure=anew) for each in subjects]
             record = self._record(settings, facts, session)
             with on_interrupt(self._stop_now):
                 try:
                     record.ended = self._ask(subjects, record)
-                except Stopped:
+                except Cancelled:
                     record.ended = "interrupted"
             self._progress.clear()
         self._note_time(session)
@@ -277,7 +270,11 @@ class Run:
                 repeat = block.repeat
                 for subject in subjects:
                     subject.forget()
-            wanted = self._wanted(subjects, block, done)
+            wanted = [
+                (place, subject, arm)
+                for place, subject, arm in places(subjects, block)
+                if (block.question.id, subject.llm.backend_name, arm.name, block.repeat) not in done
+            ]
             if wanted:
                 began = time.monotonic()
                 if not clock.has_time(began):
@@ -302,7 +299,7 @@ class Run:
         skipped: list[Question] = []
         for number, question in enumerate(self.plan.questions):
             if self._stop.is_set():
-                raise Stopped
+                raise Cancelled("measuring was stopped")
             self._progress.report("counting tokens", number / len(self.plan.questions))
             # The answers to earlier turns are part of the prompt.
             room = record.settings.max_tokens * len(question.turns)
@@ -317,49 +314,20 @@ class Run:
             )
         return fitting
 
-    def _wanted(
-        self, subjects: Sequence[EngineUnderTest], block: Block, done: set[tuple[str, str, str, int]]
-    ) -> list[tuple[int, EngineUnderTest, Arm]]:
-        """What of a block is not measured yet, in order, with its place in the order."""
-        everything = [(subject, arm) for subject in subjects for arm in self.plan.arms]
-        order = [everything[i] for i in turns(len(everything), block)]
-        return [
-            (place, subject, arm)
-            for place, (subject, arm) in enumerate(order)
-            if (block.question.id, subject.llm.backend_name, arm.name, block.repeat) not in done
-        ]
-
-    def _block(
-        self,
-        block: Block,
-        wanted: Sequence[tuple[int, EngineUnderTest, Arm]],
-        record: Record,
-        clock: Clock,
-        number: int,
-    ) -> None:
-        """Measure one question in all arms; it counts as a whole or not at all."""
-        question = block.question
+    def _block(self, block: Block, wanted: Sequence[Place], record: Record, clock: Clock, number: int) -> None:
+        question, settings = block.question, record.settings
         left = clock.left(time.monotonic(), number)
         about = f"{number + 1} of at most {clock.n_blocks}: {question.id}"
         if left is not None:
             about += f", {time_text(left)} left"
+
+        def report(answer: TimedAnswer, fraction: float) -> None:
+            name = arm_name(record, answer.backend, answer.arm.name)
+            self._progress.report(f"{about} · {name}", (number + fraction) / clock.n_blocks)
+
         self._progress.report(about, None)
-        params = self._params(record.settings, question, block.repeat)
-        asked = {each: each.prepare(question, params) for each in dict.fromkeys(subject for _, subject, _ in wanted)}
-        with ExitStack() as stack:
-            answers = []
-            for place, subject, arm in wanted:
-                at = (block.repeat, place)
-                answers.append(subject.begin(arm, asked[subject], params, at))
-                stack.callback(answers[-1].close)
-            budget = len(answers) * (params.max_tokens or subject.llm.n_ctx)
-            for i in take_turns(answers, record.settings.slice_tokens):
-                who = answers[i].arm.name
-                if len(record.settings.backends) > 1:
-                    who = f"{answers[i].backend} {who}"
-                done = sum(each.n_tokens for each in answers) / budget
-                self._progress.report(f"{about} · {who}", (number + min(1.0, done)) / clock.n_blocks)
-        record.samples += [answer.sample() for answer in answers]
+        params = self._params(settings, question, block.repeat)
+        record.samples += measure(block, wanted, params, settings.slice_tokens, report)
 
     def _params(self, settings: Settings, question: Question, repeat: int) -> SamplingParams:
         given = dict(settings.sampling)

@@ -169,7 +169,7 @@ def test_slices_say_what_whole_answers_do(measured: Record, made: Path, pair: li
 def test_without_memory_for_more_caches_whole_answers_take_turns(
     pair: list[str], made: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("localspec.commands.bench.engine.read_memory", lambda: SystemMemory(1 << 30, 1 << 10))
+    monkeypatch.setattr("localspec.commands.timing.subject.read_memory", lambda: SystemMemory(1 << 30, 1 << 10))
     few = ["--prompts", made / "questions.jsonl", "--repeats", 1, "--max-tokens", 4, "--json", "-"]
     status, out, _ = bench(*pair, *few)
     assert status == 0

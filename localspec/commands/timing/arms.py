@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from localspec.errors import UsageError
 from localspec.runtime.arguments import DraftLength
 
-_PATTERN = re.compile(r"(?:(?P<who>ngram|model\d*):)?(?P<length>auto|\d{1,4})")
+_PATTERN = re.compile(r"(?:(?P<source>ngram|model\d*):)?(?P<length>auto|\d{1,4})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,32 +18,30 @@ class Arm:
 
     Attributes:
         name: as it was asked for.
-        source: the only drafter that may guess (``ngram``, ``model``, ``model2``, …); None: all that are loaded.
-        length: guesses a round, or ``auto``; 0 is plain decoding.
+        sources: the drafters that take part (``ngram``, ``model``, ``model2``, …); None: all that are loaded.
+        length: draft tokens a round, or ``auto``; 0 is plain decoding.
     """
 
     name: str
-    source: str | None
+    sources: tuple[str, ...] | None
     length: DraftLength
 
     @property
     def is_plain(self) -> bool:
         return self.length == 0
 
-    @property
-    def is_auto(self) -> bool:
-        """Whether the controller decides, so that its predictions can be judged."""
-        return self.length == "auto"
+    def among(self, sources: Sequence[str]) -> list[str]:
+        """The drafters that take part, of those loaded."""
+        return [] if self.is_plain else [each for each in sources if self.sources is None or each in self.sources]
 
     def check(self, sources: Sequence[str]) -> None:
         """Raise ``UsageError`` where a drafter is wanted that is not among those loaded."""
         if not self.is_plain and not sources:
             raise UsageError(f"--arm {self.name} needs a drafter, and none is loaded: name one with --draft")
-        if self.source is not None and self.source not in sources:
-            advice = "name one with --draft" if self.source.startswith("model") else "add --draft ngram"
-            raise UsageError(
-                f"--arm {self.name}: no drafter {self.source!r} is loaded ({', '.join(sources)}); {advice}"
-            )
+        for wanted in self.sources or ():
+            if wanted not in sources:
+                advice = "name one with --draft" if wanted.startswith("model") else "add --draft ngram"
+                raise UsageError(f"--arm {self.name}: no drafter {wanted!r} is loaded ({', '.join(sources)}); {advice}")
 
 
 PLAIN = Arm("plain", None, 0)
@@ -62,12 +60,13 @@ def parse_arm(text: str) -> Arm:
     found = _PATTERN.fullmatch(text)
     if found is None:
         raise UsageError(f"no arm {text!r}: plain, auto, N, or ngram:N, model:N (N: guesses a round, or auto)")
+    sources = (found["source"],) if found["source"] else None
     if found["length"] == "auto":
-        return Arm(text, found["who"], "auto")
+        return Arm(text, sources, "auto")
     length = int(found["length"])
     if not 1 <= length <= MAX_FIXED_DRAFT:
         raise UsageError(f"--arm {text}: the draft length must be in 1..{MAX_FIXED_DRAFT}; plain drafts nothing")
-    return Arm(text, found["who"], length)
+    return Arm(text, sources, length)
 
 
 def parse_arms(texts: Sequence[str]) -> list[Arm]:

@@ -1,0 +1,84 @@
+"""What ran: the engine, its models, and what their passes cost."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from localspec.backends.base import Context
+from localspec.backends.trust import fingerprint
+from localspec.commands.bench.record import Engine, ModelFile
+from localspec.commands.doctor.costs import WIDTHS, Watch
+from localspec.commands.timing.subject import EngineUnderTest, kv_bytes
+from localspec.controllers.calibration import calibrating
+from localspec.controllers.cost_model import PassTimes
+from localspec.model_files.gguf_parts import model_bytes, model_files
+from localspec.runtime.pair import Pair
+from localspec.system.home import home
+from localspec.system.json_store import JsonStore
+from localspec.system.steps import exhaust
+
+
+def engine_facts(subject: EngineUnderTest, kv_type: str, watch: Watch, *, measure: bool) -> Engine:
+    """What ran here.
+
+    Args:
+        subject: the loaded pair.
+        kv_type: type of the attention cache.
+        watch: progress and interruption.
+        measure: measure t(w) now, rather than tell what was measured at the first load.
+    """
+    llm, own = subject.llm, subject.own
+    loaded = [("target", llm.model_name, own.context)]
+    loaded += [(draft.source, draft.name, draft.context) for draft in own.models]
+    times = {"target": own.times} | {draft.source: draft.times for draft in own.models}
+    measured: Literal["now", "before"] = "before"
+    if measure:
+        measured = "now"
+        for source, name, context in loaded:
+            watch.report(f"measuring what a pass of {name} costs", None)
+            times[source] = watch.call(llm, partial(_measured, context, watch))
+    return Engine(
+        backend=llm.backend_name,
+        version=llm.engine,
+        device=own.target.capabilities.device,
+        threads=own.target.n_threads,
+        n_ctx=llm.n_ctx,
+        models=[_model_file(source, name, context, kv_type, watch) for source, name, context in loaded],
+        sources=subject.sources,
+        pass_ms={str(width): round(times["target"](width), 4) for width in WIDTHS},
+        draft_ms={draft.source: round(times[draft.source](1), 4) for draft in own.models},
+        passes_measured=measured,
+        warnings=llm.warnings,
+    )
+
+
+def _measured(context: Context, watch: Watch, pair: Pair) -> PassTimes:
+    return exhaust(calibrating(context.model, context.n_ctx), tick=watch.check)
+
+
+def _model_file(source: str, name: str, context: Context, kv_type: str, watch: Watch) -> ModelFile:
+    model = context.model
+    digest = sha256(model.path, watch)
+    return ModelFile(source, name, model.path.name, model.size_bytes, digest, kv_bytes(context, kv_type))
+
+
+def sha256(path: Path, watch: Watch) -> str:
+    """A model's digest, of all its parts one after the other; kept, as reading a large file takes seconds."""
+    files = model_files(path)
+    changed = " ".join(str(file.stat().st_mtime_ns) for file in files)
+    store, key = JsonStore(home() / "digests", 1), {"file": fingerprint(path), "changed": changed}
+    known = (store.get(key) or {}).get("sha256")
+    if isinstance(known, str):
+        return known
+    found, done, size = hashlib.sha256(), 0, model_bytes(path) or 1
+    for each in files:
+        with each.open("rb") as file:
+            while block := file.read(1 << 22):
+                found.update(block)
+                done += len(block)
+                watch.report(f"digest of {path.name}", done / size)
+    store.put(key, {"sha256": found.hexdigest()})
+    return found.hexdigest()

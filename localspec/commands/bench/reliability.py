@@ -1,0 +1,71 @@
+"""How well predicted acceptances are calibrated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Bin:
+    """Guesses of about the same predicted acceptance.
+
+    Attributes:
+        low, high: predictions in [low, high), the last bin up to 1.
+        n: guesses.
+        predicted: their mean predicted acceptance.
+        observed: the share that was accepted.
+        observed_low, observed_high: 95 % Wilson interval of that share, guesses taken as independent.
+    """
+
+    low: float
+    high: float
+    n: int
+    predicted: float
+    observed: float
+    observed_low: float
+    observed_high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reliability:
+    """Predicted against observed acceptance.
+
+    Attributes:
+        n: guesses that the target judged: all before them in their draft were accepted.
+        expected_calibration_error: mean over the guesses of |predicted - observed| of their bin (Guo et al. 2017).
+        bins: those of ten that have guesses.
+    """
+
+    n: int
+    expected_calibration_error: float
+    bins: list[Bin]
+
+
+def reliability(judged: Iterable[tuple[float, bool]], n_bins: int = 10) -> Reliability | None:
+    """How well predicted acceptances agree with what the target did; None of no guesses."""
+    pairs = np.array([(predicted, float(accepted)) for predicted, accepted in judged])
+    if not len(pairs):
+        return None
+    index = np.clip((pairs[:, 0] * n_bins).astype(int), 0, n_bins - 1)
+    bins, error = [], 0.0
+    for each in np.unique(index):
+        here = pairs[index == each]
+        predicted, observed = map(float, here.mean(axis=0))
+        error += abs(predicted - observed) * len(here)
+        low, high = wilson(int(here[:, 1].sum()), len(here))
+        bins.append(Bin(float(each / n_bins), float((each + 1) / n_bins), len(here), predicted, observed, low, high))
+    return Reliability(len(pairs), error / len(pairs), bins)
+
+
+def wilson(hits: int, n: int, z: float = 1.959964) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share."""
+    if not n:
+        return 0.0, 1.0
+    share, factor = hits / n, 1 + z * z / n
+    centre = (share + z * z / (2 * n)) / factor
+    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / factor
+    return max(0.0, centre - half), min(1.0, centre + half)

@@ -1,0 +1,250 @@
+"""An answer of one arm, timed: it goes on a slice at a time, and is a ``Sample`` in the end."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from localspec.backends.base import Context, ContextState
+from localspec.commands.questions import Question
+from localspec.commands.timing.arms import Arm
+from localspec.errors import Cancelled
+from localspec.runtime.pair import Pair
+from localspec.sampling.sampling import SamplingParams
+from localspec.spec_decode.decoder import PREFILL_CHUNK
+from localspec.spec_decode.rounds import FinishReason, Round, SpecStats
+from localspec.system.usage import CPUTimes, others_share
+
+if TYPE_CHECKING:
+    from localspec.commands.timing.subject import EngineUnderTest
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One answer of one arm. Times are seconds unless the name says otherwise.
+
+    Attributes:
+        question, category: what was asked.
+        backend: the engine's name.
+        arm: how it was decoded.
+        repeat: from 0.
+        order: place of this answer among those to the same question in this repeat, from 0; of its first slice.
+        started: when, in seconds since 1970.
+        prompt_tokens: tokens of the prompt.
+        tokens: tokens of the answer as the engine counted them, an end token included.
+        token_sha256: first 16 hexadecimal digits of the SHA-256 of the token ids: equal answers have equal ones.
+        finish_reason: ``stop`` or ``length``.
+        num_rounds, num_draft_tokens, num_accepted_tokens, drafted_per_position, accepted_per_position, by_source: as
+            in ``SpecStats``.
+        seconds_prompt: the target's reading of the whole prompt, measured once for all arms of a question and repeat.
+        seconds_draft, seconds_verify, seconds_other: as in ``SpecStats``; a draft model's reading of the prompt is in
+            ``seconds_draft``.
+        time_to_first_token: ``seconds_prompt`` and what this arm took from there to the end of its first round.
+        rounds: by round: milliseconds drafting, verifying, other; draft tokens, accepted ones, emitted tokens.
+        judged: draft tokens that the target judged (all before them in their draft were accepted): source, position in
+            the draft, predicted acceptance, 1 if accepted, else 0.
+        others_share: share of the CPUs' time that other programs used meanwhile.
+    """
+
+    question: str
+    category: str
+    backend: str
+    arm: str
+    repeat: int
+    order: int
+    started: float
+    prompt_tokens: int
+    tokens: int
+    token_sha256: str
+    finish_reason: str
+    num_rounds: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    drafted_per_position: list[int]
+    accepted_per_position: list[int]
+    by_source: dict[str, dict[str, int]]
+    seconds_prompt: float
+    seconds_draft: float
+    seconds_verify: float
+    seconds_other: float
+    time_to_first_token: float
+    rounds: list[list[float]]
+    judged: list[list[Any]]
+    others_share: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or not 0 < self.seconds < math.inf:
+            raise ValueError(f"{self.tokens} tokens in {self.seconds} seconds")
+        if any(len(row) != 6 for row in self.rounds) or any(len(row) != 4 for row in self.judged):
+            raise ValueError("rounds have six figures, judged draft tokens four")
+
+    @property
+    def seconds(self) -> float:
+        """Decoding time, the denominator of speed: the target's reading of the prompt is not in it."""
+        return self.seconds_draft + self.seconds_verify + self.seconds_other
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second of decoding."""
+        return self.tokens / self.seconds
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        return self.question, self.backend, self.arm, self.repeat
+
+
+@dataclass(frozen=True, slots=True)
+class ReadQuestion:
+    """A question whose prompt the target has read.
+
+    Attributes:
+        question: what is asked.
+        tokens: the prompt.
+        state: what the target's context holds after reading it; None where the engine cannot say.
+        seconds: what reading took.
+    """
+
+    question: Question
+    tokens: list[int]
+    state: ContextState | None
+    seconds: float
+
+    def put_into(self, context: Context) -> None:
+        """Have a target's context hold the prompt, and nothing else."""
+        prompt = self.tokens[:-1]
+        n = context.reuse(prompt)
+        if n < len(prompt) and self.state is not None:
+            context.import_state(self.state)
+            return
+        for start in range(n, len(prompt), PREFILL_CHUNK):
+            context.decode(prompt[start : start + PREFILL_CHUNK], "none")
+
+
+class TimedAnswer:
+    """An answer of one arm; nothing is decoded before ``advance``.
+
+    Args:
+        subject: the pair.
+        arm: how to decode.
+        asked: the question.
+        params: how to sample.
+        place: the repeat, and the place in the order of arms.
+    """
+
+    def __init__(
+        self, subject: EngineUnderTest, arm: Arm, asked: ReadQuestion, params: SamplingParams, place: tuple[int, int]
+    ) -> None:
+        self.arm = arm
+        self.backend = subject.llm.backend_name
+        self._subject = subject
+        self._asked = asked
+        self._params = params
+        self._place = place
+        self._rounds: Iterator[Round] | None = None
+        self._done: list[Round] = []
+        self._stats = SpecStats()
+        self._started = 0.0
+        self._spans: list[tuple[CPUTimes, CPUTimes]] = []
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the answer so far."""
+        return self._stats.completion_tokens
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ended; None while it is under way."""
+        return self._done[-1].finish_reason if self._done else None
+
+    def advance(self, n_tokens: int | None) -> None:
+        """Go on by so many tokens, or a few more, as rounds are not cut; None: to the end.
+
+        Raises:
+            Cancelled: the subject was stopped.
+        """
+        before = CPUTimes.now()
+        self._subject.llm.run(lambda pair: self._advance(pair, None if n_tokens is None else self.n_tokens + n_tokens))
+        self._spans.append((before, CPUTimes.now()))
+
+    def _advance(self, pair: Pair, until: int | None) -> None:
+        while self.finish_reason is None and (until is None or self.n_tokens < until):
+            round_ = self._first(pair) if self._rounds is None else next(self._rounds, None)
+            if round_ is None or self._subject.stop.is_set():
+                raise Cancelled("measuring was stopped")
+            self._done.append(round_)
+            self._stats.add(round_)
+
+    def _first(self, pair: Pair) -> Round | None:
+        self._started = time.time()
+        read = time.perf_counter()
+
+        def prefilled(n_cached: int) -> None:
+            nonlocal read
+            read = time.perf_counter()
+
+        self._subject.become(self.arm, pair)
+        self._asked.put_into(pair.context)
+        self._rounds = pair.rounds(
+            self._asked.tokens, self._params, self.arm.length, prefilled, self._subject.stop.is_set
+        )
+        round_ = next(self._rounds, None)
+        self._stats.time_to_first_token_s = self._asked.seconds + time.perf_counter() - read
+        return round_
+
+    def close(self) -> None:
+        """Leave the contexts as they are; nothing goes on after it."""
+        rounds = self._rounds
+        if rounds is not None:
+            self._subject.llm.run(lambda pair: rounds.close())  # type: ignore[attr-defined]
+
+    def sample(self) -> Sample:
+        """The answer as it was measured."""
+        stats, (repeat, order), question = self._stats, self._place, self._asked.question
+        ids = " ".join(str(token.id) for round_ in self._done for token in round_.emitted)
+        assert stats.time_to_first_token_s is not None
+        assert self.finish_reason is not None
+        return Sample(
+            question=question.id,
+            category=question.category,
+            backend=self.backend,
+            arm=self.arm.name,
+            repeat=repeat,
+            order=order,
+            started=round(self._started, 1),
+            prompt_tokens=len(self._asked.tokens),
+            tokens=stats.completion_tokens,
+            token_sha256=hashlib.sha256(ids.encode()).hexdigest()[:16],
+            finish_reason=self.finish_reason,
+            num_rounds=stats.num_rounds,
+            num_draft_tokens=stats.num_draft_tokens,
+            num_accepted_tokens=stats.num_accepted_tokens,
+            drafted_per_position=stats.drafted_per_position,
+            accepted_per_position=stats.accepted_per_position,
+            by_source=stats.by_source,
+            seconds_prompt=round(self._asked.seconds, 6),
+            seconds_draft=round(stats.seconds_draft, 6),
+            seconds_verify=round(stats.seconds_verify, 6),
+            seconds_other=round(stats.seconds_other, 6),
+            time_to_first_token=round(stats.time_to_first_token_s, 6),
+            rounds=[_figures(each) for each in self._done],
+            judged=[judged for each in self._done for judged in _judged(each)],
+            others_share=others_share(self._spans),
+        )
+
+
+def _figures(round_: Round) -> list[float]:
+    times = (round_.ms_draft, round_.ms_verify, round_.ms_other)
+    return [*(round(ms, 3) for ms in times), len(round_.draft), round_.verdict.n_accepted, len(round_.emitted)]
+
+
+def _judged(round_: Round) -> list[list[Any]]:
+    """The draft tokens that the target compared with its own: the accepted ones and the first that was not."""
+    accepted = round_.verdict.n_accepted
+    return [
+        [token.source, position, round(token.expected, 4), int(position < accepted)]
+        for position, token in enumerate(round_.draft[: accepted + 1])
+    ]
