@@ -1,11 +1,8 @@
-"""Answers of the running system, round by round: its context, its rows and its decisions against what they should be.
+"""Answers of the running system, round by round: its decisions, its rows and its context against what they should be.
 
-Everything here runs the pair's own decoder, context and drafters. A ``Recorder`` among the drafters sees every pass of
-the target, so three things can be told apart:
-
-* *decision*: the token is what the row that the engine computed says. No rounding is involved: it is exact.
-* *row*: that row is the row of that text, up to rounding; judged when all is known (see ``rounding``).
-* *memory*: after every round the context holds exactly what was settled, but for the last token.
+Everything here runs the pair's own decoder, context and drafters; a ``Recorder`` among the drafters sees every pass of
+the target. Decisions and the context are exact, and checked at once. Rows are right up to rounding: they are noted, and
+judged when all is known (see ``rounding``).
 """
 
 from __future__ import annotations
@@ -18,8 +15,8 @@ import numpy as np
 from localspec.backends.base import Context, FloatArray, shared_prefix
 from localspec.commands.verify.betting import Bets
 from localspec.commands.verify.drafters import Adversary, Recorder
-from localspec.commands.verify.log import ArmTally, AuditLog, Defect, DefectFound, Observation
-from localspec.commands.verify.plain import AuditStopped, Check, PlainAnswer
+from localspec.commands.verify.plain import Check, PlainAnswer
+from localspec.commands.verify.result import ArmTally, AuditLog, Defect, DefectFound, Observation
 from localspec.commands.verify.verification_law import Window, law_of
 from localspec.sampling.sampling import Distribution, Noise, SamplingParams, distribution, edit_logits
 from localspec.spec_decode.controller import Controller
@@ -32,13 +29,7 @@ from localspec.spec_decode.verification import STREAM_TARGET
 
 @dataclass(frozen=True, slots=True)
 class AuditArm:
-    """A way of drafting.
-
-    Attributes:
-        name: in words.
-        drafters: in the order they are asked; none: plain decoding.
-        controller: a new one for each answer.
-    """
+    """A way of drafting: its name, the drafters in the order they are asked, and a controller for one answer."""
 
     name: str
     drafters: Sequence[Drafter]
@@ -69,14 +60,11 @@ class RunningSystem:
         """
         for drafter in arm.drafters:
             if isinstance(drafter, Adversary):
-                drafter.know(plain.prompt, plain.tokens, plain.second_best())
-        tally = self.log.tally(arm.name, sampled=False)
-        tally.answers += 1
-        with self.log.noting(arm.name, plain.name, "decoding"):
+                drafter.know(plain.prompt, plain.tokens, [int(row.ids[1]) for row in plain.rows])
+        with self.log.answering(arm.name, plain.name, sampled=False) as tally:
             position = 0
             while position < len(plain.tokens):
                 position = self._follow_from(plain, position, arm, tally)
-            tally.complete += 1
 
     def _follow_from(self, plain: PlainAnswer, start: int, arm: AuditArm, tally: ArmTally) -> int:
         """Go along the plain answer until it ends or is left; returns where to go on."""
@@ -124,9 +112,7 @@ class RunningSystem:
         """
         params = replace(params, ignore_eos=plain.params.ignore_eos)
         before: Distribution | None = None
-        tally = self.log.tally(arm.name, sampled=True)
-        tally.answers += 1
-        with self.log.noting(arm.name, plain.name, "decoding"):
+        with self.log.answering(arm.name, plain.name, sampled=True) as tally:
             for round_, settled, rows in self._rounds(plain, 0, arm, params, tally):
                 history = list(settled)
                 for i, token in enumerate(round_.emitted):
@@ -146,7 +132,6 @@ class RunningSystem:
                     history.append(token.id)
                 if params.seed is None and len(round_.draft) > 1:
                     windows.append(Window.of(rows, round_.draft, settled, params))
-            tally.complete += 1
 
     def _rounds(
         self, plain: PlainAnswer, start: int, arm: AuditArm, params: SamplingParams, tally: ArmTally
@@ -154,17 +139,16 @@ class RunningSystem:
         """Rounds with what was settled before each and the target's rows for it [k + 1, n_vocab]."""
         recorder, settled = Recorder(), plain.before(start)
         decoder = SpeculativeDecoder(self.context, [*arm.drafters, recorder], arm.controller)
-        decoder.prefill(settled, self._stopping)
-        self.check()
-        text = TextAssembler(self.context.model.vocab)
-        for round_ in decoder.rounds(list(settled), params, text, cancelled=self._stopping):
+        decoder.prefill(settled, self.check)
+        for round_ in decoder.rounds(settled, params, TextAssembler(self.context.model.vocab), cancelled=self.check):
             n_draft, n_accepted = len(round_.draft), round_.verdict.n_accepted
             tally.rounds += 1
             tally.tokens += len(round_.emitted)
             tally.drafted += n_draft
             tally.accepted += n_accepted
             tally.widths.add(n_draft + 1)
-            tally.rejected_at |= {n_accepted + 1} if n_accepted < n_draft else set()
+            if n_accepted < n_draft:
+                tally.rejected_at.add(n_accepted + 1)
             before, settled = settled, settled + [token.id for token in round_.emitted]
             held, wanted = self.context.tokens, settled[:-1]
             if held != wanted:
@@ -177,14 +161,6 @@ class RunningSystem:
                 position = len(settled) - len(plain.prompt)
                 raise DefectFound(Defect("memory", arm.name, plain.name, position, evidence, details))
             yield round_, before, recorder.rows
-        self.check()
-
-    def _stopping(self) -> bool:
-        try:
-            self.check()
-        except AuditStopped:
-            return True
-        return False
 
 
 def _how(round_: Round) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -18,13 +19,11 @@ from localspec.commands.verify import verification_law
 from localspec.commands.verify.answers import AuditArm, RunningSystem
 from localspec.commands.verify.betting import Bets
 from localspec.commands.verify.drafters import Adversary, HotDraftModel, NearMisses
-from localspec.commands.verify.log import AuditLog, Defect, Observation
 from localspec.commands.verify.plain import AuditStopped, plain_answer, prompt_cuts, wide_passes
-from localspec.commands.verify.result import AuditResult
+from localspec.commands.verify.result import AuditLog, AuditResult, Defect, Observation
 from localspec.commands.verify.rollbacks import ARM, Rollbacks, sensitivity
-from localspec.commands.verify.rounding import Judgement, WidthNoise, judge
+from localspec.commands.verify.rounding import Judge, WidthNoise
 from localspec.controllers.auto_controller import MAX_DRAFT
-from localspec.controllers.fixed import FixedController
 from localspec.errors import UsageError
 from localspec.llm import LLM
 from localspec.runtime.pair import Pair
@@ -155,40 +154,40 @@ class Audit:
             with self.log.noting(ARM, name, "a rollback"):
                 self.spoiled = [each.rms for each in sensitivity(self.target, plain, self._check)]
 
+    def _arm(
+        self, drafters: Sequence[Drafter], length: int | str, params: SamplingParams | None = None, note: str = ""
+    ) -> AuditArm:
+        name = "+".join(drafter.source for drafter in drafters)
+        name = f"{name} ×{length}{note}" if drafters else "plain"
+        return AuditArm(name, drafters, self.pair.controller(length, params, drafters))
+
     def _greedy_arms(self, number: int) -> Iterator[AuditArm]:
         """Plain decoding, the pair as it is going to be used, one way of drafting by turns, and the adversary."""
-        drafters, length = self.drafters, self.options.draft_length
-        yield AuditArm("plain", [], FixedController(0))
+        drafters = self.drafters
+        yield self._arm([], 0)
         if drafters:
-            controller = self.pair.controller(length, self.options.greedy)
-            yield AuditArm(f"{_names(drafters)} ×{length}", drafters, controller)
-            groups = [[each] for each in drafters]
-            if len(drafters) > 1:
-                groups.append(drafters)
-            chosen, forced = groups[number % len(groups)], LENGTHS[number % len(LENGTHS)] or self.reach
-            controller = FixedController(forced, drafters=chosen)
-            yield AuditArm(f"{_names(chosen)} ×{forced}", chosen, controller)
+            yield self._arm(drafters, self.options.draft_length, self.options.greedy)
+            groups = [[each] for each in drafters] + [drafters] * (len(drafters) > 1)
+            yield self._arm(groups[number % len(groups)], LENGTHS[number % len(LENGTHS)] or self.reach)
         for _ in range(2):  # its answers take few passes, and there are many places for a rejection
-            yield AuditArm(f"adversary ×{self.reach}", [self.adversary], FixedController(self.reach))
-        yield AuditArm("near misses ×2", [NearMisses(self.target.n_vocab)], FixedController(2))
+            yield self._arm([self.adversary], self.reach)
+        yield self._arm([NearMisses(self.target.n_vocab)], 2)
 
     def _sampled_arms(self, number: int) -> Iterator[tuple[AuditArm, SamplingParams]]:
         """Without a seed, where the law is at stake, and with one, where every draw is known."""
         options, everybody = self.options, [*self.drafters, self.adversary]
         fresh = replace(options.sampled, max_tokens=SAMPLED_ANSWER * options.n_tokens, seed=None)
         if number % 3 == 2 and self.drafters:
-            length = options.draft_length
-            controller = self.pair.controller(length, fresh)
-            yield AuditArm(f"{_names(self.drafters)} ×{length}", self.drafters, controller), fresh
+            yield self._arm(self.drafters, options.draft_length, fresh), fresh
         else:
             # A draft model samples; all others draft deterministically, as the adversary always does.
             sampling = everybody
             for model in self.pair.state.models[:1]:
                 sampling = [HotDraftModel(model.context) if number % 3 else model.drafter]
-            yield AuditArm(f"{_names(sampling)} ×{SAMPLED_LENGTH}", sampling, FixedController(SAMPLED_LENGTH)), fresh
+            yield self._arm(sampling, SAMPLED_LENGTH), fresh
         seed = ((options.sampled.seed or 11) + number) % 2**63
-        arm = AuditArm(f"{_names(everybody)} ×{SAMPLED_LENGTH}, seeded", everybody, FixedController(SAMPLED_LENGTH))
-        yield arm, replace(options.sampled, max_tokens=options.n_tokens, seed=seed)
+        seeded = replace(options.sampled, max_tokens=options.n_tokens, seed=seed)
+        yield self._arm(everybody, SAMPLED_LENGTH, note=", seeded"), seeded
 
     def _draw_from_verification(self) -> None:
         """Test its law on the windows that tell most."""
@@ -200,10 +199,17 @@ class Audit:
     # -- the result ----------------------------------------------------------------------------------------------
 
     def _result(self, n_prompts: int, interrupted: bool, seconds: float) -> AuditResult:
-        observations, noise = self.log.observations, self.noise
+        observations, noise, options = self.log.observations, self.noise, self.options
         n_tested = max(1, len(observations))
-        bounds = noise.bounds(n_tested)
-        judged = Judgement() if bounds is None else judge(self.target, observations, bounds, self._in_words)
+        bounds, noise_figures = noise.bounds(n_tested), noise.figures(n_tested)
+        judge = Judge(self.target, bounds or (math.inf, math.inf), self._in_words)
+        judge.judge(observations if bounds else [])
+        spoiled = None
+        if self.spoiled:
+            share = bounds and float(np.mean([rms > bounds[0] for rms in self.spoiled]))
+            median = float(np.median(self.spoiled))
+            spoiled = {"tries": len(self.spoiled), "median": median, "smallest": min(self.spoiled), "found": share}
+        kept = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
         return AuditResult(
             interrupted=interrupted,
             model=self.llm.model_name,
@@ -211,39 +217,27 @@ class Audit:
             engine=self.target.engine,
             draft=self.pair.draft_names,
             exact=noise.exact,
-            settings=self._settings(n_prompts),
+            settings={
+                "prompts": n_prompts,
+                "tokens": options.n_tokens,
+                "draft_length": options.draft_length,
+                "longest_draft": self.reach,
+                "sampling": {name: getattr(options.sampled, name) for name in kept},
+            },
             seconds=round(seconds, 2),
-            noise=noise.figures(n_tested),
+            noise=noise_figures,
             # Greedy answers before sampled ones, the adversary's last.
             arms=sorted(
                 self.log.arms.values(), key=lambda arm: (arm.sampled, arm.arm.startswith(("adversary", "near misses")))
             ),
-            memory=self.rollbacks if self.rollbacks.rollbacks else None,
-            sensitivity=self._sensitivity(bounds),
+            memory=asdict(self.rollbacks) if self.rollbacks.rollbacks else None,
+            sensitivity=spoiled,
             verification_law=self.law.figures() if self.law.n_draws else None,
             decoding_law=self.bets.figures() if self.bets.n_tokens else None,
-            ties=[self._tie(seen) for seen in judged.ties],
-            rechecked={"rows": judged.n_rechecked, "explained": judged.n_explained},
-            defects=[*self.log.defects, *self._wrong_kernel(), *judged.defects, *self._broken_laws()],
+            ties=[self._tie(seen) for seen in judge.ties],
+            rechecked={"rows": judge.n_rechecked, "explained": judge.n_explained},
+            defects=[*self.log.defects, *self._general_defects(), *judge.defects],
         )
-
-    def _settings(self, n_prompts: int) -> dict[str, Any]:
-        chain = asdict(self.options.sampled)
-        kept = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
-        return {
-            "prompts": n_prompts,
-            "tokens": self.options.n_tokens,
-            "draft_length": self.options.draft_length,
-            "longest_draft": self.reach,
-            "sampling": {name: chain[name] for name in kept},
-        }
-
-    def _sensitivity(self, bounds: tuple[float, float] | None) -> dict[str, Any] | None:
-        if not self.spoiled:
-            return None
-        found = None if bounds is None else float(np.mean([rms > bounds[0] for rms in self.spoiled]))
-        median = float(np.median(self.spoiled))
-        return {"tries": len(self.spoiled), "median": median, "smallest": min(self.spoiled), "found": found}
 
     def _tie(self, seen: Observation) -> dict[str, Any]:
         ids = {"plain": seen.plain.tokens[seen.position], "speculative": seen.token}
@@ -256,28 +250,23 @@ class Audit:
             "deviation": seen.deviation.rms,
         }
 
-    def _wrong_kernel(self) -> Iterator[Defect]:
+    def _general_defects(self) -> Iterator[Defect]:
+        """Those of no answer in particular."""
         if self.noise.contradicts_itself:
             evidence = (
                 f"passes over several tokens compute other logits than passes over one: {self.noise.mean_kl:.2g} nats "
                 f"apart on average, where rounding stays under {MAX_MEAN_KL:g}"
             )
             yield Defect("kernel", "fresh memories", None, None, evidence, {"kl": self.noise.mean_kl})
-
-    def _broken_laws(self) -> Iterator[Defect]:
-        if self.law.rejected:
-            bets = self.law.bets
-            evidence = (
-                f"verification does not follow the target's law: {self.law.worst}; {bets.evidence:.3g} nats of "
-                f"evidence that {bets.strongest}"
-            )
-            yield Defect("law", "verification", None, None, evidence, self.law.figures())
-        if self.bets.rejected:
-            evidence = (
-                f"{self.bets.n_tokens} tokens at a temperature do not follow the target's law: "
-                f"{self.bets.evidence:.3g} nats of evidence that {self.bets.strongest}"
-            )
-            yield Defect("law", "decoding at a temperature", None, None, evidence, self.bets.figures())
+        claim = f"verification does not follow the target's law: {self.law.worst};"
+        sampled = f"{self.bets.n_tokens} tokens at a temperature do not follow the target's law:"
+        for arm, law, bets, broken in (
+            ("verification", self.law, self.law.bets, claim),
+            ("decoding at a temperature", self.bets, self.bets, sampled),
+        ):
+            if law.rejected:
+                evidence = f"{broken} {bets.evidence:.3g} nats of evidence that {bets.strongest}"
+                yield Defect("law", arm, None, None, evidence, law.figures())
 
     # -- prompts, progress ---------------------------------------------------------------------------------------
 
@@ -306,15 +295,13 @@ class Audit:
         """A token for a sentence."""
         return f"{self.pair.token_text(token)!r} ({token})"
 
-    def _step(self, what: str, share: float = 1 / STEPS) -> None:
+    def _step(self, what: str, share: float = 1 / STEPS) -> Literal[False]:
         self._check()
         self._watch(what, min(1.0, self._done / self._total))
         self._done += share
+        return False
 
-    def _check(self) -> None:
+    def _check(self) -> Literal[False]:
         if self._cancelled():
             raise AuditStopped
-
-
-def _names(drafters: Sequence[Drafter]) -> str:
-    return "+".join(drafter.source for drafter in drafters)
+        return False

@@ -1,15 +1,28 @@
-"""The oracle: the target alone, in fresh contexts that are never rolled back, token by token and in wide passes."""
+"""The oracle: the target alone, in fresh contexts that are never rolled back, token by token and in wide passes.
+
+Rows of logits are kept small, and compared by how far two computations of one row lie apart.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import chain, repeat
+from typing import Literal
+
+import numpy as np
 
 from localspec.backends.base import Context, FloatArray, Model
-from localspec.commands.verify.rows import Deviation, KeptRow
-from localspec.sampling.sampling import SamplingParams, edit_logits
+from localspec.errors import EngineError
+from localspec.sampling.sampling import Ids, Probs, SamplingParams, edit_logits
 from localspec.spec_decode.decoder import PREFILL_CHUNK
+
+TOP = 20
+"""Tokens that a deviation looks at: those that could have been chosen."""
+
+KEPT = 64
+"""Tokens of a row that are kept: a row of 152,000 logits takes 600 KB, and an audit compares hundreds."""
 
 SLACK = 8
 """Tokens of room behind a text, for probes."""
@@ -19,8 +32,94 @@ class AuditStopped(Exception):
     """The audit was interrupted."""
 
 
-Check = Callable[[], None]
+Check = Callable[[], Literal[False]]
 """Called between passes; raises ``AuditStopped`` where the audit is to end."""
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """How far two computations of one row lie apart; all 0 exactly where they are equal to the bit.
+
+    Attributes:
+        rms: root mean square change of the top 20 logits about their common shift, in logits.
+        swing: largest change of one of them against the best: bounds the gap that a flipped argmax can have.
+        kl: Kullback-Leibler divergence over the tokens kept, in nats.
+        flips: whether the argmax differs.
+    """
+
+    rms: float = 0.0
+    swing: float = 0.0
+    kl: float = 0.0
+    flips: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRow:
+    """The head of a row of logits, and a digest of all of it.
+
+    Attributes:
+        ids: the most probable tokens [n <= KEPT], the first first; among equals the lower id, as in greedy decoding.
+        logits: theirs [n].
+        digest: equal for rows that are equal to the bit.
+    """
+
+    ids: Ids
+    logits: Probs
+    digest: bytes
+
+    @classmethod
+    def of(cls, row: FloatArray) -> KeptRow:
+        """Keep what matters of a row [n_vocab].
+
+        Raises:
+            EngineError: its largest value is not a finite number.
+        """
+        if not np.isfinite(row.max()):
+            raise EngineError("the engine computed logits that are not numbers")
+        n = min(KEPT, len(row))
+        # All that equal the last one kept are candidates, so that ties are cut by id and not by chance.
+        candidates = np.flatnonzero(row >= np.partition(row, len(row) - n)[len(row) - n])
+        ids = candidates[np.argsort(-row[candidates], kind="stable")][:n]
+        return cls(ids, row[ids].astype(np.float64), digest_of(row))
+
+    @property
+    def best(self) -> int:
+        """The argmax."""
+        return int(self.ids[0])
+
+    def gap(self, token: int) -> float:
+        """How far a token lies under the most probable one, in logits; at least that, where it was not kept."""
+        at = np.flatnonzero(self.ids == token)
+        return float(self.logits[0] - self.logits[int(at[0]) if len(at) else -1])
+
+    def compared(self, row: FloatArray) -> Deviation:
+        """Compare another computation of the same row [n_vocab] with this one."""
+        if digest_of(row) == self.digest:
+            return Deviation()
+        change = row[self.ids].astype(np.float64) - self.logits
+        top = change[:TOP]
+        log_p, log_q = _log_softmax(self.logits), _log_softmax(self.logits + change)
+        kl = float((np.exp(log_p) * (log_p - log_q)).sum())
+        rms = float(np.sqrt(np.mean((top - top.mean()) ** 2)))
+        # Not equal to the bit, but all by the same amount, or only far down: the smallest number that says so.
+        rms, swing = max(rms, 1e-12), float(np.abs(top - top[0]).max())
+        return Deviation(rms, swing, max(0.0, kl), int(np.argmax(row)) != self.best)
+
+
+def digest_of(row: FloatArray) -> bytes:
+    """Equal for rows that are equal to the bit."""
+    return blake2b(row.tobytes(), digest_size=16).digest()
+
+
+def _log_softmax(logits: Probs) -> Probs:
+    shifted = logits - logits.max()
+    return np.asarray(shifted - np.log(np.exp(shifted).sum()))
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,31 +143,9 @@ class PlainAnswer:
         """All tokens before the answer's token at ``position``."""
         return self.prompt + self.tokens[:position]
 
-    def second_best(self) -> list[int]:
-        """At each place of the answer, the token that came closest to being chosen."""
-        return [int(row.ids[min(1, len(row.ids) - 1)]) for row in self.rows]
-
     def compared(self, position: int, row: FloatArray) -> Deviation:
         """How far another row of raw logits [n_vocab] for the token at ``position`` lies from the right one."""
         return self.rows[position].compared(edit_logits(row, self.before(position), self.params))
-
-
-def feed(context: Context, tokens: Sequence[int], check: Check, lengths: Iterable[int] = repeat(PREFILL_CHUNK)) -> None:
-    """Make a context hold these tokens, decoding what it lacks in passes of these lengths."""
-    at = context.reuse(tokens)
-    for length in lengths:
-        if at >= len(tokens):
-            return
-        check()
-        context.decode(tokens[at : at + length], "none")
-        at += length
-
-
-def row_behind(context: Context, text: Sequence[int], check: Check) -> FloatArray:
-    """The row of logits [n_vocab] behind a text; valid until the context's next pass."""
-    feed(context, text[:-1], check)
-    row: FloatArray = context.decode(text[-1:], "last").logits[0]
-    return row
 
 
 def plain_answer(
@@ -92,9 +169,7 @@ def wide_passes(
     """Compute the first rows of an answer again in a fresh context, in passes over several tokens.
 
     Args:
-        model: the target.
-        plain: the answer.
-        n_rows: how many of its rows.
+        model, plain, n_rows: the target, the answer, and how many of its rows.
         lengths: of the passes over the prompt. They matter as much as those over the answer: a cached prompt's passes
             fall elsewhere than those of a new one, and engines take other kernels for long passes than for short ones.
         widths: of the passes over the answer; as many as it takes are consumed.
@@ -117,3 +192,21 @@ def prompt_cuts(n_tokens: int) -> list[Iterable[int]]:
     in very short ones."""
     half = max(1, n_tokens // 2)
     return [chain((half,), repeat(PREFILL_CHUNK)), repeat(PREFILL_CHUNK // 2 - 3), repeat(16), repeat(5)]
+
+
+def feed(context: Context, tokens: Sequence[int], check: Check, lengths: Iterable[int] = repeat(PREFILL_CHUNK)) -> None:
+    """Make a context hold these tokens, decoding what it lacks in passes of these lengths."""
+    at = context.reuse(tokens)
+    for length in lengths:
+        if at >= len(tokens):
+            return
+        check()
+        context.decode(tokens[at : at + length], "none")
+        at += length
+
+
+def row_behind(context: Context, text: Sequence[int], check: Check) -> FloatArray:
+    """The row of logits [n_vocab] behind a text; valid until the context's next pass."""
+    feed(context, text[:-1], check)
+    row: FloatArray = context.decode(text[-1:], "last").logits[0]
+    return row

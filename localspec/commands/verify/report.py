@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from localspec.commands.report.model import Finding, Findings, Part, Report, Status, Table, Text
 from localspec.commands.verify.betting import FALSE_ALARM
-from localspec.commands.verify.log import Defect
-from localspec.commands.verify.result import AuditResult, Figures, counted
+from localspec.commands.verify.result import AuditResult, Defect, Figures, counted
 from localspec.commands.verify.rollbacks import ARM as ROLLBACK
 from localspec.commands.verify.rounding import FALSE_ALARM as SECOND_LOOKS
 
@@ -115,19 +114,17 @@ def _rollbacks(result: AuditResult, status: Status) -> Finding:
     probes, made = result.memory, result.sensitivity
     if probes is None:
         return Finding("note", "rollbacks", "not reached")
-    saved = f", {counted(probes.restored, 'saved state')}" if probes.restored else ""
+    saved = f", {counted(probes['restored'], 'saved state')}" if probes["restored"] else ""
     text = (
-        f"{probes.rollbacks}, of rejected guesses, an edited question, a new conversation{saved}; against fresh "
-        f"memories: largest deviation {probes.largest_deviation:.2g} logits"
+        f"{probes['rollbacks']}, of rejected guesses, an edited question, a new conversation{saved}; against fresh "
+        f"memories: largest deviation {probes['largest_deviation']:.2g} logits"
     )
-    if probes.bitwise and status == "ok":
-        text += f"; in {probes.pairs} pairs what was rejected left no trace, to the bit"
+    if probes["bitwise"] and status == "ok":
+        text += f"; in {probes['pairs']} pairs what was rejected left no trace, to the bit"
     advice = None
     if made:
-        share = "" if made["found"] is None else f", {made['found']:.0%} of them over the bound"
-        advice = (
-            f"{made['tries']} memories made wrong by one token on purpose: median {made['median']:.2g} logits{share}"
-        )
+        advice = f"{made['tries']} memories made wrong by one token on purpose: median {made['median']:.2g} logits"
+        advice += "" if made["found"] is None else f", {made['found']:.0%} of them over the bound"
     return Finding(status, "rollbacks", text, advice)
 
 

@@ -1,17 +1,17 @@
-"""What an audit found: figures, ties, defects, a verdict in one sentence, and all of it as one JSON object.
+"""What an audit finds: the log it keeps while it runs, and its result, a verdict in one sentence and one JSON object.
 
 The object of ``verify --json`` (``"format": "localspec-audit", "version": 1``; a field is never renamed or removed
 without another version):
 
 ========================= =============================================================================================
 ``lossless``              true, false, or null where the audit was interrupted before it found a defect
-``verdict``               the sentence that the table ends with
+``verdict``               the sentence that the report ends with
 ``interrupted``           Ctrl-C ended the audit early: everything below is what was checked until then
 ``model, backend``        what was audited; ``engine`` and ``draft`` (the names) with it
+``exact``                 whether the engine claims that the width of a pass changes nothing, so that the bound is 0
 ``settings``              ``prompts, tokens`` (longest answer), ``draft_length, longest_draft``, ``sampling`` (the chain
                           of the laws)
 ``seconds``               wall time of the audit, without loading
-``exact``                 whether the engine claims that the width of a pass changes nothing, so that the bound is 0
 ``noise``                 ``rows, widths, median, largest, bound, gap_bound`` (logits), ``mean_kl, mean_kl_limit``
                           (nats), ``argmax_flips, false_alarm``; ``tested``: rows held against the bound
 ``arms[]``                ``arm, sampled, answers, complete, tokens, rounds, drafted, accepted, widths, rejected_at,
@@ -25,23 +25,139 @@ without another version):
                           power`` (by suspicion), or null
 ``ties[]``                ``arm, prompt, position, plain, speculative`` (``id, text``), ``gap, deviation``
 ``rechecked``             ``rows, explained``: suspicious rows that were computed again from nothing
-``defects[]``             ``kind`` (``kernel, row, decision, memory, law, engine``), ``arm, prompt, position, evidence,
-                          details``
+``defects[]``             ``kind, arm, prompt, position, evidence, details``; see ``Defect``
 ========================= =============================================================================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
-from localspec.commands.verify.log import ArmTally, Defect
-from localspec.commands.verify.rollbacks import Rollbacks
+from localspec.commands.verify.plain import AuditStopped, Deviation, PlainAnswer
+from localspec.errors import line_of
 
 FORMAT, VERSION = "localspec-audit", 1
 
+DefectKind = Literal["kernel", "row", "decision", "memory", "law", "engine"]
 Figures = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Defect:
+    """Something that rounding does not explain.
+
+    Attributes:
+        kind: ``kernel`` (wide passes contradict narrow ones), ``row`` (a row of logits is not that of its text),
+            ``decision`` (a token is not what its row says), ``memory`` (a context does not hold what it should),
+            ``law`` (tokens do not follow the target's distribution), ``engine`` (a pass failed).
+        arm, prompt, position: where; position counts the tokens of the answer from 0.
+        evidence: one sentence.
+        details: its figures.
+    """
+
+    kind: DefectKind
+    arm: str
+    prompt: str | None
+    position: int | None
+    evidence: str
+    details: Figures = field(default_factory=dict)
+
+
+class DefectFound(Exception):
+    """A defect that ends the answer it was found in."""
+
+    def __init__(self, defect: Defect) -> None:
+        super().__init__(defect.evidence)
+        self.defect = defect
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """A row that the running system computed, against the same row of the plain answer.
+
+    Attributes:
+        arm: how it was drafted.
+        plain: the plain answer.
+        position: of the token that the row predicts.
+        deviation: of the row.
+        token: what was emitted there; -1 where only the row was looked at.
+    """
+
+    arm: str
+    plain: PlainAnswer
+    position: int
+    deviation: Deviation
+    token: int = -1
+
+    @property
+    def gap(self) -> float:
+        """How far the token lies under the argmax of the one-token pass, in logits."""
+        return 0.0 if self.token < 0 else self.plain.rows[self.position].gap(self.token)
+
+    @property
+    def differs(self) -> bool:
+        """Whether plain decoding has another token here."""
+        return self.token >= 0 and self.token != self.plain.tokens[self.position]
+
+
+@dataclass(slots=True)
+class ArmTally:
+    """The answers of one way of drafting, added up: an entry of ``arms[]``.
+
+    Attributes:
+        sampled: at a temperature, so that there is no plain answer to compare with.
+        complete: answers that no defect broke off.
+        widths: of the target's passes.
+        rejected_at: positions in a draft, from 1, at which a token was rejected.
+        differences: tokens that plain decoding has otherwise.
+        largest_deviation: of a row, in logits; None if ``sampled``.
+    """
+
+    arm: str
+    sampled: bool
+    answers: int = 0
+    complete: int = 0
+    tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    widths: set[int] = field(default_factory=set)
+    rejected_at: set[int] = field(default_factory=set)
+    differences: int = 0
+    largest_deviation: float | None = None
+
+
+@dataclass(slots=True)
+class AuditLog:
+    """All that was noted down so far."""
+
+    arms: dict[tuple[str, bool], ArmTally] = field(default_factory=dict)
+    observations: list[Observation] = field(default_factory=list)
+    defects: list[Defect] = field(default_factory=list)
+
+    @contextmanager
+    def noting(self, arm: str, prompt: str, what: str) -> Iterator[None]:
+        """Note the defect that ends the block, or the failure of the engine."""
+        try:
+            yield
+        except AuditStopped:
+            raise
+        except DefectFound as found:
+            self.defects.append(found.defect)
+        except Exception as error:
+            self.defects.append(Defect("engine", arm, prompt, None, f"{what} broke off: {line_of(error)}"))
+
+    @contextmanager
+    def answering(self, arm: str, prompt: str, *, sampled: bool) -> Iterator[ArmTally]:
+        """The figures of a way of drafting, for one more answer to be added to; notes as ``noting``."""
+        tally = self.arms.setdefault((arm, sampled), ArmTally(arm, sampled, largest_deviation=None if sampled else 0.0))
+        tally.answers += 1
+        with self.noting(arm, prompt, "decoding"):
+            yield tally
+            tally.complete += 1
 
 
 @dataclass(slots=True)
@@ -58,7 +174,7 @@ class AuditResult:
     seconds: float
     noise: Figures
     arms: list[ArmTally]
-    memory: Rollbacks | None
+    memory: Figures | None
     sensitivity: Figures | None
     verification_law: Figures | None
     decoding_law: Figures | None
@@ -77,7 +193,7 @@ class AuditResult:
     def largest_deviation(self) -> float:
         """Of any row, in logits."""
         deviations = [arm.largest_deviation or 0.0 for arm in self.arms]
-        return max([*deviations, self.memory.largest_deviation if self.memory else 0.0])
+        return max([*deviations, self.memory["largest_deviation"] if self.memory else 0.0])
 
     @property
     def verdict(self) -> str:
@@ -88,7 +204,7 @@ class AuditResult:
             where += f", token {first.position}" if first.position is not None else ""
             more = f" ({len(self.defects) - 1} more)" if len(self.defects) > 1 else ""
             return f"NOT lossless here: {where}: {first.evidence}{more}"
-        bound = self.noise.get("bound")
+        bound = self.noise["bound"]
         noise = f"noise bound {bound:.2g}" if bound else "equality to the bit" if bound == 0 else "noise not measured"
         n_answers = sum(arm.answers for arm in self.arms if arm.drafted)
         checked = (

@@ -23,9 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from localspec.backends.base import Context, FloatArray, Model
-from localspec.commands.verify.log import AuditLog, Defect, Observation
-from localspec.commands.verify.plain import SLACK, Check, PlainAnswer, feed, row_behind
-from localspec.commands.verify.rows import Deviation, digest_of
+from localspec.commands.verify.plain import SLACK, Check, Deviation, PlainAnswer, digest_of, feed, row_behind
+from localspec.commands.verify.result import AuditLog, Defect, Observation
 
 ARM = "rollback"
 

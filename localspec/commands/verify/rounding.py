@@ -19,7 +19,7 @@ bound is 0: equality to the bit is demanded, and any deviation is a defect.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
@@ -28,9 +28,8 @@ import numpy as np
 
 from localspec.backends.base import Model
 from localspec.backends.trust import MAX_MEAN_KL
-from localspec.commands.verify.log import Defect, Observation
-from localspec.commands.verify.plain import Check, prompt_cuts, wide_passes
-from localspec.commands.verify.rows import Deviation
+from localspec.commands.verify.plain import Deviation, prompt_cuts, wide_passes
+from localspec.commands.verify.result import Defect, Observation
 
 FALSE_ALARM = 0.01
 """Probability that a healthy audit has to compute a row again; under the tail assumption above."""
@@ -132,78 +131,64 @@ def _chi_square_low(degrees: int) -> float:
 
 
 @dataclass(slots=True)
-class Judgement:
-    """What became of the observations.
+class Judge:
+    """Tells ties from defects.
 
     Attributes:
+        model: the target, to compute suspicious rows again.
+        bounds: see ``WidthNoise.bounds``.
+        name: turns a token into words.
         ties: tokens that differ from plain decoding, where rounding explains it.
         defects: the first unexplained row of each prompt and way of drafting.
-        n_rechecked: suspicious rows that were computed again.
-        n_explained: those that fresh contexts move as well.
+        n_rechecked, n_explained: suspicious rows that were computed again, and those that fresh contexts move as well.
     """
 
+    model: Model
+    bounds: tuple[float, float]
+    name: Callable[[int], str]
     ties: list[Observation] = field(default_factory=list)
     defects: list[Defect] = field(default_factory=list)
     n_rechecked: int = 0
     n_explained: int = 0
 
+    def judge(self, observations: Iterable[Observation]) -> None:
+        """Judge those of all answers."""
+        broken = set()
+        for seen in observations:
+            answer = seen.arm, seen.plain.name
+            if answer in broken:
+                continue
+            bound, gap_bound = self.bounds
+            if (seen.deviation.rms > bound or seen.gap > gap_bound) and not self._explained(seen):
+                broken.add(answer)
+                self.defects.append(self._defect(seen))
+            elif seen.differs:
+                self.ties.append(seen)
 
-def judge(
-    model: Model, observations: Sequence[Observation], bounds: tuple[float, float], name: Callable[[int], str]
-) -> Judgement:
-    """Tell ties from defects.
+    def _explained(self, seen: Observation) -> bool:
+        """Whether fresh contexts move the row as well: one for each of ``WIDTHS``, the prompt cut in as many ways."""
+        if self.model.capabilities.batch_invariant or self.n_rechecked - self.n_explained >= MOST_RECHECKS:
+            return False
+        self.n_rechecked += 1
+        rms, gap = self.bounds
+        for width, lengths in zip(WIDTHS, prompt_cuts(len(seen.plain.prompt) - 1), strict=True):
+            n_rows = seen.position + 1
+            *_, last = wide_passes(self.model, seen.plain, n_rows, lengths, repeat(width), lambda: False)
+            rms, gap = max(rms, EXPLAINED * last[-1].rms), max(gap, EXPLAINED * last[-1].swing)
+        explained = seen.deviation.rms <= rms and seen.gap <= gap
+        self.n_explained += explained
+        return explained
 
-    Args:
-        model: the target, to compute suspicious rows again.
-        observations: of all answers.
-        bounds: see ``WidthNoise.bounds``.
-        name: turns a token into words.
-    """
-    found, broken = Judgement(), set()
-    for seen in observations:
-        answer = seen.arm, seen.plain.name
-        if answer in broken:
-            continue
-        if (seen.deviation.rms <= bounds[0] and seen.gap <= bounds[1]) or _explained(model, seen, bounds, found):
-            found.ties += [seen] if seen.differs else []
-        else:
-            broken.add(answer)
-            found.defects.append(_defect(seen, bounds, name))
-    return found
-
-
-def _explained(model: Model, seen: Observation, bounds: tuple[float, float], found: Judgement) -> bool:
-    if model.capabilities.batch_invariant or found.n_rechecked - found.n_explained >= MOST_RECHECKS:
-        return False
-    found.n_rechecked += 1
-    again = recomputed(model, seen, lambda: None)
-    rms, swing = (EXPLAINED * max(getattr(each, name) for each in again) for name in ("rms", "swing"))
-    good = seen.deviation.rms <= max(bounds[0], rms) and seen.gap <= max(bounds[1], swing)
-    found.n_explained += good
-    return bool(good)
-
-
-def recomputed(model: Model, seen: Observation, check: Check) -> list[Deviation]:
-    """The deviations of a row in fresh contexts, one for each of ``WIDTHS``, with the prompt cut in as many ways."""
-    found = []
-    for width, lengths in zip(WIDTHS, prompt_cuts(len(seen.plain.prompt) - 1), strict=True):
-        *_, last = wide_passes(model, seen.plain, seen.position + 1, lengths, repeat(width), check)
-        found.append(last[-1])
-    return found
-
-
-def _defect(seen: Observation, bounds: tuple[float, float], name: Callable[[int], str]) -> Defect:
-    details: dict[str, Any] = {"deviation": seen.deviation.rms, "bound": bounds[0]}
-    details |= {"gap": seen.gap, "gap_bound": bounds[1]}
-    evidence = (
-        f"the row computed for it lies {seen.deviation.rms:.3g} logits from that of the same text in a fresh memory "
-        f"(rounding explains {bounds[0]:.3g})"
-    )
-    if seen.differs:
-        plain = seen.plain.tokens[seen.position]
-        details |= {"plain": plain, "said": seen.token}
+    def _defect(self, seen: Observation) -> Defect:
+        (bound, gap_bound), position, rms = self.bounds, seen.position, seen.deviation.rms
+        details: dict[str, Any] = {"deviation": rms, "bound": bound, "gap": seen.gap, "gap_bound": gap_bound}
         evidence = (
-            f"{name(seen.token)} is said where plain decoding says {name(plain)}, {seen.gap:.3g} logits above it; "
-            + evidence
+            f"the row computed for it lies {rms:.3g} logits from that of the same text in a fresh memory "
+            f"(rounding explains {bound:.3g})"
         )
-    return Defect("row", seen.arm, seen.plain.name, seen.position, evidence, details)
+        if seen.differs:
+            plain = seen.plain.tokens[position]
+            details |= {"plain": plain, "said": seen.token}
+            said = f"{self.name(seen.token)} is said where plain decoding says {self.name(plain)}"
+            evidence = f"{said}, {seen.gap:.3g} logits above it; {evidence}"
+        return Defect("row", seen.arm, seen.plain.name, position, evidence, details)

@@ -22,9 +22,9 @@ from localspec.commands.verify.audit import Audit, AuditOptions
 from localspec.commands.verify.betting import SUSPICIONS, Bets
 from localspec.commands.verify.command import verify_command
 from localspec.commands.verify.drafters import Adversary
+from localspec.commands.verify.plain import KeptRow
 from localspec.commands.verify.result import AuditResult
 from localspec.commands.verify.rounding import tail_bound
-from localspec.commands.verify.rows import KeptRow
 from localspec.commands.verify.verification_law import VerificationLaw
 from localspec.controllers.fixed import FixedPlan
 from localspec.sampling.sampling import Distribution, Noise, distribution
@@ -92,7 +92,7 @@ def test_the_reference_is_equal_to_the_bit(tiny: TinyFiles) -> None:
     assert report.lossless is True
     assert (report.noise["bound"], report.largest_deviation, report.ties) == (0.0, 0.0, [])
     assert report.memory is not None
-    assert report.memory.bitwise
+    assert report.memory["bitwise"]
     assert report.sensitivity is not None
     assert report.sensitivity["found"] == 1.0
     everything = {arm.arm: arm for arm in report.arms}
@@ -537,7 +537,7 @@ def test_the_adversary_rejects_at_every_position() -> None:
 
 def test_no_windows_are_no_error() -> None:
     law = VerificationLaw()
-    law.examine([], SamplingParams(temperature=1.0), 10, lambda: None)
+    law.examine([], SamplingParams(temperature=1.0), 10, lambda: False)
     assert not law.rejected
 
 
