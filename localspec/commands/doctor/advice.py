@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from localspec.commands.doctor.report import CostFacts, PayoffFacts, RankFacts, Recommendation
+from localspec.commands.doctor.facts import CostFacts, PayoffFacts, RankFacts, Recommendation
 
 EASY, HARD = 0.55, 0.85
 """Acceptance of the guesses of a small model of the target's family: what it is on free chat, and on code.

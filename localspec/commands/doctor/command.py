@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from localspec import __version__
-from localspec.commands.doctor import engines, fit, machine, payoff, subject
+from localspec.commands.doctor import engines, fit, machine, payoff, ranking, screen, subject
 from localspec.commands.doctor.advice import recommend, recommend_ranked
-from localspec.commands.doctor.costs import Watch, compare_engines, cost_checks, measure_costs, recalibrate
-from localspec.commands.doctor.report import Check, EngineFacts, PairFacts, Recommendation, Report
-from localspec.commands.doctor.screen import DoctorScreen
+from localspec.commands.doctor.costs import Watch, compare_engines, cost_finding, measure_costs
+from localspec.commands.doctor.facts import EngineFacts, Examination, PairFacts, Recommendation
 from localspec.commands.doctor.subject import Subject
 from localspec.commands.options import RunOptions
+from localspec.commands.report.model import Finding, Findings, Part
+from localspec.commands.report.terminal import Screen
 from localspec.errors import EngineError, LocalspecError, UsageError
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.sources.base import size_text
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """The models a command line asks about.
+class Subjects:
+    """The models that a command line asks about.
 
     Attributes:
         target: the model that answers.
@@ -52,7 +53,7 @@ def doctor_command(options: RunOptions, *, as_json: bool = False, calibrate: boo
 
     Args:
         options: the models and how they would run; without a model, the default pair if it is on this disk.
-        as_json: print ``Report.as_dict`` instead of a screen.
+        as_json: print ``Examination.as_dict`` instead of a screen.
         calibrate: measure passes anew, and store what they cost.
         rank: try the drafts on this disk for a minute.
 
@@ -68,10 +69,10 @@ def doctor_command(options: RunOptions, *, as_json: bool = False, calibrate: boo
 
         engine_log.verbose = True
     with Progress() as progress:
-        report = Doctor(options, None if as_json else DoctorScreen(), progress).examine(calibrate, rank)
+        found = Doctor(options, None if as_json else Screen(), progress).examine(calibrate, rank)
     if as_json:
-        print(json.dumps(report.as_dict(), ensure_ascii=False, indent=2, allow_nan=False))
-    return 0 if report.holds else 1
+        print(json.dumps(found.as_dict(), ensure_ascii=False, indent=2, allow_nan=False))
+    return 0 if found.holds else 1
 
 
 class Doctor:
@@ -83,68 +84,67 @@ class Doctor:
         progress: what is being done meanwhile.
     """
 
-    def __init__(self, options: RunOptions, screen: DoctorScreen | None, progress: Progress) -> None:
+    def __init__(self, options: RunOptions, screen: Screen | None, progress: Progress) -> None:
         self.options = options
         self.screen = screen
         self.progress = progress
+        self.watch = Watch(progress.report)
 
-    def examine(self, calibrate: bool, rank: bool) -> Report:
+    def examine(self, calibrate: bool, rank: bool) -> Examination:
         """Everything, in the order in which it is shown."""
         options = self.options
         engines.check_backend(options.backend)  # what does not exist is said before anything takes time
-        asked = self._asked()
+        subjects = self._subjects()
         self.progress.report("measuring the memory's bandwidth", None)
         throttle = power.throttle_count()
-        report = self.report = Report(__version__, machine.look_at_machine(options.threads))
-        self._show("Machine", "machine", list(machine.machine_checks(report.machine)))
-        report.engines = engines.look_at_engines()
-        hardware = report.machine
-        rows = list(engines.engine_checks(report.engines, hardware.gpus, options.backend, hardware.features))
+        found = self.found = Examination(__version__, machine.look_at_machine(options.threads))
+        self._find("Machine", "machine", machine.machine_findings(found.machine))
+        found.engines = engines.look_at_engines()
+        hardware = found.machine
+        rows = list(engines.engine_findings(found.engines, hardware.gpus, options.backend, hardware.features))
         engine: EngineFacts | None = None
         try:
-            engine = engines.preferred_engine(report.engines, options.backend, options.gpu_layers)
+            engine = engines.preferred_engine(found.engines, options.backend, options.gpu_layers)
         except EngineError as error:
-            if all(check.status != "fail" for check in rows):
-                rows.append(Check("engines", "GPU", "fail", str(error), "leave --gpu-layers out to use the CPU"))
-        self._show("Engines", "engines", rows)
+            if all(row.status != "fail" for row in rows):
+                rows.append(Finding("fail", "GPU", str(error), "leave --gpu-layers out to use the CPU"))
+        self._find("Engines", "engines", rows)
         on_disk = subject.on_disk()
-        report.models = [model.facts() for model in on_disk]
-        self._show("Models", "models", list(subject.model_checks(on_disk)))
-        if asked is None:
-            report.recommendation = self._first_steps()
+        found.models = [model.facts() for model in on_disk]
+        self._find("Models", "models", subject.model_findings(on_disk))
+        if subjects is None:
+            found.recommendation = self._first_steps()
         else:
-            self._examine_pair(asked, engine, calibrate, rank)
+            self._examine_pair(subjects, engine)
+            found.recommendation = self._obstacle(subjects) or self._measure(subjects, calibrate, rank)
         slowed = power.throttled(throttle, power.throttle_count())
-        report.machine = replace(report.machine, throttled=slowed)
-        self._rows(list(machine.heat_check(report.machine)))
-        if self.screen is not None and report.recommendation is not None:
-            self.progress.clear()
-            self.screen.recommendation(report.recommendation)
-        return report
+        found.machine = replace(found.machine, throttled=slowed)
+        if slowed:
+            self._find("", "machine", [machine.HEAT])
+        if found.recommendation is not None:
+            self._show(screen.recommendation_parts(found.recommendation))
+        return found
 
     # -- what was asked about ------------------------------------------------------------------------------------
 
-    def _asked(self) -> Asked | None:
+    def _subjects(self) -> Subjects | None:
         catalog, options = Catalog.load(), self.options
-        if options.model is None:
-            default = catalog.default_pair()[0]
-            if not default.present and not options.draft:
-                return None
-            target = subject.find_subject(default.name)
-        else:
-            target = subject.find_subject(options.model)
+        default = catalog.default_pair()[0]
+        if options.model is None and not options.draft and not default.present:
+            return None
+        target = subject.find_subject(default.name if options.model is None else options.model)
         spec = options.drafters()
         if spec == "auto":
-            found = catalog.draft_for(target.path)
+            found = catalog.draft_for(target.file)
             known = target.entry.draft[:1] if target.entry is not None else ()
             drafts = (subject.of_path(found),) if found is not None else tuple(map(subject.find_subject, known))
-            return Asked(target, drafts, True, True)
+            return Subjects(target, drafts, True, True)
         names = list(dict.fromkeys([spec] if isinstance(spec, str) else spec or ()))
         models: list[Subject] = []
         for each in (subject.find_subject(name) for name in names if name != NGRAM):
-            if not any(is_same_file(each.path, other.path) for other in models):
+            if not any(is_same_file(each.file, other.file) for other in models):
                 models.append(each)
-        return Asked(target, tuple(models), NGRAM in names, False)
+        return Subjects(target, tuple(models), NGRAM in names, False)
 
     def _first_steps(self) -> Recommendation:
         pair = Catalog.load().default_pair()
@@ -155,165 +155,111 @@ class Doctor:
 
     # -- the pair ------------------------------------------------------------------------------------------------
 
-    def _examine_pair(self, asked: Asked, engine: EngineFacts | None, calibrate: bool, rank: bool) -> None:
-        report, options = self.report, self.options
-        drafts = [draft.name for draft in asked.drafts]
-        title = " + ".join([asked.target.name, *([NGRAM] if asked.ngram else []), *drafts])
-        checks: list[Check] = []
-        for model in asked.models:
-            if model.error is not None:
-                checks.append(subject.broken_check("pair", model))
-            elif not model.present:
-                checks.append(subject.download_check(model))
-        differences = self._vocabulary(asked, checks)
-        refused = {name for name, difference in differences.items() if difference is not None}
-        used = replace(asked, drafts=tuple(d for d in asked.drafts if d.name not in refused and d.error is None))
+    def _examine_pair(self, subjects: Subjects, engine: EngineFacts | None) -> None:
+        """All that is known of the pair before anything is loaded."""
+        options, here = self.options, self.found.machine
+        target, drafts = subjects.target, subjects.drafts
+        rows = [subject.broken("file", model) for model in subjects.models if model.error is not None]
+        rows += [subject.missing(model) for model in subjects.models if model.error is None and not model.present]
+        differences = {
+            draft.name: target.header.vocab.difference(draft.header.vocab)
+            for draft in drafts
+            if target.header is not None and draft.header is not None
+        }
+        rows += _vocabulary(subjects, differences)
+        usable = [draft for draft in drafts if draft.error is None and differences.get(draft.name) is None]
         room = fit.Room(
-            engine, options.gpu_layers, report.machine.memory_available_bytes,
-            report.machine.memory_limit_bytes or report.machine.memory_total_bytes,
-        )  # fmt: skip
-        found = fit.fit(used.models, fit.context_size(options.ctx, asked.target), options.kv_cache, room)
-        checks += fit.fit_checks(used.models, found, room)
-        checks += self._context(asked.target)
-        checks += self._rollback(used)
-        report.pair = PairFacts(
-            asked.target.facts(), [draft.facts() for draft in asked.drafts], asked.ngram, differences, found
+            engine, options.gpu_layers, here.memory_available_bytes, here.memory_limit_bytes or here.memory_total_bytes
         )
-        self._show(title, "pair", checks)
-        report.recommendation = self._obstacle(used)
-        if report.recommendation is None:
-            self._measure(used, calibrate, rank)
+        models = [target, *usable]
+        fitted = fit.fit(models, fit.context_size(options.ctx, target), options.kv_cache, room)
+        rows += fit.fit_findings(models, fitted, room)
+        trained = target.n_ctx_train
+        if options.ctx is not None and trained and options.ctx > trained:
+            text = f"{options.ctx:,} tokens, but it was trained for {trained:,}"
+            rows.append(Finding("note", "context", text, f"use --ctx {trained}"))
+        if usable or subjects.ngram:
+            rows += _rollback(models)
+        self.found.pair = PairFacts(
+            target.facts(), [draft.facts() for draft in drafts], subjects.ngram, differences, fitted
+        )
+        names = [target.name, *([NGRAM] if subjects.ngram else []), *(draft.name for draft in drafts)]
+        self._find(" + ".join(names), "pair", rows)
 
-    def _obstacle(self, asked: Asked) -> Recommendation | None:
+    def _obstacle(self, subjects: Subjects) -> Recommendation | None:
         """Why nothing can be measured yet; None where it can."""
-        machine = self.report.machine
-        failed = [check for check in self.report.checks if check.status == "fail" and check.section != "models"]
+        here, target = self.found.machine, subjects.target
+        failed = [check for check in self.found.checks if check.status == "fail" and check.section != "models"]
         if failed:
             names = " and ".join(dict.fromkeys(check.name for check in failed))
             return Recommendation(None, f"It would not work like this: see {names}.")
-        if not asked.target.present:
-            missing = " ".join(model.spec for model in asked.models if not model.present)
+        if not target.present:
+            missing = " ".join(model.spec for model in subjects.models if not model.present)
             text = "Nothing speaks against it. What it costs and gains is measured once it is here."
             return Recommendation(None, text, f"localspec pull {missing}")
-        if machine.threads > machine.cores:
+        if here.threads > here.cores:
             # They wait for each other at every barrier: single passes can take minutes.
-            text = f"With {machine.threads} threads on {machine.cores} CPUs nothing was measured: it might take hours."
-            return Recommendation(None, text, f"localspec doctor {asked.target.spec} --threads {machine.cores}")
+            text = f"With {here.threads} threads on {here.cores} CPUs nothing was measured: it might take hours."
+            return Recommendation(None, text, f"localspec doctor {target.spec} --threads {here.cores}")
         return None
-
-    def _vocabulary(self, asked: Asked, checks: list[Check]) -> dict[str, str | None]:
-        differences: dict[str, str | None] = {}
-        target = asked.target.header
-        for draft in asked.drafts:
-            if target is None or draft.header is None:
-                continue
-            difference = differences[draft.name] = target.vocab.difference(draft.header.vocab)
-            if difference is None:
-                text = f"{draft.name} has the target's {target.vocab.n_tokens:,} tokens"
-                checks.append(Check("pair", "vocabulary", "ok", text))
-                continue
-            text = f"{draft.name} does not match: {difference}"
-            if asked.automatic:
-                advice = "only n-grams guess; fetch target and draft from one publisher"
-                checks.append(Check("pair", "vocabulary", "note", text, advice))
-            else:
-                advice = "take a draft of the target's family; doctor --rank finds those on this disk"
-                checks.append(Check("pair", "vocabulary", "fail", text, advice))
-        for draft in asked.drafts:
-            if draft.bytes and draft.bytes > asked.target.bytes > 0:
-                checks.append(Check("pair", "draft", "note", f"{draft.name} is larger than its target",
-                                    "swap the two: a guess must cost less than what it replaces"))  # fmt: skip
-        return differences
-
-    def _context(self, target: Subject) -> list[Check]:
-        trained = target.header.n_ctx_train if target.header is not None else 0
-        asked = self.options.ctx
-        if asked is None or not trained or asked <= trained:
-            return []
-        return [Check("pair", "context", "note", f"{asked:,} tokens, but it was trained for {trained:,}",
-                      f"use --ctx {trained}")]  # fmt: skip
-
-    def _rollback(self, asked: Asked) -> list[Check]:
-        known = [model for model in asked.models if model.header is not None]
-        replays = [model.name for model in known if model.header is not None and model.header.rollback == "replay"]
-        if not known or not (asked.drafts or asked.ngram):
-            return []
-        if not replays:
-            what = "both memories forget" if len(known) > 1 else "its memory forgets"
-            return [Check("pair", "rollback", "ok", f"{what} a rejected guess at no cost")]
-        text = f"the memory of {' and '.join(replays)} cannot forget single tokens: a rejected guess costs another pass"
-        return [Check("pair", "rollback", "note", text, "take a model of attention layers only, or --draft none")]
 
     # -- measuring -----------------------------------------------------------------------------------------------
 
-    def _measure(self, asked: Asked, calibrate: bool, rank: bool) -> None:
+    def _measure(self, subjects: Subjects, calibrate: bool, rank: bool) -> Recommendation | None:
         """Load, measure, judge; what goes wrong becomes a row."""
-        self.progress.report(f"loading {asked.target.name}", None)
+        self.progress.report(f"loading {subjects.target.name}", None)
         try:
-            if rank:
-                self._rank(asked, calibrate)
-            else:
-                self._costs(asked, calibrate)
+            return (self._rank if rank else self._costs)(subjects, calibrate)
         except UsageError:
             raise
         except LocalspecError as error:
-            self._rows([Check("pair", "engine", "fail", str(error), "try another --backend, or another file")])
+            self._find("", "pair", [Finding("fail", "engine", str(error), "try another --backend, or another file")])
+            return None
 
-    def _costs(self, asked: Asked, calibrate: bool) -> None:
-        report, watch = self.report, Watch(self.progress.report)
-        drafts = [draft for draft in asked.drafts if draft.present]
-        specs = [*([NGRAM] if asked.ngram else []), *(str(draft.path) for draft in drafts)]
-        with self._open(asked.target, specs, watch) as llm:
+    def _costs(self, subjects: Subjects, calibrate: bool) -> Recommendation:
+        found, watch = self.found, self.watch
+        differences = found.pair.vocabulary if found.pair is not None else {}
+        drafts = [draft for draft in subjects.drafts if draft.present and differences.get(draft.name) is None]
+        specs = [*([NGRAM] if subjects.ngram else []), *(draft.path for draft in drafts)]
+        bandwidth = found.machine.bandwidth_gb_per_s
+        with self._open(subjects.target, specs) as llm:
             if calibrate:
-                recalibrate(llm, watch)
-            bandwidth = report.machine.bandwidth_gb_per_s
-            cost, times = measure_costs(llm, asked.target.name, [draft.name for draft in drafts], bandwidth, watch)
-            engine_rows = compare_engines(llm, watch)
-            warnings = llm.warnings
-        drafters = [(NGRAM, 0.0)] if asked.ngram else []
+                watch.call(llm, lambda pair: pair.recalibrate(watch.report))
+            cost, times = measure_costs(llm, subjects.target.name, [draft.name for draft in drafts], bandwidth, watch)
+            rows = [cost_finding(cost, bandwidth), *compare_engines(llm, watch)]
+            rows += [Finding("info", "engine", warning) for warning in llm.warnings if not _is_shown(warning)]
+        drafters = [(NGRAM, 0.0)] if subjects.ngram else []
         drafters += [(draft.name, draft.ms[1]) for draft in cost.drafts]
         payoffs = [payoff.payoff(name, times, step_ms) for name, step_ms in drafters]
-        assert report.pair is not None
-        report.pair = replace(report.pair, cost=cost, payoff=payoffs)
-        checks = cost_checks(cost, bandwidth) + engine_rows
-        checks += [Check("cost", "engine", "info", warning) for warning in warnings if not _has_a_row(warning)]
-        report.checks += checks
-        found = recommend(cost, payoffs, asked.target.spec, _specs(asked.drafts), automatic=asked.automatic)
-        report.recommendation = self._with_doubt(found)
+        assert found.pair is not None
+        found.pair = replace(found.pair, cost=cost, payoff=payoffs)
+        found.add("cost", rows)
         if self.screen is not None:
-            self.progress.clear()
-            self.screen.cost(cost, checks)
-            self.screen.payoff(payoffs)
+            self._show(screen.cost_parts(cost, rows, self.screen.width, self.screen.unicode))
+            self._show(screen.payoff_parts(payoffs))
+        names = {draft.name: draft.spec for draft in drafts}
+        return self._with_doubt(recommend(cost, payoffs, subjects.target.spec, names, automatic=subjects.automatic))
 
-    def _rank(self, asked: Asked, calibrate: bool) -> None:
-        from localspec.commands.doctor import ranking
-
-        report, watch = self.report, Watch(self.progress.report)
-        drafts = ranking.matching_drafts(asked.target)
-        named = [draft for draft in asked.drafts if draft.present and not asked.automatic]
-        drafts = list({str(draft.path.resolve()): draft for draft in [*named, *drafts]}.values())
-        with self._open(asked.target, [], watch) as llm:
+    def _rank(self, subjects: Subjects, calibrate: bool) -> Recommendation:
+        watch, target = self.watch, subjects.target
+        named = [draft for draft in subjects.drafts if draft.present and not subjects.automatic]
+        drafts = list({draft.file.resolve(): draft for draft in [*named, *ranking.matching_drafts(target)]}.values())
+        with self._open(target, [NGRAM]) as llm:
             if calibrate:
-                recalibrate(llm, watch)
-            tried, params = ranking.candidates(drafts), self.options.params({})
-            report.rank = ranking.rank(llm, tried, params, watch, ranking.SECONDS)
-        report.recommendation = self._with_doubt(recommend_ranked(report.rank, asked.target.spec, _specs(drafts)))
-        if self.screen is not None:
-            self.progress.clear()
-            self.screen.ranking(report.rank)
+                watch.call(llm, lambda pair: pair.recalibrate(watch.report))
+            rank = self.found.rank = ranking.rank(llm, drafts, self.options.params({}), watch, ranking.SECONDS)
+        self._show(screen.ranking_parts(rank))
+        return self._with_doubt(recommend_ranked(rank, target.spec, {draft.name: draft.spec for draft in drafts}))
 
     def _with_doubt(self, found: Recommendation) -> Recommendation:
         """What was timed on a busy machine, or another day, is no firm ground."""
-        doubts = [
-            check for check in self.report.checks if check.status == "note" and check.name in ("load", "one token")
-        ]
-        rank = self.report.rank
-        nothing_timed = rank is not None and not rank.prompts
-        if not doubts or nothing_timed:
+        doubts = [each.name for each in self.found.checks if each.status == "note" and each.name in _DOUBTS]
+        rank = self.found.rank
+        if not doubts or (rank is not None and not rank.prompts):
             return found
-        return replace(found, text=f"{found.text} But this rests on timings that are in doubt (see {doubts[0].name}).")
+        return replace(found, text=f"{found.text} But this rests on timings that are in doubt (see {doubts[0]}).")
 
-    def _open(self, target: Subject, specs: Sequence[str], watch: Watch) -> LLM:
+    def _open(self, target: Subject, specs: Sequence[str]) -> LLM:
         """Load the target with these drafters."""
         from localspec.llm import LLM
 
@@ -332,28 +278,56 @@ class Doctor:
             remember=False,  # an examination is no conversation to learn from
             prefix_cache_bytes=0,
             idle=False,  # nothing may run beside what is measured
-            progress=watch.report,
+            progress=self.watch.report,
         )
 
     # -- showing -------------------------------------------------------------------------------------------------
 
-    def _show(self, title: str, section: str, checks: list[Check]) -> None:
-        self.report.checks += checks
+    def _find(self, title: str, section: str, rows: Iterable[Finding]) -> None:
+        """Note findings, and show them."""
+        rows = list(rows)
+        self.found.add(section, rows)
+        self._show([Findings(title, rows)])
+
+    def _show(self, parts: Iterable[Part]) -> None:
         if self.screen is not None:
             self.progress.clear()
-            self.screen.section(title, checks)
-
-    def _rows(self, checks: list[Check]) -> None:
-        self.report.checks += checks
-        if self.screen is not None and checks:
-            self.progress.clear()
-            self.screen.rows(checks)
+            for part in parts:
+                self.screen.show(part)
 
 
-def _has_a_row(warning: str) -> bool:
-    """Whether a remark from loading says what the header has told already."""
+_DOUBTS = ("load", "one token")
+"""Rows that make timings doubtful."""
+
+
+def _vocabulary(subjects: Subjects, differences: dict[str, str | None]) -> Iterator[Finding]:
+    target = subjects.target
+    for name, difference in differences.items():
+        if difference is None:
+            yield Finding("ok", "vocabulary", f"{name} has the target's {target.n_vocab:,} tokens")
+        elif subjects.automatic:
+            advice = "only n-grams guess; fetch target and draft from one publisher"
+            yield Finding("note", "vocabulary", f"{name} does not match: {difference}", advice)
+        else:
+            advice = "take a draft of the target's family; doctor --rank finds those on this disk"
+            yield Finding("fail", "vocabulary", f"{name} does not match: {difference}", advice)
+    for draft in subjects.drafts:
+        if draft.bytes and draft.bytes > target.bytes > 0:
+            text = f"{draft.name} is larger than its target"
+            yield Finding("note", "draft", text, "swap the two: a guess must cost less than what it replaces")
+
+
+def _rollback(models: Sequence[Subject]) -> Iterator[Finding]:
+    known = [model for model in models if model.header is not None]
+    replays = [model.name for model in known if model.rollback == "replay"]
+    if replays:
+        text = f"the memory of {' and '.join(replays)} cannot forget single tokens: a rejected guess costs another pass"
+        yield Finding("note", "rollback", text, "take a model of attention layers only, or --draft none")
+    elif known:
+        what = "both memories forget" if len(known) > 1 else "its memory forgets"
+        yield Finding("ok", "rollback", f"{what} a rejected guess at no cost")
+
+
+def _is_shown(warning: str) -> bool:
+    """Whether a warning from loading says what the header has shown already."""
     return "is larger than the target" in warning or warning.startswith("--ctx ")
-
-
-def _specs(models: Sequence[Subject]) -> dict[str, str]:
-    return {model.name: model.spec for model in models}

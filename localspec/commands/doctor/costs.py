@@ -5,13 +5,13 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from localspec.backends.base import Context, Model
+from localspec.commands.doctor.facts import CostFacts, CurveFacts
 from localspec.commands.doctor.header import bytes_per_token
-from localspec.commands.doctor.report import Check, CostFacts, CurveFacts
+from localspec.commands.report.model import Finding
 from localspec.controllers.break_even import Times
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.sources.base import size_text
@@ -21,18 +21,17 @@ from localspec.system.interrupts import on_interrupt
 from localspec.system.steps import exhaust
 
 if TYPE_CHECKING:
-    from localspec.controllers.cost_model import PassTimes
     from localspec.llm import LLM
     from localspec.runtime.pair import Pair
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
-"""Widths of a pass that are told: what a draft of up to 15 tokens needs, as finely as calibration measures."""
+"""Widths of a pass that are shown: what a draft of up to 15 tokens needs, as finely as calibration measures."""
 
 _FILL, _PASSES = 64, 7
 _STALE = 1.35
 """Ratio of a pass just now to the calibrated one from which the calibration is doubted."""
 
-Report = Callable[[str, "float | None"], None]
+Progress = Callable[[str, float | None], None]
 _Result = TypeVar("_Result")
 
 
@@ -43,7 +42,7 @@ class Watch:
         report: where progress is shown.
     """
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Progress) -> None:
         self._report = report
         self._stop = threading.Event()
 
@@ -51,13 +50,13 @@ class Watch:
         """Show progress.
 
         Raises:
-            KeyboardInterrupt: somebody asked to stop.
+            KeyboardInterrupt: after ``stop``.
         """
         self.check()
         self._report(what, fraction)
 
     def check(self) -> None:
-        """Raise ``KeyboardInterrupt`` if somebody asked to stop."""
+        """Raise ``KeyboardInterrupt`` after ``stop``."""
         if self._stop.is_set():
             raise KeyboardInterrupt
 
@@ -89,24 +88,23 @@ def measure_costs(
         The figures, and the target's t(w) at every width.
     """
     state = llm.run(lambda pair: pair.state)
-    target, drafts = state.target, zip(draft_names, state.models, strict=True)
-    read = _bytes_per_token(target.path)
+    target = state.target
+    with GGUFFile(target.path) as gguf:
+        read = bytes_per_token(gguf)
     on_cpu = target.capabilities.device == "cpu"
-    bound = read / (bandwidth_gb_per_s * 1e6) if bandwidth_gb_per_s and on_cpu else None
     facts = CostFacts(
         engine=target.engine,
         device=target.capabilities.device,
-        target=curve(target_name, target, state.times),
-        drafts=[curve(name, draft.model, draft.times) for name, draft in drafts],
+        target=_curve(target_name, target, state.times),
+        drafts=[_curve(name, each.model, each.times) for name, each in zip(draft_names, state.models, strict=True)],
         now_ms=round(watch.call(llm, lambda pair: single_pass_ms(target, pair.context, watch)), 4),
         bytes_per_token=read,
-        bound_ms=round(bound, 4) if bound is not None else None,
+        bound_ms=round(read / (bandwidth_gb_per_s * 1e6), 4) if bandwidth_gb_per_s and on_cpu else None,
     )
     return facts, state.times
 
 
-def curve(name: str, model: Model, times: PassTimes) -> CurveFacts:
-    """t(w) as data."""
+def _curve(name: str, model: Model, times: Times) -> CurveFacts:
     return CurveFacts(name, model.path.name, {width: round(times(width), 4) for width in WIDTHS})
 
 
@@ -127,17 +125,7 @@ def single_pass_ms(model: Model, context: Context, watch: Watch) -> float:
     return statistics.median(samples[1:])
 
 
-def recalibrate(llm: LLM, watch: Watch) -> None:
-    """Measure t(w) of target and drafts anew, and store it.
-
-    Args:
-        llm: the loaded pair.
-        watch: progress and interruption. What is broken off is measured at the next load.
-    """
-    watch.call(llm, lambda pair: pair.recalibrate(watch.report))
-
-
-def compare_engines(llm: LLM, watch: Watch) -> list[Check]:
+def compare_engines(llm: LLM, watch: Watch) -> Iterator[Finding]:
     """The row on which engine ``auto`` takes for this file; both are measured where that was not done yet."""
     opinion = llm.run(lambda pair: second_opinion(pair, llm.model_path))
     if opinion.waits:
@@ -145,30 +133,21 @@ def compare_engines(llm: LLM, watch: Watch) -> list[Check]:
         watch.call(llm, lambda pair: exhaust(opinion.steps(lambda: False), watch.check))
     options = llm.run(lambda pair: pair.options)
     found = measured(llm.model_path, options.n_threads, options.kv_type)
-    if len(found) < 2:
-        return []
-    took = ", ".join(f"{ms / 1e3:.1f} s on {name}" for name, ms in sorted(found.items(), key=lambda each: each[1]))
-    return [Check("cost", "engines", "ok", f"a nominal answer takes {took}: auto takes what was measured faster")]
+    if len(found) > 1:
+        took = ", ".join(f"{ms / 1e3:.1f} s on {name}" for name, ms in sorted(found.items(), key=lambda each: each[1]))
+        yield Finding("ok", "engines", f"a nominal answer takes {took}: auto takes what was measured faster")
 
 
-def cost_checks(cost: CostFacts, bandwidth_gb_per_s: float | None) -> list[Check]:
+def cost_finding(cost: CostFacts, bandwidth_gb_per_s: float | None) -> Finding:
     """The row on the target's single passes."""
     calibrated = cost.target.ms[1]
     text = f"t(1) {calibrated:.3g} ms"
     if abs(cost.now_ms / calibrated - 1) > 0.1:
         text += f", just now {cost.now_ms:.3g} ms"
     if cost.bound_ms is not None:
-        text += (
-            f"; reading its {size_text(cost.bytes_per_token)} of weights at {bandwidth_gb_per_s:.1f} GB/s takes "
-            f"{cost.bound_ms:.3g} ms"
-        )
-    if not 1 / _STALE < cost.now_ms / calibrated < _STALE:
-        slower = "slower" if cost.now_ms > calibrated else "faster"
-        return [Check("cost", "one token", "note", f"{text}: {slower} than when it was calibrated",
-                      "on an otherwise idle machine: localspec doctor --calibrate")]  # fmt: skip
-    return [Check("cost", "one token", "ok", text)]
-
-
-def _bytes_per_token(path: Path) -> int:
-    with GGUFFile(path) as gguf:
-        return bytes_per_token(gguf)
+        weights = f"its {size_text(cost.bytes_per_token)} of weights"
+        text += f"; reading {weights} at {bandwidth_gb_per_s:.1f} GB/s takes {cost.bound_ms:.3g} ms"
+    if 1 / _STALE < cost.now_ms / calibrated < _STALE:
+        return Finding("ok", "one token", text)
+    text += f": {'slower' if cost.now_ms > calibrated else 'faster'} than when it was calibrated"
+    return Finding("note", "one token", text, "on an otherwise idle machine: localspec doctor --calibrate")

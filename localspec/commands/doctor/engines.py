@@ -10,18 +10,19 @@ from pathlib import Path
 
 from localspec.backends import BACKENDS, candidates, unavailable_reason
 from localspec.backends.builds import NATIVE_COMMAND, built_for, native_gain, system_info
-from localspec.commands.doctor.report import Check, DeviceFacts, EngineFacts
+from localspec.commands.doctor.facts import DeviceFacts, EngineFacts
+from localspec.commands.report.model import Finding, Status
 from localspec.errors import UsageError
 from localspec.model_files.sources.base import size_text
 
 _LLAMA_CPP = "'llama-cpp-python>=0.3.36,<0.4'"
 _BUILDS = {
-    "NVIDIA": ("CUDA", f'CMAKE_ARGS="-DGGML_CUDA=on -DCMAKE_CUDA_ARCHITECTURES=native" pip install {_LLAMA_CPP}'),
-    "Apple": ("Metal", f'CMAKE_ARGS="-DGGML_METAL=on" pip install {_LLAMA_CPP}'),
-    "AMD": ("Vulkan", f'CMAKE_ARGS="-DGGML_VULKAN=on" pip install {_LLAMA_CPP}'),
-    "other": ("Vulkan", f'CMAKE_ARGS="-DGGML_VULKAN=on" pip install {_LLAMA_CPP}'),
+    "NVIDIA": ("CUDA", "-DGGML_CUDA=on -DCMAKE_CUDA_ARCHITECTURES=native"),
+    "Apple": ("Metal", "-DGGML_METAL=on"),
+    "AMD": ("Vulkan", "-DGGML_VULKAN=on"),
+    "other": ("Vulkan", "-DGGML_VULKAN=on"),
 }
-"""Graphics hardware -> what to build for it, and how; an engine that is there is replaced with --force-reinstall."""
+"""Graphics hardware -> what to build for it, and how."""
 
 FOR_GPUS = ("llama-cpp", "mlx")
 """Engines that there are builds of for GPUs."""
@@ -58,23 +59,19 @@ def _look(name: str) -> EngineFacts:
     gpu = bool(getattr(binding, "gpu", False))
     if not hasattr(library, "llama_print_system_info"):
         return EngineFacts(name, True, version, list(binding.built_for), metal_device() if gpu else [])
-    return EngineFacts(name, True, version, built_for(system_info(library)), gpu_devices() if gpu else [])
-
-
-def gpu_devices() -> list[DeviceFacts] | None:
-    """The GPUs that llama-cpp-python's library sees, with their memory; None where it does not tell."""
-    devices = ggml_devices()
-    return None if devices is None else used_gpus(devices)
+    devices = ggml_devices() if gpu else []
+    gpus = None if devices is None else used_gpus(devices)
+    return EngineFacts(name, True, version, built_for(system_info(library)), gpus)
 
 
 def metal_device() -> list[DeviceFacts] | None:
-    """The GPU that MLX computes on, whose memory is the machine's; None where it does not tell."""
+    """The GPU that MLX computes on, whose memory is the machine's; None where it does not say."""
     try:
         import mlx.core as mx
 
-        told = mx.device_info()
-        free = int(told["max_recommended_working_set_size"]) - mx.get_active_memory()
-        return [DeviceFacts("Metal", str(told["device_name"]), max(0, free), int(told["memory_size"]), True)]
+        info = mx.device_info()
+        free = int(info["max_recommended_working_set_size"]) - mx.get_active_memory()
+        return [DeviceFacts("Metal", str(info["device_name"]), max(0, free), int(info["memory_size"]), True)]
     except (ImportError, AttributeError, KeyError, RuntimeError):
         return None
 
@@ -100,10 +97,8 @@ def ggml_devices() -> list[tuple[int, DeviceFacts]] | None:
             bound = getattr(base, f"ggml_backend_dev_{function}")
             bound.argtypes, bound.restype = [ctypes.c_void_p], restype
         size = ctypes.POINTER(ctypes.c_size_t)
-        base.ggml_backend_dev_memory.argtypes, base.ggml_backend_dev_memory.restype = (
-            [ctypes.c_void_p, size, size],
-            None,
-        )
+        base.ggml_backend_dev_memory.argtypes = [ctypes.c_void_p, size, size]
+        base.ggml_backend_dev_memory.restype = None
         return [_device(base, registry.ggml_backend_dev_get(i)) for i in range(registry.ggml_backend_dev_count())]
     except (ImportError, OSError, AttributeError):
         return None  # another layout of the package: the GPU works, only its memory stays unknown
@@ -127,14 +122,9 @@ def _device(base: ctypes.CDLL, device: int) -> tuple[int, DeviceFacts]:
     return kind, DeviceFacts(name, description, int(free.value), int(total.value), shared)
 
 
-def gpu_engine(engines: Sequence[EngineFacts]) -> EngineFacts | None:
-    """The usable engine that was built for a GPU and sees one."""
-    return next((e for e in engines if e.usable and e.name in FOR_GPUS and e.devices != []), None)
-
-
-def engine_checks(
+def engine_findings(
     engines: Sequence[EngineFacts], gpus: Sequence[str], wanted: str, cpu: Sequence[str] = ()
-) -> Iterator[Check]:
+) -> Iterator[Finding]:
     """The rows on the engines.
 
     Args:
@@ -143,36 +133,32 @@ def engine_checks(
         wanted: ``--backend``.
         cpu: the CPU's instruction sets.
     """
-    real = [engine for engine in engines if engine.name != "reference"]
     # MLX without a GPU is there for tests, and never taken unless asked for.
-    usable = [engine for engine in real if engine.usable and (engine.name != "mlx" or engine.devices != [])]
+    usable = [e for e in engines if e.usable and e.name != "reference" and (e.name != "mlx" or e.devices != [])]
     for engine in engines:
         if engine.name == "mlx" and not engine.usable and wanted != "mlx" and "Apple" not in gpus:
             continue
-        if engine.usable:
-            if engine.name != "reference":
-                yield Check("engines", engine.name, "ok" if engine in usable else "info", _described(engine))
+        if not engine.usable:
+            what, _, hint = (engine.reason or "it cannot be used").partition("; install it with: ")
+            needed = wanted == engine.name or (wanted == "auto" and not usable)
+            yield Finding("fail" if needed else "info", engine.name, what, hint or _instead(engine.name))
+        elif engine.name == "reference":
+            if wanted == "reference":
+                yield Finding("ok", engine.name, "NumPy, float64: exact and slow, for tests")
+        else:
+            yield Finding("ok" if engine in usable else "info", engine.name, _described(engine))
             if engine.name == "ik-llama" and (gain := native_gain(engine.built_for, cpu)) is not None:
-                text = f"built for its {gain[0]}: {gain[1]}"
-                yield Check("engines", "this CPU", "note" if wanted in ("auto", engine.name) else "info", text,
-                            NATIVE_COMMAND)  # fmt: skip
-            elif wanted == "reference":
-                yield Check("engines", engine.name, "ok", "NumPy, float64: exact and slow, for tests")
-            continue
-        what, _, hint = (engine.reason or "it cannot be used").partition("; install it with: ")
-        needed = wanted == engine.name or (wanted == "auto" and not usable)
-        advice = hint or _instead(engine.name)
-        yield Check("engines", engine.name, "fail" if needed else "info", what, advice)
-    missing = [gpu for gpu in gpus if gpu in _BUILDS] if gpu_engine(engines) is None else []
-    for gpu in missing:
-        kind, command = _BUILDS[gpu]
-        replace = any(engine.name == "llama-cpp" for engine in usable)
-        again = " --force-reinstall --no-cache-dir --no-deps" if replace else ""
-        hardware = "a GPU" if gpu == "other" else f"a GPU of {gpu}"
-        yield Check(
-            "engines", kind, "info" if gpu == "other" else "note", f"{hardware} is here, but no engine is built for it",
-            command + again,
-        )  # fmt: skip
+                status: Status = "note" if wanted in ("auto", engine.name) else "info"
+                yield Finding(status, "this CPU", f"built for its {gain[0]}: {gain[1]}", NATIVE_COMMAND)
+    if any(engine.usable and engine.name in FOR_GPUS and engine.devices != [] for engine in engines):
+        return
+    again = " --force-reinstall --no-cache-dir --no-deps" if any(e.name == "llama-cpp" for e in usable) else ""
+    for gpu in gpus:
+        if gpu in _BUILDS:
+            kind, define = _BUILDS[gpu]
+            text = f"a GPU{'' if gpu == 'other' else f' of {gpu}'} is here, but no engine is built for it"
+            command = f'CMAKE_ARGS="{define}" pip install {_LLAMA_CPP}{again}'
+            yield Finding("info" if gpu == "other" else "note", kind, text, command)
 
 
 def _described(engine: EngineFacts) -> str:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from localspec.commands.doctor.engines import FOR_GPUS
-from localspec.commands.doctor.report import Check, EngineFacts, FitFacts, NeedFacts
+from localspec.commands.doctor.facts import DeviceFacts, EngineFacts, FitFacts, NeedFacts
 from localspec.commands.doctor.subject import Subject
+from localspec.commands.report.model import Finding
 from localspec.model_files.kv_memory import KV_VALUE_BYTES
 from localspec.model_files.sources.base import size_text
 from localspec.runtime.pair import DEFAULT_CTX
-from localspec.terminal.sheet import Status
 
 PROGRAM_BYTES = 64 << 20
 """What an engine's library, the vocabularies and Python take besides; 50 to 60 MB were measured."""
@@ -21,9 +21,6 @@ TIGHT = 0.9
 
 _LEAST_CTX = 512
 
-_Row = tuple[Status, str, str | None]
-"""Status, text and advice of a check."""
-
 
 @dataclass(frozen=True, slots=True)
 class Room:
@@ -32,14 +29,14 @@ class Room:
     Attributes:
         engine: the engine that would load them; None where there is none.
         n_gpu_layers: ``--gpu-layers``; None takes all if the engine has a GPU.
-        ram: free memory [bytes]; None: not told.
+        ram: free memory [bytes].
         ram_total: what the machine has, or the container may use [bytes].
     """
 
     engine: EngineFacts | None
     n_gpu_layers: int | None
-    ram: int | None
-    ram_total: int | None
+    ram: int
+    ram_total: int
 
     @property
     def backend(self) -> str:
@@ -51,6 +48,20 @@ class Room:
         engine = self.engine
         return engine is not None and engine.name in FOR_GPUS and engine.devices != [] and self.n_gpu_layers != 0
 
+    @property
+    def gpus(self) -> list[DeviceFacts]:
+        """GPUs that layers go to; empty too where the engine does not say which."""
+        return (self.engine.devices or []) if self.engine is not None and self.on_gpu else []
+
+    @property
+    def gpu_free(self) -> int | None:
+        return sum(device.free_bytes for device in self.gpus) if self.gpus else None
+
+    @property
+    def gpu_is_ram(self) -> bool:
+        """Whether the GPU's memory is the machine's."""
+        return bool(self.gpus) and all(device.shared for device in self.gpus)
+
     def gpu_share(self, model: Subject) -> float:
         """Share of a model that goes to the GPU."""
         if not self.on_gpu:
@@ -58,17 +69,6 @@ class Room:
         if self.n_gpu_layers is None or model.header is None:
             return 1.0
         return min(1.0, self.n_gpu_layers / (model.header.n_layer + 1))
-
-    @property
-    def gpu_free(self) -> int | None:
-        devices = self.engine.devices if self.engine is not None and self.on_gpu else None
-        return sum(device.free_bytes for device in devices) if devices else None
-
-    @property
-    def gpu_is_ram(self) -> bool:
-        """Whether the GPU's memory is the machine's."""
-        devices = self.engine.devices if self.engine is not None and self.on_gpu else None
-        return bool(devices) and all(device.shared for device in devices or ())
 
 
 def context_size(asked: int | None, target: Subject) -> int:
@@ -91,8 +91,8 @@ def fit(models: Sequence[Subject], n_ctx: int, kv_type: str, room: Room) -> FitF
     everything = sum(need.total for need in needs)
     ram = PROGRAM_BYTES + (everything if room.gpu_is_ram else everything - on_gpu)
     known = all(need.kv_bytes is not None for need in needs) and needs[0].weights_bytes > 0
-    short = (room.ram is not None and ram > room.ram) or (room.gpu_free is not None and on_gpu > room.gpu_free)
-    told = room.ram is not None and (not room.on_gpu or room.gpu_free is not None)
+    short = ram > room.ram or (room.gpu_free is not None and on_gpu > room.gpu_free)
+    known &= not room.on_gpu or room.gpu_free is not None
     return FitFacts(
         n_ctx=n_ctx,
         kv_type=kv_type,
@@ -101,7 +101,7 @@ def fit(models: Sequence[Subject], n_ctx: int, kv_type: str, room: Room) -> FitF
         ram_available_bytes=room.ram,
         gpu_needed_bytes=round(on_gpu) if room.on_gpu else None,
         gpu_available_bytes=room.gpu_free,
-        fits=False if short else True if known and told else None,
+        fits=False if short else True if known else None,
     )
 
 
@@ -111,41 +111,41 @@ def _need(model: Subject, n_ctx: int, kv_type: str, backend: str) -> NeedFacts:
     return model.header.need(model.name, n_ctx, kv_type, backend)
 
 
-def fit_checks(models: Sequence[Subject], found: FitFacts, room: Room) -> Iterator[Check]:
+def fit_findings(models: Sequence[Subject], found: FitFacts, room: Room) -> Iterator[Finding]:
     """The rows on memory."""
-    yield Check("pair", "memory", *_ram(models, found, room))
+    yield _ram(models, found, room)
     if found.gpu_needed_bytes is not None:
-        yield Check("pair", "GPU memory", *_gpu(models, found, room))
+        yield _gpu(models, found, room)
 
 
-def _ram(models: Sequence[Subject], found: FitFacts, room: Room) -> _Row:
+def _ram(models: Sequence[Subject], found: FitFacts, room: Room) -> Finding:
     known = all(need.kv_bytes is not None for need in found.models)
     if not all(need.weights_bytes for need in found.models):
-        return "info", "what it needs is only known once the file is here", None
-    text = f"needs {'' if known else 'at least '}{size_text(found.ram_needed_bytes)}"
-    if room.ram is None:
-        return "info", f"{text}; how much is free is not told here", None
-    text += f", {size_text(room.ram)} free"
+        return Finding("info", "memory", "what it needs is only known once the file is here")
+    text = f"needs {'' if known else 'at least '}{size_text(found.ram_needed_bytes)}, {size_text(room.ram)} free"
     if found.gpu_needed_bytes is None or room.gpu_is_ram:
         text += f": {_sum(found)}"
     if found.ram_needed_bytes > room.ram:
-        return "fail", text, _remedy(models, found, room)
+        return Finding("fail", "memory", text, _remedy(models, found, room))
     if not known:
-        return "info", f"{text}; the cache is only known once the file is here", None
+        return Finding("info", "memory", f"{text}; the cache is only known once the file is here")
     if found.ram_needed_bytes > TIGHT * room.ram:
-        return "note", f"{text}; little is left for other programs", _remedy(models, found, room)
-    return "ok", text, None
+        return Finding("note", "memory", f"{text}; little is left for other programs", _remedy(models, found, room))
+    return Finding("ok", "memory", text)
 
 
-def _gpu(models: Sequence[Subject], found: FitFacts, room: Room) -> _Row:
+def _gpu(models: Sequence[Subject], found: FitFacts, room: Room) -> Finding:
     needed = found.gpu_needed_bytes or 0
     text = f"needs {size_text(needed)}"
     if room.gpu_free is None:
-        return "info", f"{text}; the engine does not tell how much is free", None
+        return Finding("info", "GPU memory", f"{text}; the engine does not say how much is free")
     text += f", {size_text(room.gpu_free)} free: {_sum(found)}"
     if needed > room.gpu_free:
-        return "fail", text, _fewer_layers(models, needed, room)
-    return "ok", text, None
+        header = models[0].header
+        layers = int(0.95 * room.gpu_free / needed * (header.n_layer + 1)) if header is not None else 0
+        advice = f"use --gpu-layers {layers}" if layers > 0 else "use --gpu-layers 0, or a smaller model"
+        return Finding("fail", "GPU memory", text, advice)
+    return Finding("ok", "GPU memory", text)
 
 
 def _sum(found: FitFacts) -> str:
@@ -158,24 +158,15 @@ def _sum(found: FitFacts) -> str:
     return ", ".join(parts)
 
 
-def _fewer_layers(models: Sequence[Subject], needed: int, room: Room) -> str:
-    header = models[0].header
-    if header is None or room.gpu_free is None:
-        return "use --gpu-layers 0, or a smaller model"
-    layers = int(0.95 * room.gpu_free / needed * (header.n_layer + 1))
-    return f"use --gpu-layers {layers}" if layers > 0 else "use --gpu-layers 0, or a smaller model"
-
-
 def _remedy(models: Sequence[Subject], found: FitFacts, room: Room) -> str:
     """What would fit, the least loss first."""
-    limit = TIGHT * (room.ram or 0)
+    limit = TIGHT * room.ram
 
     def fits(chosen: Sequence[Subject], n_ctx: int, kv_type: str) -> bool:
         return fit(chosen, n_ctx, kv_type, room).ram_needed_bytes <= limit
 
     ways: list[str] = []
-    headers = [model.header for model in models]
-    if all(header is not None for header in headers) and room.backend != "reference":
+    if all(model.header is not None for model in models) and room.backend != "reference":
         smaller = KV_VALUE_BYTES["q8_0"] < KV_VALUE_BYTES[found.kv_type]
         if smaller and fits(models, found.n_ctx, "q8_0"):
             ways.append("--kv-cache q8_0")
@@ -185,7 +176,7 @@ def _remedy(models: Sequence[Subject], found: FitFacts, room: Room) -> str:
         ways.append("--draft ngram, which needs no second model")
     if ways:
         return "use " + ", or ".join(ways[:3])
-    if room.ram_total is not None and room.ram is not None and found.ram_needed_bytes < TIGHT * room.ram_total:
+    if found.ram_needed_bytes < TIGHT * room.ram_total:
         return "close other programs, or take a smaller model: localspec list"
     return "take a smaller model, or one quantised further: localspec list"
 

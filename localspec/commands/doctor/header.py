@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from localspec.backends.llama_family import N_UBATCH
-from localspec.commands.doctor.report import NeedFacts
+from localspec.commands.doctor.facts import NeedFacts
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.kv_memory import KVShape, kv_shape
 from localspec.model_files.vocab import Vocab

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from localspec.commands.doctor.report import PayoffFacts
+from localspec.commands.doctor.facts import PayoffFacts
 from localspec.controllers.break_even import Times, best_length, break_even, speedup
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)

@@ -1,89 +1,122 @@
-"""The doctor's findings, as a person reads them."""
+"""The doctor's findings as parts of a report, for a person to read."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from localspec.commands.doctor.plot import bars
-from localspec.commands.doctor.ranking import remarks
-from localspec.commands.doctor.report import Check, CostFacts, PayoffFacts, RankFacts, Recommendation
+from localspec.commands.doctor.facts import CostFacts, PayoffFacts, RankFacts, Recommendation
+from localspec.commands.report.model import Finding, Findings, Lines, Part, Table, Text
 from localspec.model_files.catalog import short_name
-from localspec.terminal.sheet import Sheet
+from localspec.spec_decode.drafters.names import NGRAM
 
-_LABEL = 11
+_LABEL, _HEIGHT = 11, 4
+_EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
-class DoctorScreen(Sheet):
-    """A ``Sheet`` with the doctor's own sections."""
+def cost_parts(cost: CostFacts, findings: Sequence[Finding], columns: int, unicode: bool) -> Iterator[Part]:
+    """t(w) as bars with its figures, and the price of a draft token.
 
-    def cost(self, cost: CostFacts, checks: Sequence[Check]) -> None:
-        """t(w) as bars with its figures, and the price of a guess."""
-        self.section(f"Cost of a target pass over w tokens, t(w) · {cost.engine}, {cost.device}")
-        widths, gap = list(cost.target.ms), 1
-        width = max(3, min(5, (self._console.width - _LABEL - 2) // len(widths) - gap))
-        times = list(cost.target.ms.values())
-        indent = " " * _LABEL
-        for line in bars(times, height=4, width=width, gap=gap, unicode=self.unicode):
-            self.line(indent + line)
+    Args:
+        cost: the passes.
+        findings: what they say.
+        columns: how wide the bars may get.
+        unicode: whether there are block characters to draw with.
+    """
+    times = list(cost.target.ms.values())
+    width = max(3, min(5, (columns - _LABEL - 2) // len(times) - 1))
+    figures = {
+        "w": [str(w) for w in cost.target.ms],
+        "ms": [_three(ms, width) for ms in times],
+        "× t(1)": [_three(ms / times[0], width) for ms in times],
+    }
+    lines = [" " * _LABEL + line for line in bars(times, height=_HEIGHT, width=width, gap=1, unicode=unicode)]
+    for name, values in figures.items():
+        lines.append(f"  {name:<{_LABEL - 2}}" + " ".join(f"{value:>{width}}" for value in values))
+    yield Lines(f"Cost of a target pass over w tokens, t(w) · {cost.engine}, {cost.device}", lines)
+    guesses = []
+    for draft in cost.drafts:
+        text = f"{draft.ms[1]:.3g} ms = {draft.ms[1] / times[0]:.2f} of a target token, by {draft.file}"
+        guesses.append(Finding("info", "a guess", text))
+    yield Findings("", [*findings, *guesses])
 
-        def figures(label: str, values: list[str]) -> None:
-            self.line(f"  {label:<{_LABEL - 2}}" + (" " * gap).join(f"{value:>{width}}" for value in values))
 
-        figures("w", [str(w) for w in widths])
-        figures("ms", [_three(ms, width) for ms in times])
-        figures("× t(1)", [_three(ms / times[0], width) for ms in times])
-        rows = list(checks)
-        for draft in cost.drafts:
-            share = draft.ms[1] / times[0]
-            text = f"{draft.ms[1]:.3g} ms = {share:.2f} of a target token, by {draft.file}"
-            rows.append(Check("cost", "a guess", "info", text))
-        self.rows(rows)
+def payoff_parts(payoffs: Sequence[PayoffFacts]) -> Iterator[Part]:
+    """Break-even acceptance by length, and predicted speed-up by acceptance."""
+    if not payoffs:
+        return
+    names = [short_name(found.drafter) for found in payoffs]
+    yield Table(
+        "Break-even: share of guesses that must be right, by draft length k",
+        ["k", *map(str, payoffs[0].break_even)],
+        [[name, *map(_percent, found.break_even.values())] for name, found in zip(names, payoffs, strict=True)],
+    )
+    rows = []
+    for name, found in zip(names, payoffs, strict=True):
+        gains = found.speedup.items()
+        rows.append([name, *(f"×{gain:.2f}" if found.best_length[a] else "plain" for a, gain in gains)])
+        rows.append(["  with k =", *(str(k or "") for k in found.best_length.values())])
+    yield Table(
+        "Predicted speed-up, by the share of guesses that are right",
+        ["right", *(f"{share:.0%}" for share in payoffs[0].speedup)],
+        rows,
+        note="n-grams: at the places where they have a guess; elsewhere it is plain decoding" if NGRAM in names else "",
+    )
 
-    def payoff(self, payoffs: Sequence[PayoffFacts]) -> None:
-        """Break-even acceptance by length, and predicted speed-up by acceptance."""
-        if not payoffs:
-            return
-        self.section("Break-even: share of guesses that must be right, by draft length k")
-        self.table(
-            ["k", *map(str, payoffs[0].break_even)],
-            [[_label(p), *(_percent(share) for share in p.break_even.values())] for p in payoffs],
+
+def ranking_parts(rank: RankFacts) -> Iterator[Part]:
+    """Candidates, the fastest first."""
+    rows = []
+    for each in rank.candidates:
+        name = " + ".join(map(short_name, each.drafters)) or "plain"
+        if each.speedup is None:
+            rows.append([name, "not reached", "", "", ""])
+            continue
+        spread = "" if each.lowest is None else f"{each.lowest:.2f}–{each.highest:.2f}"
+        rate = "no guesses" if each.acceptance_rate is None else f"{each.acceptance_rate:.0%}"
+        rows.append([name, f"×{each.speedup:.2f}", spread, f"{each.tokens_per_second:.1f}", rate if spread else ""])
+    head = ["", "speed", "extremes", "tok/s", "accepted"]
+    n, note = len(rank.prompts), ""
+    if n:
+        note = (
+            f"{n} prompt{'s' * (n != 1)}, up to {rank.max_tokens} tokens each, {rank.seconds:.0f} s in all; × is speed "
+            "over plain on the same prompt, the geometric mean and the extremes"
         )
-        self.section("Predicted speed-up, by the share of guesses that are right")
-        rows = []
-        for found in payoffs:
-            gains = found.speedup.items()
-            rows.append([_label(found), *(f"×{gain:.2f}" if found.best_length[a] else "plain" for a, gain in gains)])
-            rows.append(["  with k =", *(str(k) if k else "" for k in found.best_length.values())])
-        self.table(["right", *(f"{share:.0%}" for share in payoffs[0].speedup)], rows)
-        if any(found.drafter == "ngram" for found in payoffs):
-            self.prose("n-grams: at the places where they have a guess; elsewhere it is plain decoding", "dim")
-
-    def ranking(self, rank: RankFacts) -> None:
-        """Candidates, the fastest first."""
-        self.section("Ranking: measured against plain decoding of the same prompts")
-        rows = []
-        for each in rank.candidates:
-            name = " + ".join(map(short_name, each.drafters)) or "plain"
-            if each.speedup is None:
-                rows.append([name, "not reached", "", "", ""])
-                continue
-            spread = "" if each.lowest is None else f"{each.lowest:.2f}–{each.highest:.2f}"
-            rate = "no guesses" if each.acceptance_rate is None else f"{each.acceptance_rate:.0%}"
-            rows.append([name, f"×{each.speedup:.2f}", spread, f"{each.tokens_per_second:.1f}", rate if spread else ""])
-        self.table(["", "speed", "extremes", "tok/s", "accepted"], rows, names=36)
-        for line in remarks(rank):
-            self.prose(line, "dim")
-
-    def recommendation(self, found: Recommendation) -> None:
-        """The last word."""
-        self.section("Recommendation")
-        self.prose(found.text)
-        if found.command is not None:
-            self.prose(found.command, "bold", indent=4)
+    yield Table("Ranking: measured against plain decoding of the same prompts", head, rows, note)
+    if rank.noise is not None:
+        yield Text(f"plain itself varied by {rank.noise:.1%} from run to run of the same prompt", "muted")
 
 
-def _label(found: PayoffFacts) -> str:
-    return short_name(found.drafter)
+def recommendation_parts(found: Recommendation) -> Iterator[Part]:
+    """The last word."""
+    yield Text(found.text, title="Recommendation")
+    if found.command is not None:
+        yield Text(found.command, "strong")
+
+
+def bars(values: Sequence[float], *, height: int, width: int, gap: int, unicode: bool = True) -> list[str]:
+    """Vertical bars from zero up.
+
+    Args:
+        values: none negative.
+        height: lines.
+        width: columns of a bar.
+        gap: columns between bars.
+        unicode: eighths of a line with block characters; else ``_`` and ``#``.
+
+    Returns:
+        The lines, the top one first, each ``len(values) * (width + gap) - gap`` columns wide.
+    """
+    most = max(values, default=0.0) or 1.0
+    lines = []
+    for line in range(height - 1, -1, -1):
+        cells = []
+        for value in values:
+            eighths = min(8, max(0, round((value / most * height - line) * 8)))
+            if line == 0 and value > 0:
+                eighths = max(1, eighths)  # little is not nothing
+            cells.append((_EIGHTHS[eighths] if unicode else " _##"[-(-eighths // 3)]) * width)
+        lines.append((" " * gap).join(cells))
+    return lines
 
 
 def _percent(share: float | None) -> str:

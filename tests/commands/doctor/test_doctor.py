@@ -22,10 +22,11 @@ import pytest
 from localspec import backends
 from localspec.__main__ import run
 from localspec.backends import builds
-from localspec.commands.doctor import engines, fit, payoff, ranking, report
+from localspec.commands.doctor import engines, facts, fit, payoff, ranking
 from localspec.commands.doctor.advice import recommend_ranked
-from localspec.commands.doctor.plot import bars
-from localspec.commands.doctor.screen import DoctorScreen
+from localspec.commands.doctor.screen import bars, ranking_parts
+from localspec.commands.report.model import Finding, Findings, Lines, Table
+from localspec.commands.report.terminal import Screen
 from localspec.model_files.catalog import Catalog
 from localspec.system import bandwidth, memory, power
 from localspec.system.home import home, models_dir
@@ -328,8 +329,8 @@ def test_ctrl_c_during_calibration(doctor: Doctor, tmp_path: Path) -> None:
 
 
 def test_rank(doctor: Doctor, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = ranking.tuning_prompts()[:2]
-    monkeypatch.setattr(ranking, "tuning_prompts", lambda: few)
+    few = ranking.tuning_questions()[:2]
+    monkeypatch.setattr(ranking, "tuning_questions", lambda: few)
     monkeypatch.setattr(ranking, "SECONDS", 3600.0)  # it ends before its time does, on a busy machine too
     monkeypatch.setattr(ranking, "MOST_TOKENS", ranking.LEAST_TOKENS)
     folder = models_dir() / "hf/someone/models"
@@ -365,7 +366,10 @@ def test_a_ranking_that_has_no_time(doctor: Doctor, tiny: TinyFiles, monkeypatch
     assert all(each["n_prompts"] == 0 for each in found["rank"]["candidates"])
     assert found["recommendation"]["text"].startswith("Time ran out")
     assert "in doubt" not in found["recommendation"]["text"]
-    assert list(ranking.remarks(report.RankFacts(**found["rank"]))) == []
+    candidates = [facts.RankedFacts(**each) for each in found["rank"]["candidates"]]
+    (table,) = ranking_parts(facts.RankFacts(**found["rank"] | {"candidates": candidates}))
+    assert isinstance(table, Table)
+    assert not table.note
 
 
 @pytest.mark.parametrize(
@@ -380,11 +384,11 @@ def test_a_ranking_that_has_no_time(doctor: Doctor, tiny: TinyFiles, monkeypatch
 def test_what_a_ranking_means(speedup: float, noise: float | None, speculate: bool | None, part: str) -> None:
     """With 4 prompts, two standard errors of a ratio are noise · 2 · √2 / √4."""
     rows = [
-        report.RankedFacts(["ngram"], 4, speedup, speedup, speedup, 20.0, 0.5),
-        report.RankedFacts(["x"], 4, speedup - 0.05, 1.0, 2.0, 20.0, 0.5),
-        report.RankedFacts([], 4, 1.0, None, None, 20.0, None),
+        facts.RankedFacts(["ngram"], 4, speedup, speedup, speedup, 20.0, 0.5),
+        facts.RankedFacts(["x"], 4, speedup - 0.05, 1.0, 2.0, 20.0, 0.5),
+        facts.RankedFacts([], 4, 1.0, None, None, 20.0, None),
     ]
-    found = recommend_ranked(report.RankFacts(50.0, 48, ["a", "b", "c", "d"], noise, rows), "big", {"x": "small"})
+    found = recommend_ranked(facts.RankFacts(50.0, 48, ["a", "b", "c", "d"], noise, rows), "big", {"x": "small"})
     assert found.speculate is speculate
     assert part in found.text
     commands = {True: " --draft ngram", False: " --draft none", None: ""}
@@ -392,7 +396,7 @@ def test_what_a_ranking_means(speedup: float, noise: float | None, speculate: bo
 
 
 def test_ranking_prompts_are_those_to_tune_on() -> None:
-    prompts = ranking.tuning_prompts()
+    prompts = ranking.tuning_questions()
     kinds = [prompt.id.partition("-")[0] for prompt in prompts]
     assert len(set(kinds[:8])) == 8  # a few prompts are of different kinds
     assert len({prompt.id for prompt in prompts}) == len(prompts)
@@ -421,8 +425,8 @@ def conforms(value: Any, kind: Any, where: str = "report") -> None:
     elif origin is typing.Literal:
         assert value in arguments, where
     elif dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind, vars(report))
-        extra = {"schema_version", "holds"} if kind is report.Report else set()
+        hints = typing.get_type_hints(kind)
+        extra = {"schema_version", "holds"} if kind is facts.Examination else set()
         assert set(value) == set(hints) | extra, where
         for name, hint in hints.items():
             conforms(value[name], hint, f"{where}.{name}")
@@ -438,14 +442,14 @@ def test_the_json_has_its_schema(doctor: Doctor, tiny: TinyFiles) -> None:
     pair = tiny.quick
     for arguments in ((), (pair.target, "--draft", pair.draft, "--draft", "ngram", "--backend", "reference")):
         _, found = doctor.json(*arguments)
-        conforms(found, report.Report)
-        assert found["schema_version"] == report.SCHEMA_VERSION == 1
+        conforms(found, facts.Examination)
+        assert found["schema_version"] == facts.SCHEMA_VERSION == 1
         for check in found["checks"]:
             assert check["status"] != "fail" or check["advice"]
 
 
 def test_every_field_of_the_json_is_documented() -> None:
-    for name, kind in vars(report).items():
+    for name, kind in vars(facts).items():
         if dataclasses.is_dataclass(kind):
             for field in dataclasses.fields(kind):
                 assert re.search(rf"\b{field.name}\b", kind.__doc__ or ""), f"{name}.{field.name}"
@@ -489,10 +493,9 @@ def test_piped_output(tiny: TinyFiles) -> None:
 def test_characters_that_an_encoding_lacks(encoding: str, doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer, encoding=encoding))
-    screen = DoctorScreen()
-    screen.section("A · B", [report.Check("pair", "x", "fail", "3 × 4 → ₀ …", "do – it")])
-    for each in bars([1, 2], unicode=screen.unicode):
-        screen.prose(each)
+    screen = Screen()
+    screen.show(Findings("A · B", [Finding("fail", "x", "3 × 4 → ₀ …", "do – it")]))
+    screen.show(Lines("", bars([1, 2], height=4, width=3, gap=2, unicode=screen.unicode)))
     out = buffer.getvalue().decode(encoding)
     assert ("✗" in out, "█" in out) == (encoding == "utf-8", encoding == "utf-8")
     assert_plain_lines(out)
@@ -603,8 +606,8 @@ AVX512 = [*AVX2, "AVX-512", "AVX512-VNNI", "AVX512-BF16"]
     ],
 )
 def test_what_a_build_for_this_cpu_would_bring(built: list[str], cpu: list[str], feature: str | None) -> None:
-    ik = report.EngineFacts("ik-llama", True, "0.1.5", built, [])
-    rows = list(engines.engine_checks([ik], [], "auto", cpu))
+    ik = facts.EngineFacts("ik-llama", True, "0.1.5", built, [])
+    rows = list(engines.engine_findings([ik], [], "auto", cpu))
     if feature is None:
         assert [each.name for each in rows] == ["ik-llama"]
         return
@@ -612,16 +615,17 @@ def test_what_a_build_for_this_cpu_would_bring(built: list[str], cpu: list[str],
     assert (check.name, check.status, check.advice) == ("this CPU", "note", builds.NATIVE_COMMAND)
     assert feature in check.text
     assert "t(2)" in check.text or "not measured" in check.text
-    (llama_cpp, *_) = engines.engine_checks([dataclasses.replace(ik, name="llama-cpp")], [], "auto", cpu)
+    (llama_cpp, *_) = engines.engine_findings([dataclasses.replace(ik, name="llama-cpp")], [], "auto", cpu)
     assert llama_cpp.name == "llama-cpp"
-    assert [each.status for each in engines.engine_checks([ik], [], "mlx", cpu)][1] == "info"
+    assert [each.status for each in engines.engine_findings([ik], [], "mlx", cpu)][1] == "info"
 
 
 @pytest.mark.parametrize("cpu", [AVX512, [*AVX2, "AVX-VNNI"]])
 def test_what_a_build_would_bring_and_its_command_take_three_lines(cpu: list[str]) -> None:
     file = io.StringIO()
-    ik = report.EngineFacts("ik-llama", True, "0.1.5", AVX2, [])
-    DoctorScreen(file).rows([each for each in engines.engine_checks([ik], [], "auto", cpu) if each.name == "this CPU"])
+    ik = facts.EngineFacts("ik-llama", True, "0.1.5", AVX2, [])
+    rows = [each for each in engines.engine_findings([ik], [], "auto", cpu) if each.name == "this CPU"]
+    Screen(file).show(Findings("", rows))
     assert len(file.getvalue().splitlines()) <= 3
     assert squeezed(file.getvalue()).endswith(f" {builds.NATIVE_COMMAND}")
 
@@ -648,41 +652,41 @@ def test_devices_are_read_from_the_engine() -> None:
 
 
 def test_devices_that_layers_are_put_on() -> None:
-    cpu, card, chip = (report.DeviceFacts(name, name, 1, 2, False) for name in ("CPU", "CUDA0", "Vulkan0"))
-    empty = report.DeviceFacts("CUDA1", "no memory", 0, 0, False)
+    cpu, card, chip = (facts.DeviceFacts(name, name, 1, 2, False) for name in ("CPU", "CUDA0", "Vulkan0"))
+    empty = facts.DeviceFacts("CUDA1", "no memory", 0, 0, False)
     assert engines.used_gpus([(0, cpu), (2, chip), (1, card), (1, empty)]) == [card]
     assert engines.used_gpus([(0, cpu), (2, chip)]) == [chip]
     assert engines.used_gpus([(0, cpu)]) == []
 
 
-def gpu_engine(free: int, *, shared: bool = False) -> report.EngineFacts:
+def gpu_engine(free: int, *, shared: bool = False) -> facts.EngineFacts:
     """llama.cpp as it would be with one GPU."""
-    device = report.DeviceFacts("CUDA0", "A GPU", free, 24 * GB, shared)
-    return report.EngineFacts("llama-cpp", True, "0.3.36", ["CUDA"], [device])
+    device = facts.DeviceFacts("CUDA0", "A GPU", free, 24 * GB, shared)
+    return facts.EngineFacts("llama-cpp", True, "0.3.36", ["CUDA"], [device])
 
 
 def test_a_gpu_that_no_engine_is_built_for() -> None:
-    cpu = report.EngineFacts("llama-cpp", True, "0.3.36", ["AVX2"], [])
-    (check,) = [each for each in engines.engine_checks([cpu], ["NVIDIA"], "auto") if each.name == "CUDA"]
+    cpu = facts.EngineFacts("llama-cpp", True, "0.3.36", ["AVX2"], [])
+    (check,) = [each for each in engines.engine_findings([cpu], ["NVIDIA"], "auto") if each.name == "CUDA"]
     assert check.status == "note"
     assert "-DGGML_CUDA=on" in (check.advice or "")
     assert "--force-reinstall" in (check.advice or "")
-    assert not [each for each in engines.engine_checks([gpu_engine(GB)], ["NVIDIA"], "auto") if each.name == "CUDA"]
+    assert not [each for each in engines.engine_findings([gpu_engine(GB)], ["NVIDIA"], "auto") if each.name == "CUDA"]
 
 
 def test_mlx_counts_where_it_has_a_gpu(tiny: TinyFiles) -> None:
     """On Linux it is there for tests; on a Mac it is one way to the GPU, and its memory is the machine's."""
-    ik = report.EngineFacts("ik-llama", True, "0.1.5", ["NEON"], [])
-    to_test = report.EngineFacts("mlx", True, "0.32.4", ["CPU"], [])
-    checks = {check.name: check for check in engines.engine_checks([ik, to_test], ["Apple"], "auto")}
+    ik = facts.EngineFacts("ik-llama", True, "0.1.5", ["NEON"], [])
+    to_test = facts.EngineFacts("mlx", True, "0.32.4", ["CPU"], [])
+    checks = {check.name: check for check in engines.engine_findings([ik, to_test], ["Apple"], "auto")}
     assert (checks["mlx"].status, checks["Metal"].status) == ("info", "note")
-    missing = report.EngineFacts("mlx", False, reason="it is not installed; install it with: pip install mlx")
-    assert [check.name for check in engines.engine_checks([ik, missing], ["NVIDIA"], "auto")] == ["ik-llama", "CUDA"]
-    checks = {check.name: check for check in engines.engine_checks([ik, missing], ["Apple"], "auto")}
+    missing = facts.EngineFacts("mlx", False, reason="it is not installed; install it with: pip install mlx")
+    assert [check.name for check in engines.engine_findings([ik, missing], ["NVIDIA"], "auto")] == ["ik-llama", "CUDA"]
+    checks = {check.name: check for check in engines.engine_findings([ik, missing], ["Apple"], "auto")}
     assert checks["mlx"].advice == "pip install mlx"
-    gpu = report.DeviceFacts("Metal", "Apple M4", 12 << 30, 16 << 30, True)
-    on_gpu = report.EngineFacts("mlx", True, "0.32.4", ["Metal"], [gpu])
-    checks = {check.name: check for check in engines.engine_checks([ik, on_gpu], ["Apple"], "auto")}
+    gpu = facts.DeviceFacts("Metal", "Apple M4", 12 << 30, 16 << 30, True)
+    on_gpu = facts.EngineFacts("mlx", True, "0.32.4", ["Metal"], [gpu])
+    checks = {check.name: check for check in engines.engine_findings([ik, on_gpu], ["Apple"], "auto")}
     assert "Metal" not in checks
     assert "Apple M4" in checks["mlx"].text
     room = fit.Room(on_gpu, None, 14 << 30, 16 << 30)
@@ -690,7 +694,7 @@ def test_mlx_counts_where_it_has_a_gpu(tiny: TinyFiles) -> None:
 
 
 def test_fit_in_gpu_memory(tiny: TinyFiles) -> None:
-    from localspec.commands.doctor.fit import PROGRAM_BYTES, Room, fit, fit_checks
+    from localspec.commands.doctor.fit import PROGRAM_BYTES, Room, fit, fit_findings
     from localspec.commands.doctor.subject import find_subject
 
     models = [find_subject(str(tiny.pair.target)), find_subject(str(tiny.pair.draft))]
@@ -700,7 +704,7 @@ def test_fit_in_gpu_memory(tiny: TinyFiles) -> None:
         found = fit(models, 2048, "f16", room)
         assert (found.gpu_needed_bytes, found.gpu_available_bytes, found.fits) == (everything, free, fits)
         assert found.ram_needed_bytes < GB / 10
-        (check,) = [check for check in fit_checks(models, found, room) if check.name == "GPU memory"]
+        (check,) = [check for check in fit_findings(models, found, room) if check.name == "GPU memory"]
         assert (check.status == "ok") == fits
         if not fits:
             layers = re.search(r"--gpu-layers (\d+)", check.advice or "")

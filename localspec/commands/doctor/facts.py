@@ -1,4 +1,4 @@
-"""What the doctor found, as data. ``Report.as_dict`` is what ``doctor --json`` prints.
+"""What the doctor found, as data. ``Examination.as_dict`` is what ``doctor --json`` prints.
 
 The JSON has the fields of these classes under the same names; sizes are bytes, times milliseconds unless the name says
 otherwise, shares lie in [0, 1], and null means that it is not known here or was not measured. Where a field maps
@@ -8,17 +8,18 @@ removed or changes its meaning; new fields do not raise it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from localspec.terminal.sheet import Status
+from localspec.commands.report.model import Finding
 
 SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
-    """One row.
+class Check(Finding):
+    """A finding, under the heading where it is shown.
 
     Attributes:
         section: ``machine``, ``engines``, ``models``, ``pair`` or ``cost``.
@@ -29,11 +30,7 @@ class Check:
         advice: what to do about it; always there for a ``fail``.
     """
 
-    section: str
-    name: str
-    status: Status
-    text: str
-    advice: str | None = None
+    section: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +59,12 @@ class MachineFacts:
     features: list[str]
     cores: int
     threads: int
-    cpu_quota: float | None = None
-    memory_total_bytes: int | None = None
-    memory_available_bytes: int | None = None
+    memory_total_bytes: int
+    memory_available_bytes: int
     memory_limit_bytes: int | None = None
+    cpu_quota: float | None = None
     bandwidth_gb_per_s: float | None = None
-    busy_share: float | None = None
+    busy_share: float = 0.0
     on_battery: bool | None = None
     throttled: bool | None = None
     gpus: list[str] = field(default_factory=list)
@@ -113,7 +110,7 @@ class EngineFacts:
     reason: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """A model file.
 
@@ -228,7 +225,7 @@ class CostFacts:
 
 @dataclass(frozen=True, slots=True)
 class PayoffFacts:
-    """What speculation with one drafter is worth here; see ``doctor.payoff`` for the theory.
+    """What speculation with one drafter is worth here; see ``controllers.break_even``.
 
     Attributes:
         drafter: a model's name, or ``ngram``.
@@ -332,7 +329,7 @@ class Recommendation:
 
 
 @dataclass(slots=True)
-class Report:
+class Examination:
     """Everything that was found.
 
     Attributes:
@@ -360,9 +357,9 @@ class Report:
         """Whether nothing was found that would not work."""
         return all(check.status != "fail" for check in self.checks)
 
-    def of(self, section: str) -> list[Check]:
-        """The rows of a section."""
-        return [check for check in self.checks if check.section == section]
+    def add(self, section: str, findings: Iterable[Finding]) -> None:
+        """Note what was found under a heading."""
+        self.checks += [Check(each.status, each.name, each.text, each.advice, section) for each in findings]
 
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON, with ``schema_version`` and ``holds``."""

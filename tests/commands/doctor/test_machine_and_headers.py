@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from localspec.commands.doctor import machine
+from localspec.commands.doctor.facts import MachineFacts
 from localspec.commands.doctor.header import bytes_per_token, read_header
-from localspec.commands.doctor.report import MachineFacts
 from localspec.model_files.gguf_file import GGUFFile
 from tests.conftest import TinyFiles
 from tests.support import ggufs
@@ -31,16 +31,16 @@ def tree(root: Path, files: dict[str, str]) -> Path:
 
 
 def test_a_quota_below_the_threads_is_noted() -> None:
-    facts = MachineFacts("Linux", "A CPU", ["AVX2"], cores=8, threads=8, cpu_quota=2.0)
-    check = next(machine.machine_checks(facts))
+    facts = MachineFacts("Linux", "A CPU", ["AVX2"], 8, 8, MIB, MIB, cpu_quota=2.0)
+    check = next(machine.machine_findings(facts))
     assert (check.status, check.advice) == ("note", "use --threads 2")
-    facts = MachineFacts("Linux", "A CPU", ["AVX2"], cores=8, threads=2, cpu_quota=2.0)
-    assert next(machine.machine_checks(facts)).status == "ok"
+    facts = MachineFacts("Linux", "A CPU", ["AVX2"], 8, 2, MIB, MIB, cpu_quota=2.0)
+    assert next(machine.machine_findings(facts)).status == "ok"
 
 
 def test_a_busy_machine_is_noted() -> None:
-    facts = MachineFacts("Linux", "A CPU", ["AVX2"], cores=2, threads=2, busy_share=0.5, on_battery=True)
-    checks = {check.name: check for check in machine.machine_checks(facts)}
+    facts = MachineFacts("Linux", "A CPU", ["AVX2"], 2, 2, MIB, MIB, busy_share=0.5, on_battery=True)
+    checks = {check.name: check for check in machine.machine_findings(facts)}
     assert checks["load"].status == checks["power"].status == "note"
     assert "--calibrate" in (checks["load"].advice or "")
 
