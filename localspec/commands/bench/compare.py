@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from localspec.commands.bench.record import Record
+from localspec.commands.bench.record import Record, differences
 from localspec.commands.bench.remarks import doubts
 from localspec.commands.bench.results import ALL, Ratios, by_question, drifts, ratios
 from localspec.commands.bench.words import interval_text, times_text, title
@@ -27,7 +27,7 @@ SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ComparedFigure:
     """One figure in both runs.
 
     Attributes:
@@ -68,7 +68,7 @@ class Comparison:
     differences: list[str]
     doubts: list[str]
     levels: tuple[float, float]
-    lines: list[Line]
+    lines: list[ComparedFigure]
 
 
 def comparison(a: Record, b: Record, names: tuple[str, str]) -> Comparison:
@@ -99,7 +99,14 @@ def comparison(a: Record, b: Record, names: tuple[str, str]) -> Comparison:
         for letter, record in zip("AB", (a, b), strict=True)
         for remark in doubts(record, drifts(record))
     ]
-    return Comparison(names, (title(a), title(b)), list(_differences(a, b)), why, (levels[0], levels[1]), lines)
+    return Comparison(
+        names,
+        (title(a), title(b)),
+        [f"{name}: {_short(was)} / {_short(is_now)}" for name, was, is_now in differences(a, b)],
+        why,
+        (levels[0], levels[1]),
+        lines,
+    )
 
 
 def _engines(a: Record, b: Record) -> list[tuple[str, str]]:
@@ -143,7 +150,7 @@ def _figures(a: Record, b: Record, arm: str, engine: tuple[str, str], category: 
         yield "tok/s", category, name, first, second
 
 
-def _line(figure: str, category: str, arm: str, a: Ratios, b: Ratios, level: float) -> Line:
+def _line(figure: str, category: str, arm: str, a: Ratios, b: Ratios, level: float) -> ComparedFigure:
     shared = [question for question in a if question in b]
     paired = len(shared) == len(a) == len(b) or range_level(len(shared)) >= level
     if paired:
@@ -155,7 +162,7 @@ def _line(figure: str, category: str, arm: str, a: Ratios, b: Ratios, level: flo
     ratio, strict = found(LEVEL), found(level)
     assert ratio is not None
     assert strict is not None
-    return Line(figure, category, arm, _median(a), _median(b), ratio, paired, _verdict(strict, level))
+    return ComparedFigure(figure, category, arm, _median(a), _median(b), ratio, paired, _verdict(strict, level))
 
 
 def _median(values: Ratios) -> float:
@@ -175,31 +182,6 @@ def _verdict(strict: Estimate, level: float) -> str:
     if strict.high < 1:
         return "B is lower"
     return "no difference can be told"
-
-
-def _differences(a: Record, b: Record) -> Iterator[str]:
-    """What is not the same in both runs."""
-    old, new = asdict(a.settings), asdict(b.settings)
-    pairs: list[tuple[str, Any, Any]] = [
-        ("processor", a.machine.get("cpu"), b.machine.get("cpu")),
-        ("system", a.machine.get("platform"), b.machine.get("platform")),
-        ("localspec", a.sessions[-1].localspec, b.sessions[-1].localspec),
-        ("Python", a.sessions[-1].python, b.sessions[-1].python),
-        ("engine", [each.version for each in a.engines], [each.version for each in b.engines]),
-        ("device", [each.device for each in a.engines], [each.device for each in b.engines]),
-        ("threads", [each.threads for each in a.engines], [each.threads for each in b.engines]),
-        ("context", [each.n_ctx for each in a.engines], [each.n_ctx for each in b.engines]),
-        ("models", _models(a), _models(b)),
-    ]
-    names = ("questions_sha256", "max_tokens", "sampling", "ignore_eos", "system", "kv_cache", "arms")
-    pairs += [(name.replace("_sha256", "").replace("_", " "), old[name], new[name]) for name in names]
-    for name, was, is_now in pairs:
-        if was != is_now:
-            yield f"{name}: {_short(was)} / {_short(is_now)}"
-
-
-def _models(record: Record) -> list[str]:
-    return [f"{model.file} ({model.sha256[:8]})" for model in record.engines[0].models]
 
 
 def _short(value: Any) -> str:
@@ -233,7 +215,7 @@ def comparison_report(found: Comparison) -> Report:
     return Report("bench compare", "B against A", [*parts, Text(notes, "muted")])
 
 
-def _cells(line: Line) -> list[str]:
+def _cells(line: ComparedFigure) -> list[str]:
     shown: Callable[[float], str] = times_text if line.figure == "speed-up" else lambda value: f"{value:.1f}"
     ratio = f"{line.ratio.median:.2f}" + ("" if line.paired else "*")
     return [line.category, shown(line.a), shown(line.b), ratio, interval_text(line.ratio), line.verdict]

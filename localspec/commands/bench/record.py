@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -184,3 +185,33 @@ class Record:
     def as_dict(self) -> dict[str, Any]:
         """As JSON values, without the conclusions."""
         return {"type": TYPE, "schema_version": SCHEMA_VERSION, **asdict(self)}
+
+
+_NAMES = ("mode", "model", "draft", "questions", "ctx", "threads")
+"""Settings that only name something: what they come to is compared, by digest where it is a file."""
+
+
+def differences(a: Record, b: Record) -> Iterator[tuple[str, Any, Any]]:
+    """What is not the same in two runs: its name, and what it is in each."""
+    old, new = asdict(a.settings), asdict(b.settings)
+    pairs: list[tuple[str, Any, Any]] = [
+        ("processor", a.machine.get("cpu"), b.machine.get("cpu")),
+        ("system", a.machine.get("platform"), b.machine.get("platform")),
+        ("CPUs", a.machine.get("cores"), b.machine.get("cores")),
+        ("localspec", a.sessions[-1].localspec, b.sessions[-1].localspec),
+        ("Python", a.sessions[-1].python, b.sessions[-1].python),
+        ("engine", [each.version for each in a.engines], [each.version for each in b.engines]),
+        ("device", [each.device for each in a.engines], [each.device for each in b.engines]),
+        ("threads", [each.threads for each in a.engines], [each.threads for each in b.engines]),
+        ("context", [each.n_ctx for each in a.engines], [each.n_ctx for each in b.engines]),
+        ("models", _models(a), _models(b)),
+        *((_SHOWN.get(name, name.replace("_", " ")), old[name], new[name]) for name in old if name not in _NAMES),
+    ]
+    return (each for each in pairs if each[1] != each[2])
+
+
+_SHOWN = {"questions_sha256": "questions", "system": "system prompt"}
+
+
+def _models(record: Record) -> list[str]:
+    return [f"{model.file} ({model.sha256[:8]})" for engine in record.engines for model in engine.models]

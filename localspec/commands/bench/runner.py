@@ -16,7 +16,7 @@ from typing import Any
 from localspec import __version__
 from localspec.commands.bench.facts import engine_facts
 from localspec.commands.bench.modes import Mode, affordable_tokens
-from localspec.commands.bench.record import Ending, Record, Settings, Sitting
+from localspec.commands.bench.record import Ending, Record, Settings, Sitting, differences
 from localspec.commands.bench.results import ratios
 from localspec.commands.bench.storage import RecordError
 from localspec.commands.bench.words import arm_name, time_text
@@ -245,9 +245,11 @@ class Run:
         record = Record(here, settings, engines, [session])
         before = self.plan.before
         if before is not None:
-            difference = what_differs(before, record)
-            if difference is not None:
-                raise RecordError(f"cannot resume: {difference}")
+            for name, was, is_now in differences(before, record):
+                if name not in ("localspec", "Python"):
+                    raise RecordError(
+                        f"cannot resume: it was measured with {name} {was!r}, and this would be {is_now!r}"
+                    )
             record.sessions = [*before.sessions, session]
             record.samples, record.skipped, record.engines = before.samples, before.skipped, before.engines
         self.record = record
@@ -340,25 +342,3 @@ class Run:
             given["stop"] = tuple(given["stop"])
         params = SamplingParams(**given, seed=seed, max_tokens=settings.max_tokens)
         return replace(params, ignore_eos=settings.ignore_eos)
-
-
-_FREE = ("mode", "model", "draft", "questions")
-"""Settings that may differ when a run is resumed: what they name is compared by digest."""
-
-
-def what_differs(before: Record, now: Record) -> str | None:
-    """Why one run is no continuation of another, in a clause; None where it is."""
-    changes: list[tuple[str, Any, Any]] = []
-    old, new = asdict(before.settings), asdict(now.settings)
-    changes += [(name.replace("_", " "), old[name], new[name]) for name in old if name not in _FREE]
-    for key in ("cpu", "platform", "cores"):
-        changes.append((key, before.machine.get(key), now.machine.get(key)))
-    for a, b in zip(before.engines, now.engines, strict=False):
-        changes.append(("engine", a.version, b.version))
-        changes.append(("threads", a.threads, b.threads))
-        changes.append(("context", a.n_ctx, b.n_ctx))
-        changes.append(("models", [(m.file, m.sha256) for m in a.models], [(m.file, m.sha256) for m in b.models]))
-    for name, was, is_now in changes:
-        if was != is_now:
-            return f"it was measured with {name} {was!r}, and this would be {is_now!r}"
-    return None
