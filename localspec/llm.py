@@ -258,20 +258,24 @@ class LLM(AskingModel, Tokenizing):
         """
         return Session(self, system, params)
 
-    def load_session(self, path: str | Path) -> Session:
+    def load_session(self, path: str | Path, *, memory: bool = True) -> Session:
         """A conversation that ``Session.save`` wrote, ready to go on without reading it again.
 
         What the models held is used if it comes from the same model file, engine and cache type and is whole; otherwise
         ``Session.notice`` says in one line why not, and the next answer reads the conversation's text again.
 
+        Args:
+            path: the file.
+            memory: False takes the text alone: safe with a file from anywhere, where what models held is not.
+
         Raises:
             SessionFileError: the file is missing, foreign, from another version, or damaged in its text.
         """
-        return load_session(self, path)
+        return load_session(self, path, memory=memory)
 
-    async def aload_session(self, path: str | Path) -> Session:
+    async def aload_session(self, path: str | Path, *, memory: bool = True) -> Session:
         """As ``load_session``, for asyncio."""
-        return await asyncio.to_thread(self.load_session, path)
+        return await asyncio.to_thread(self.load_session, path, memory=memory)
 
     @property
     def prefix_cache_bytes(self) -> int:

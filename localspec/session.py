@@ -47,6 +47,7 @@ class Session(Asking[str]):
 
     Attributes:
         params: sampling parameters of questions that bring none; None is greedy.
+        notes: what a program wants to keep with the conversation, as JSON has it; saved and loaded with it.
         notice: one line that says why a saved memory could not be used, so that the first answer reads everything
             again; None if it could, or if the session is new.
     """
@@ -67,7 +68,18 @@ class Session(Asking[str]):
         self.params = params
         self.messages = [{"role": "system", "content": system}] if system else []
         self.messages += [dict(message) for message in messages]
+        self.notes: dict[str, Any] = {}
         self.notice: str | None = None
+
+    @property
+    def system(self) -> str | None:
+        """The system prompt; None where the conversation has none. May be changed between questions."""
+        return str(self.messages[0]["content"]) if self.messages and self.messages[0].get("role") == "system" else None
+
+    @system.setter
+    def system(self, text: str | None) -> None:
+        said = self.messages[self.system is not None :]
+        self.messages = [*([{"role": "system", "content": text}] if text else []), *said]
 
     @property
     def messages(self) -> list[Message]:
@@ -87,12 +99,16 @@ class Session(Asking[str]):
                 return True
         return False
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, *, memory: bool = True) -> None:
         """Save the conversation, and what the models hold of it, so that ``LLM.load_session`` goes on without reading.
 
         Waits for the questions asked before. The file is complete under its name or is not there; what the name held
         before stays until then. What the models hold is left out where it was dropped meanwhile, or where the engine
         cannot give it.
+
+        Args:
+            path: the file.
+            memory: False saves the text alone, in kilobytes; loaded again, it has to be read again.
 
         Raises:
             SessionFileError: it cannot be written, or the name belongs to something else.
@@ -102,17 +118,17 @@ class Session(Asking[str]):
 
         def take(pair: Pair) -> tuple[list[Message], list[Memory]]:
             messages = [dict(message) for message in self.messages]
-            if not messages:
+            if not messages or not memory:
                 return messages, []
             return messages, take_memories(pair, llm.encode(messages, add_generation_prompt=False))
 
         messages, memories = llm.run(take, conversation=self._conversation)
         text = {"model": printable(llm.model_name), "messages": messages, "params": _params_as_json(self.params)}
-        session_file.write(file, text, memories)
+        session_file.write(file, text | {"notes": self.notes}, memories)
 
-    async def asave(self, path: str | Path) -> None:
+    async def asave(self, path: str | Path, *, memory: bool = True) -> None:
         """As ``save``, for asyncio."""
-        await asyncio.to_thread(self.save, path)
+        await asyncio.to_thread(self.save, path, memory=memory)
 
     def submitter(self, question: str, params: SamplingParams | None, **options: Any) -> Submit:
         if not isinstance(question, str):
@@ -146,15 +162,18 @@ def _file(path: str | Path) -> Path:
         raise UsageError(f"a session is kept in a file; {path!r} is no path") from None
 
 
-def load(llm: LLM, path: str | Path) -> Session:
+def load(llm: LLM, path: str | Path, *, memory: bool = True) -> Session:
     """See ``LLM.load_session``."""
     path = _file(path)
-    text, memories, damage = session_file.read(path)
+    text, memories, damage = session_file.read(path, memory=memory)
     try:
         messages = [dict(message) for message in text["messages"]]
         session = Session(llm, None, _params_from_json(text["params"]), messages)
+        session.notes = dict(text.get("notes", {}))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise SessionFileError(f"{path} is damaged: its text is not a conversation") from None
+    if not memory:
+        return session
     reason: str | None = damage or llm.run(lambda pair: give_memories(pair, memories))
     if reason and messages:
         session.notice = f"{reason}; the conversation will be read again"

@@ -351,6 +351,22 @@ def test_a_model_that_shares_its_first_part_does_not_take_over_the_memory(tmp_pa
 
 
 @pytest.mark.skipif(sys.platform in ("darwin", "win32"), reason="names of files are Unicode there")
+def test_the_text_alone_can_be_saved_and_loaded_with_what_a_program_notes(llm: LLM, tmp_path: Path) -> None:
+    session = llm.session("be brief", GREEDY)
+    session.chat("hello")
+    session.notes = {"colour": ["blue"]}
+    session.save(tmp_path / "whole")
+    session.save(tmp_path / "text", memory=False)
+    assert (tmp_path / "text").stat().st_size < min(2000, (tmp_path / "whole").stat().st_size)
+    for name in ("whole", "text"):
+        loaded = llm.load_session(tmp_path / name, memory=False)
+        assert (loaded.messages, loaded.notes, loaded.notice) == (session.messages, session.notes, None)
+    loaded.system = "be kind"
+    assert loaded.messages[0]["content"] == loaded.system == "be kind"
+    loaded.system = None
+    assert loaded.messages == session.messages[1:]
+
+
 def test_a_session_of_a_file_whose_name_is_no_utf_8(tiny: TinyFiles, tmp_path: Path) -> None:
     path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.gguf"))
     path.write_bytes(tiny.quick.target.read_bytes())

@@ -43,7 +43,7 @@ def write(path: Path, text: Mapping[str, Any], memories: Sequence[Memory]) -> No
     try:
         if path.exists() and path.stat().st_size:
             with path.open("rb") as file:
-                _read_version(path, file)
+                _read_version(file, str(path))
     except SessionFileError:
         raise SessionFileError(f"{path} exists and is not a saved session; choose another name") from None
     except OSError as error:
@@ -75,7 +75,7 @@ def write(path: Path, text: Mapping[str, Any], memories: Sequence[Memory]) -> No
         raise SessionFileError(f"cannot write {path}: {reason}") from error
 
 
-def read(path: Path) -> tuple[dict[str, Any], list[Memory], str | None]:
+def read(path: Path, *, memory: bool = True) -> tuple[dict[str, Any], list[Memory], str | None]:
     """Read a saved session.
 
     Returns:
@@ -86,12 +86,13 @@ def read(path: Path) -> tuple[dict[str, Any], list[Memory], str | None]:
     """
     try:
         with path.open("rb") as file:
-            _read_version(path, file)
-            text = _read_text(path, file)
+            text = read_text(file, str(path))
+            listed = text.pop("memories", None)
+            if not memory:
+                return text, [], None
             try:
-                return text, [_read_memory(listed, file) for listed in text.pop("memories")], None
+                return text, [_read_memory(each, file) for each in listed], None
             except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-                text.pop("memories", None)
                 return text, [], f"the memory saved in {path.name} is damaged ({error})"
     except (OSError, ValueError) as error:
         if isinstance(error, SessionFileError):
@@ -99,17 +100,14 @@ def read(path: Path) -> tuple[dict[str, Any], list[Memory], str | None]:
         raise SessionFileError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _read_version(path: Path, file: BinaryIO) -> None:
-    line = file.readline(64)
-    if not line.startswith(MAGIC) or not line.endswith(b"\n"):
-        raise SessionFileError(f"{path} is not a saved session")
-    version = line[len(MAGIC) : -1].decode("ascii", "replace")
-    if version != str(VERSION):
-        raise SessionFileError(f"{path} has format version {version!r}; this localspec reads version {VERSION}")
+def read_text(file: BinaryIO, name: str) -> dict[str, Any]:
+    """The text part: ``messages``, ``params``, ``notes`` and ``model``. ``name`` is for what is raised.
 
-
-def _read_text(path: Path, file: BinaryIO) -> dict[str, Any]:
-    damaged = SessionFileError(f"{path} is damaged: its text cannot be read")
+    Raises:
+        SessionFileError: foreign, from another version, or damaged.
+    """
+    _read_version(file, name)
+    damaged = SessionFileError(f"{name} is damaged: its text cannot be read")
     size, _, digest = file.readline(64).partition(b" ")
     if not size.isdigit() or len(size) > 12 or int(size) > MAX_TEXT_BYTES:
         raise damaged
@@ -123,6 +121,15 @@ def _read_text(path: Path, file: BinaryIO) -> dict[str, Any]:
     if not isinstance(text, dict):
         raise damaged
     return text
+
+
+def _read_version(file: BinaryIO, name: str) -> None:
+    line = file.readline(64)
+    if not line.startswith(MAGIC) or not line.endswith(b"\n"):
+        raise SessionFileError(f"{name} is not a saved session")
+    version = line[len(MAGIC) : -1].decode("ascii", "replace")
+    if version != str(VERSION):
+        raise SessionFileError(f"{name} has format version {version!r}; this localspec reads version {VERSION}")
 
 
 def _read_memory(listed: Mapping[str, Any], file: BinaryIO) -> Memory:

@@ -201,7 +201,7 @@ def test_the_server_gives_the_rest_at_a_deadline(llm: LLM) -> None:
     assert found == [(expected, "length")] * 4
 
 
-@pytest.mark.parametrize("view", ["plain", "lane", "tokens"])
+@pytest.mark.parametrize("view", ["plain", "rounds", "tokens"])
 def test_the_chat_shows_and_keeps_the_rest(llm: LLM, view: str) -> None:
     params, looks = held(llm)
     length, llm.draft_length = llm.draft_length, 0
@@ -213,11 +213,11 @@ def test_the_chat_shows_and_keeps_the_rest(llm: LLM, view: str) -> None:
             assert chat.ask("hello")
     finally:
         llm.draft_length = length
-    (turn,) = chat.conversation.turns
-    assert (turn.assistant, turn.finish_reason) == (reply.text, "cancelled")
-    assert (visible(reply.text) if view == "lane" else reply.text) in out.getvalue()  # no terminal: as it is
-    assert turn.stats["num_rounds"] == len(reply.token_ids) == len(turn.rounds) - 1
-    if view == "lane":
+    (record,) = chat.records
+    assert (chat.session.messages[-1]["content"], record.finish_reason) == (reply.text, "cancelled")
+    assert (visible(reply.text) if view == "rounds" else reply.text) in out.getvalue()  # no terminal: as it is
+    assert record.stats["num_rounds"] == len(reply.token_ids) == len(record.rounds) - 1
+    if view == "rounds":
         assert out.getvalue().count("plain") == len(reply.token_ids)
 
 

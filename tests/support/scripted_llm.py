@@ -6,14 +6,19 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+from localspec.runtime.asking import AskingModel
+from localspec.runtime.jobs import Job
+from localspec.runtime.stream import Reply, Submit
 from localspec.sampling.sampling import SamplingParams
+from localspec.session import Session, load
 from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Span, SpecStats, Verdict
 
 Guess = tuple[str, str, bool]
@@ -56,53 +61,7 @@ def speak(text: str, source: str = "model") -> list[Round]:
 
 
 @dataclass
-class ScriptedReply:
-    """What the chat uses of a ``Reply``."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    stats: SpecStats
-
-
-class ScriptedStream:
-    """A ``RoundStream`` over prepared rounds."""
-
-    def __init__(self, rounds: Sequence[Round], pace: float, gate: Path | None = None) -> None:
-        self._rounds, self._pace, self._gate = list(rounds), pace, gate
-        self._stats, self._text, self._ids, self._finish = SpecStats(), "", list[int](), "cancelled"
-        self._closed = False
-
-    def __iter__(self) -> Iterator[Round]:
-        for round_ in self._rounds:
-            time.sleep(self._pace)
-            while self._gate and round_.index == 2 and not self._gate.exists():
-                time.sleep(0.02)
-            if self._closed:
-                return
-            self._stats.add(round_)
-            self._text += round_.text
-            self._ids += [token.id for token in round_.emitted]
-            self._finish = round_.finish_reason or self._finish
-            yield round_
-
-    @property
-    def reply(self) -> ScriptedReply:
-        self._stats.seconds_plain_token = 0.05
-        return ScriptedReply(self._text, self._ids, self._finish, self._stats)
-
-    def close(self) -> None:
-        self._closed = True
-
-    def __enter__(self) -> ScriptedStream:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
-@dataclass
-class ScriptedLLM:
+class ScriptedLLM(AskingModel):
     """Answers each question with the next of its answers; the last one again and again."""
 
     answers: list[list[Round]] = field(default_factory=list)
@@ -120,12 +79,48 @@ class ScriptedLLM:
     options: list[dict[str, Any]] = field(default_factory=list)
     params: list[SamplingParams | None] = field(default_factory=list)
 
-    def rounds(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> ScriptedStream:
-        self.asked.append(prompt)
-        self.options.append(options)
-        self.params.append(params)
-        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        return ScriptedStream(answer, self.pace, self.gate)
+    def submitter(self, question: Any, params: SamplingParams | None, **options: Any) -> Submit:
+        def submit(deliver: Callable[[Any], Any]) -> Job:
+            self.asked.append(question() if callable(question) else question)
+            self.options.append(options)
+            self.params.append(params)
+            answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+            job = Job(lambda job: self._speak(answer, job), deliver)
+            threading.Thread(target=job.run, daemon=True).start()
+            return job
+
+        return submit
+
+    def _speak(self, rounds: Sequence[Round], job: Job) -> Reply:
+        stats, said = SpecStats(), list[Round]()
+        stats.seconds_plain_token = 0.05
+        for round_ in rounds:
+            time.sleep(self.pace)
+            while self.gate and round_.index == 2 and not self.gate.exists():
+                time.sleep(0.02)
+            if job.stopped():
+                break
+            stats.add(round_)
+            said.append(round_)
+            job.give(round_)
+        finish = said[-1].finish_reason if said else None
+        tokens = [token for round_ in said for token in round_.emitted]
+        text, ids = "".join(round_.text for round_ in said), [token.id for token in tokens]
+        return Reply(text, ids, finish or "cancelled", stats, self.model_name, self.draft_names, "none", tokens=tokens)
+
+    def _scorer(self, prompt: Any, top: int, deadline: float | None, conversation: Any) -> Submit:
+        raise NotImplementedError
+
+    def run(self, work: Callable[[Any], Any], *, conversation: Any = None) -> Any:
+        return work(None)
+
+    def session(self, system: str | None = None, params: SamplingParams | None = None) -> Session:
+        llm: Any = self
+        return Session(llm, system, params)
+
+    def load_session(self, path: Path, *, memory: bool) -> Session:
+        llm: Any = self
+        return load(llm, path, memory=memory)
 
     def read_ahead(self, messages: Any) -> None:
         """Nothing reads here."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from localspec.commands.chat.chat import Chat, header
 from localspec.commands.chat.commands import complete, is_command, run_command
 from localspec.commands.chat.late_draft import LateDraft, may_be_drafted_for
-from localspec.commands.chat.line_prompt import LinePrompt
+from localspec.commands.chat.line_prompt import PlainPrompt
 from localspec.commands.chat.screen import Screen, no_echo
 from localspec.commands.options import RunOptions
 from localspec.system.home import home
@@ -18,7 +18,7 @@ from localspec.terminal.progress import Progress
 from localspec.terminal.stdin import decode
 
 if TYPE_CHECKING:
-    from localspec.commands.chat.prompt import Prompt
+    from localspec.commands.chat.prompt import LineEditor
     from localspec.model_files.catalog import Entry
 
 
@@ -99,11 +99,11 @@ def _converse(chat: Chat) -> int:
 def _asker(chat: Chat) -> Callable[[], str]:
     """The best way to ask for a line here; it raises ``EOFError`` when the person leaves."""
     screen = chat.screen
-    prompt: LinePrompt | Prompt = LinePrompt(screen.errors)
+    prompt: PlainPrompt | LineEditor = PlainPrompt(screen.errors)
     if screen.ansi:
-        from localspec.commands.chat.prompt import Prompt
+        from localspec.commands.chat.prompt import LineEditor
 
-        prompt = Prompt(home() / "history", complete, lambda: chat.toolbar, colour=screen.colour)
+        prompt = LineEditor(home() / "history", complete, lambda: chat.toolbar, colour=screen.colour)
         if chat.late is not None:
             chat.late.changed = prompt.redraw
 

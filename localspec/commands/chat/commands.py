@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from localspec.commands.chat.conversation import SavedChat, load, save, set_parameter
-from localspec.commands.chat.ink import Ink
-from localspec.commands.chat.views import VIEWS
+from localspec.commands.chat.saved_chat import load, save
+from localspec.commands.chat.style import Style
+from localspec.commands.chat.views import FORMER_VIEWS, VIEWS
 from localspec.commands.options import draft_length, draft_spec
 from localspec.errors import UsageError, line_of
-from localspec.sampling.sampling import CHAT_SETTINGS
+from localspec.sampling.sampling import CHAT_SETTINGS, SamplingParams
 from localspec.terminal.text import clip, on_one_line
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def _stats(chat: Chat, argument: str) -> None:
     from localspec.commands.chat.figures import histogram, stats_table
     from localspec.spec_decode.rounds import SpecStats
 
-    answers = [turn.stats for turn in chat.conversation.turns if turn.stats]
+    answers = [record.stats for record in chat.records if record.stats]
     if not answers:
         raise UsageError("there are no figures yet: ask something first")
     everything = SpecStats.total(answers)
@@ -142,71 +142,107 @@ def _length(chat: Chat, argument: str) -> None:
 
 def _set(chat: Chat, argument: str) -> None:
     name, _, value = argument.partition(" ")
-    if name and name not in CHAT_SETTINGS:
-        close = get_close_matches(name, CHAT_SETTINGS, n=1)
-        raise UsageError(
-            f"no parameter {name!r}: " + (f"did you mean {close[0]}?" if close else ", ".join(CHAT_SETTINGS))
-        )
     if value:
-        if name == "stop":
-            value = value.strip("\"'").replace("\\n", "\n").replace("\\t", "\t")
-        chat.params = set_parameter(chat.params, name, value.strip() if name != "stop" else value)
+        chat.params = set_parameter(chat.params, name, value)
     for each in [name] if name else CHAT_SETTINGS:
-        chat.screen.note(f"{each} {getattr(chat.params, each)!r}")
+        chat.screen.note(f"{each} {getattr(chat.params, _known(each))!r}")
+
+
+def set_parameter(params: SamplingParams, name: str, value: str) -> SamplingParams:
+    """The parameters with one changed; ``none`` and ``off`` are what it is by itself.
+
+    Raises:
+        UsageError: no such parameter, or not a value for it.
+    """
+    default = getattr(SamplingParams(), _known(name))
+    if value.strip().lower() in ("none", "off"):
+        return replace(params, **{name: default})
+    if name == "stop":
+        text = value.strip("\"'").replace("\\n", "\n").replace("\\t", "\t")
+        return replace(params, stop=(text,))
+    try:
+        number: Any = float(value) if isinstance(default, float) else int(value)
+    except ValueError:
+        kind = "number" if isinstance(default, float) else "whole number"
+        raise UsageError(f"{name} must be a {kind}, not {value!r}") from None
+    return replace(params, **{name: number})
+
+
+def _known(name: str) -> str:
+    if name not in CHAT_SETTINGS:
+        close = get_close_matches(name, CHAT_SETTINGS, n=1)
+        hint = f"did you mean {close[0]}?" if close else ", ".join(CHAT_SETTINGS)
+        raise UsageError(f"no parameter {name!r}: {hint}")
+    return name
 
 
 def _system(chat: Chat, argument: str) -> None:
     if argument:
-        chat.conversation.system = None if argument.lower() == "none" else argument
-    chat.screen.note(f"system prompt: {chat.conversation.system or 'none'}")
+        chat.session.system = None if argument.lower() == "none" else argument
+    chat.screen.note(f"system prompt: {chat.session.system or 'none'}")
 
 
 def _undo(chat: Chat, argument: str) -> None:
-    if not chat.conversation.turns:
+    if not chat.records:
         raise UsageError("there is nothing to undo")
-    turn = chat.conversation.turns.pop()
-    chat.screen.note(f"taken back: {clip(on_one_line(turn.user), 60)}")
+    question = chat.session.messages[-2]["content"]
+    chat.session.undo()
+    chat.records.pop()
+    chat.screen.note(f"taken back: {clip(on_one_line(question), 60)}")
 
 
 def _retry(chat: Chat, argument: str) -> None:
-    turns = chat.conversation.turns
-    if turns and turns[-1].user == chat.last_question:
-        before = turns.pop()
-        if not chat.ask(before.user):
-            turns.append(before)  # the answer that there was is better than none
-    elif chat.last_question is not None:
-        chat.ask(chat.last_question)
-    else:
+    question = chat.last_question
+    if question is None:
         raise UsageError("there is no question to ask again")
+    before, record = chat.session.messages[-2:], chat.records[-1:]
+    if not record or before[0]["content"] != question:
+        chat.ask(question)
+        return
+    chat.session.undo()
+    chat.records.pop()
+    if not chat.ask(question):  # the answer that there was is better than none
+        chat.session.messages += before
+        chat.records += record
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
 
 
 def _save(chat: Chat, argument: str) -> None:
-    path = _path(argument, "save")
-    saved = SavedChat(chat.conversation, chat.params, chat.llm.draft_length, chat.view, chat.llm.model_name)
-    save(path, saved, draft=chat.llm.draft_names, backend=chat.llm.backend_name)
+    path, llm = _path(argument, "save"), chat.llm
+    save(
+        path,
+        chat.session,
+        chat.records,
+        model=llm.model_name,
+        draft=llm.draft_names,
+        backend=llm.backend_name,
+        view=chat.view,
+        draft_length=llm.draft_length,
+    )
     chat.screen.note(f"saved to {path}")
 
 
 def _load(chat: Chat, argument: str) -> None:
     path = _path(argument, "load")
-    saved = load(path)
-    length = draft_length(str(saved.draft_length))
-    if saved.view not in VIEWS:
-        raise UsageError(f"{path} is damaged: there is no view {saved.view!r}")
-    chat.llm.draft_length = length
-    chat.conversation, chat.params, chat.view = saved.conversation, saved.params, saved.view
-    turns = chat.conversation.turns
-    chat.last_question = turns[-1].user if turns else None
-    chat.last_stats = turns[-1].stats if turns else {}
-    chat.status = ""
-    said = "" if saved.model == chat.llm.model_name else f", said with {saved.model}"
-    chat.screen.note(f"loaded {len(turns)} turn{'s' if len(turns) != 1 else ''}{said}")
-    if turns and chat.screen.terminal:
-        chat.screen.line(f"> {turns[-1].user}", Ink.PROMPT)
-        chat.screen.line(turns[-1].assistant)
+    session, records = load(chat.llm, path)
+    view = FORMER_VIEWS.get(name := session.notes.get("view", chat.view), name)
+    if view not in VIEWS:
+        raise UsageError(f"{path} is damaged: there is no view {view!r}")
+    chat.llm.draft_length = draft_length(str(session.notes.get("draft_length", chat.llm.draft_length)))
+    chat.session, chat.records, chat.view = session, records, view
+    chat.last_question, chat.status = None, ""
+    model = session.notes.get("model", chat.llm.model_name)
+    others = "" if model == chat.llm.model_name else f", said with {model}"
+    chat.screen.note(f"loaded {len(records)} turn{'s' if len(records) != 1 else ''}{others}")
+    if records:
+        question, answer = (message["content"] for message in session.messages[-2:])
+        chat.last_question = question
+        if chat.screen.terminal:
+            chat.screen.line(f"> {question}", Style.PROMPT)
+            chat.screen.line(answer)
+    chat.read_ahead()
 
 
 def _quit(chat: Chat, argument: str) -> None:
@@ -229,7 +265,7 @@ def _path(argument: str, name: str) -> Path:
 def _files(current: str) -> Iterable[str]:
     folder = Path(".")
     try:
-        return sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".json")
+        return sorted(entry.name for entry in folder.iterdir() if entry.suffix in (".json", ".session"))
     except OSError:
         return ()
 

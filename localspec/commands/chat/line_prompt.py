@@ -8,7 +8,7 @@ from typing import TextIO
 from localspec.terminal.stdin import decode
 
 
-class LinePrompt:
+class PlainPrompt:
     """Reads from standard input as it is; the prompt goes to a file that is not the answer's."""
 
     had_text = False

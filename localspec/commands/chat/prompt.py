@@ -69,7 +69,7 @@ def open_history(path: Path) -> History:
     return FileHistory(path)
 
 
-class Prompt:
+class LineEditor:
     """Asks for a line in a terminal that can do more than print.
 
     Args:

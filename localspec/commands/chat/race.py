@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from localspec.commands.chat.ink import Ink
 from localspec.commands.chat.screen import no_echo
+from localspec.commands.chat.style import Style
 from localspec.commands.chat.typesetter import Typesetter
 from localspec.errors import UsageError
 from localspec.spec_decode.rounds import SpecStats
@@ -25,14 +25,14 @@ SEED_BITS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Runner:
+class Side:
     """One side of a race."""
 
     name: str
     speculate: bool
 
 
-PLAIN, SPECULATIVE = Runner("plain", False), Runner("speculative", True)
+PLAIN, SPECULATIVE = Side("plain", False), Side("speculative", True)
 
 
 def race(chat: Chat) -> None:
@@ -42,20 +42,18 @@ def race(chat: Chat) -> None:
         UsageError: nothing was asked yet.
         LocalspecError: an answer failed.
     """
-    turns = chat.conversation.turns
-    if not turns:
+    if not chat.records:
         raise UsageError("there is no question to race yet: ask something first")
-    question = turns[-1].user
-    past = replace(chat.conversation, turns=turns[:-1])
+    messages = chat.session.messages[:-1]
     params = chat.params
     if not params.greedy and params.seed is None:
         params = replace(params, seed=secrets.randbits(SEED_BITS))  # both sides get the same dice
     order = (PLAIN, SPECULATIVE) if chat.races % 2 == 0 else (SPECULATIVE, PLAIN)
     chat.races += 1
-    replies: dict[Runner, Reply] = {}
-    for runner in order:
-        progress = _Progress(chat, runner.name)
-        stream = chat.llm.rounds(past.messages(question), params, speculate=runner.speculate)
+    replies: dict[Side, Reply] = {}
+    for side in order:
+        progress = _ProgressLine(chat, side.name)
+        stream = chat.llm.rounds(messages, params, speculate=side.speculate)
         try:
             with no_echo(), stream, on_interrupt(stream.close):
                 for round_ in stream:
@@ -66,11 +64,11 @@ def race(chat: Chat) -> None:
         if reply.finish_reason == "cancelled":
             chat.screen.note("[race stopped]")
             return
-        replies[runner] = reply
+        replies[side] = reply
     _show(chat, replies[PLAIN], replies[SPECULATIVE], order[0].name)
 
 
-class _Progress:
+class _ProgressLine:
     """A line that is gone when the run is over."""
 
     def __init__(self, chat: Chat, name: str) -> None:
@@ -86,7 +84,9 @@ class _Progress:
         self._text = (self._text + on_one_line(text))[-40:]
         if self._paper:
             speed = self._tokens / self._ms * 1e3 if self._ms else 0.0
-            self._paper.tail([(f"{self._who}: {self._tokens} tokens, {speed:.1f} tok/s  …{self._text}", Ink.NOTE)], "")
+            self._paper.tail(
+                [(f"{self._who}: {self._tokens} tokens, {speed:.1f} tok/s  …{self._text}", Style.NOTE)], ""
+            )
             self._paper.flush()
 
     def close(self) -> None:

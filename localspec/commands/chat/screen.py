@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from localspec.commands.chat.ink import Ink
-from localspec.commands.chat.status import Status
-from localspec.commands.chat.views import LaneView, TextView, TokensView, View
+from localspec.commands.chat.status import AnswerStatus
+from localspec.commands.chat.style import Style
+from localspec.commands.chat.views import RoundsView, TextView, TokensView, View
 from localspec.terminal.text import terminal_size, visible
 
 
@@ -42,20 +42,20 @@ class Screen:
 
     # -- lines ---------------------------------------------------------------------------------------------------
 
-    def line(self, text: str = "", ink: Ink = Ink.TARGET) -> None:
+    def line(self, text: str = "", style: Style = Style.TARGET) -> None:
         """Print a line of our own."""
-        print(ink.paint(visible(text), ansi=self.ansi, colour=self.colour), file=self.file, flush=True)
+        print(style.paint(visible(text), ansi=self.ansi, colour=self.colour), file=self.file, flush=True)
 
-    def prose(self, text: str, ink: Ink = Ink.TARGET) -> None:
+    def prose(self, text: str, style: Style = Style.TARGET) -> None:
         """Print sentences, wrapped between words where somebody reads them."""
         columns, _ = terminal_size()
         for line in textwrap.wrap(visible(text), columns) if self.terminal else [visible(text)]:
-            self.line(line, ink)
+            self.line(line, style)
 
     def note(self, text: str) -> None:
         """Print a remark; where nobody watches it goes to standard error."""
         if self.terminal:
-            self.prose(text, Ink.NOTE)
+            self.prose(text, Style.NOTE)
         else:
             print(visible(text), file=self.errors, flush=True)
 
@@ -64,7 +64,7 @@ class Screen:
         self.file.flush()
         line = "localspec: " + " ".join(visible(text).split())
         ansi = self.ansi and self.errors.isatty()
-        print(Ink.ERROR.paint(line, ansi=ansi, colour=self.colour), file=self.errors, flush=True)
+        print(Style.ERROR.paint(line, ansi=ansi, colour=self.colour), file=self.errors, flush=True)
 
     def print(self, renderable: Any) -> None:
         """Print a rich table or panel."""
@@ -86,27 +86,27 @@ class Screen:
     def legend(self) -> str:
         """How the kinds of text are told apart here, in one line."""
 
-        def sample(text: str, ink: Ink) -> str:
-            return ink.paint(text, ansi=self.ansi, colour=self.colour)
+        def sample(text: str, style: Style) -> str:
+            return style.paint(text, ansi=self.ansi, colour=self.colour)
 
         if not self.ansi:
-            return "guesses are shown by /view lane; this terminal cannot take text back"
+            return "guesses are shown by /view rounds; this terminal cannot take text back"
         bold, line = ("green, bold", "cyan, underlined") if self.colour else ("bold", "underlined")
         return " · ".join(
             (
-                sample(f"draft's ({bold})", Ink.MODEL),
-                sample(f"n-gram's ({line})", Ink.NGRAM),
+                sample(f"draft's ({bold})", Style.MODEL),
+                sample(f"n-gram's ({line})", Style.NGRAM),
                 "target's own",
-                sample("rejected", Ink.REJECTED),
+                sample("rejected", Style.REJECTED),
             )
         )
 
     # -- answers -------------------------------------------------------------------------------------------------
 
-    def view(self, name: str, status: Status) -> View:
+    def view(self, name: str, status: AnswerStatus) -> View:
         """A fresh view for an answer."""
-        if name == "lane":
-            return LaneView(self.file, ansi=self.ansi, colour=self.colour, unicode=self.unicode)
+        if name == "rounds":
+            return RoundsView(self.file, ansi=self.ansi, colour=self.colour, unicode=self.unicode)
         if self.ansi:
             return TokensView(self.file, status, colour=self.colour, guesses=name == "tokens")
         return TextView(self.file, visible if self.file.isatty() else _unchanged)

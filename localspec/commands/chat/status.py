@@ -13,7 +13,7 @@ RECENT = 16
 """Rounds over which the draft length is averaged."""
 
 
-class Status:
+class AnswerStatus:
     """Follows an answer round by round.
 
     Args:

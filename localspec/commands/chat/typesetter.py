@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TextIO
 
-from localspec.commands.chat.ink import Ink
+from localspec.commands.chat.style import Style
 from localspec.terminal.text import char_width, clip, on_one_line, terminal_size, visible, width, width_is_certain
 
-Segment = tuple[str, Ink]
+Segment = tuple[str, Style]
 
 _RESET, _INDEX, _SAVE, _RESTORE, _ERASE_BELOW = "\x1b[0m", "\x1bD", "\x1b7", "\x1b8", "\x1b[J"
 TAIL_LINES = 2
@@ -38,7 +38,7 @@ class Typesetter:
         self._size = size
         self._columns, self._lines = size()
         self._out: list[str] = []
-        self._ink = Ink.TARGET
+        self._style = Style.TARGET
         self._column = 0
         self._word: list[Segment] = []
         self._word_column = 0
@@ -50,7 +50,7 @@ class Typesetter:
 
     # -- text that stays -----------------------------------------------------------------------------------------
 
-    def write(self, text: str, ink: Ink = Ink.TARGET) -> None:
+    def write(self, text: str, style: Style = Style.TARGET) -> None:
         """Add text for good; it appears with the next ``flush``."""
         self._drop_tail()
         for char in visible(text):
@@ -59,13 +59,13 @@ class Typesetter:
             elif char == "\t":
                 self._line += char
                 for _ in range(8 - self._column % 8):
-                    self._put_space(ink)
+                    self._put_space(style)
             else:
                 self._line += char
                 if char == " ":
-                    self._put_space(ink)
+                    self._put_space(style)
                 else:
-                    self._put(char, ink)
+                    self._put(char, style)
 
     def _newline(self) -> None:
         if self._line.lstrip().startswith(("```", "~~~")):
@@ -73,7 +73,7 @@ class Typesetter:
         if self._on_fresh_row:  # the line filled its row to the last cell and the cursor has moved on already
             self._on_fresh_row = False
         else:
-            self._set_ink(Ink.TARGET)
+            self._set_style(Style.TARGET)
             self._out.append("\r\n")
         self._line, self._column, self._certain = "", 0, True
         self._start_word()
@@ -84,39 +84,39 @@ class Typesetter:
         verbatim = self._fenced or self._line.startswith(("```", "~~~", "|", "    ", "\t"))
         return not verbatim and self._certain
 
-    def _put_space(self, ink: Ink) -> None:
+    def _put_space(self, style: Style) -> None:
         if self._column >= self._columns and self._wraps:
             self._start_word()  # the line break stands for it
             return
-        self._put(" ", ink)
+        self._put(" ", style)
         self._start_word()
 
-    def _put(self, char: str, ink: Ink) -> None:
+    def _put(self, char: str, style: Style) -> None:
         cells = char_width(char)
         self._certain = self._certain and width_is_certain(char)
         if self._column + cells > self._columns:
             self._break_line(cells)
-        self._set_ink(ink)
+        self._set_style(style)
         self._out.append(char)
         self._column += cells
-        self._word.append((char, ink))
+        self._word.append((char, style))
         self._on_fresh_row = False
 
     def _break_line(self, cells: int) -> None:
         word, length = self._word, self._column - self._word_column
         if self._wraps and self._word_column > 0 and length + cells <= self._columns:
-            self._set_ink(Ink.TARGET)
+            self._set_style(Style.TARGET)
             if self._word_column < self._column:
                 self._out.append(f"\r\x1b[{self._word_column}C\x1b[K")
             self._out.append("\r\n")
-            for char, ink in word:
-                self._set_ink(ink)
+            for char, style in word:
+                self._set_style(style)
                 self._out.append(char)
             self._column = length
         elif self._certain:
             self._column = 0  # the terminal breaks the line, and knows that it is one line
         else:
-            self._set_ink(Ink.TARGET)
+            self._set_style(Style.TARGET)
             self._out.append("\r\n")
             self._column = 0
         self._word_column = 0
@@ -133,10 +133,10 @@ class Typesetter:
     def _start_word(self) -> None:
         self._word, self._word_column = [], self._column
 
-    def _set_ink(self, ink: Ink) -> None:
-        if ink is not self._ink:
-            self._out.append((_RESET if self._ink is not Ink.TARGET else "") + ink.sgr(self._colour))
-            self._ink = ink
+    def _set_style(self, style: Style) -> None:
+        if style is not self._style:
+            self._out.append((_RESET if self._style is not Style.TARGET else "") + style.sgr(self._colour))
+            self._style = style
 
     # -- the tail ------------------------------------------------------------------------------------------------
 
@@ -146,22 +146,22 @@ class Typesetter:
         self._columns, self._lines = self._size()
         if self._lines < TAIL_LINES + 2:
             return
-        self._set_ink(Ink.TARGET)
+        self._set_style(Style.TARGET)
         if self._column >= self._columns:
             self._leave_edge()
         room = TAIL_LINES * self._columns - self._column - 1
         shown: list[Segment] = []
         used = 0
-        for text, ink in segments:
+        for text, style in segments:
             flat = clip(on_one_line(text), room - used)
             used += width(flat)
-            shown.append((flat, ink))
+            shown.append((flat, style))
             if used >= room:
                 break
         down = 1 + (self._column + used) // self._columns
         self._out.append(_INDEX * down + f"\x1b[{down}A" + _SAVE)
-        self._out += [ink.paint(text, ansi=True, colour=self._colour) for text, ink in shown]
-        line = Ink.NOTE.paint(clip(status, self._columns - 1), ansi=True, colour=self._colour)
+        self._out += [style.paint(text, ansi=True, colour=self._colour) for text, style in shown]
+        line = Style.NOTE.paint(clip(status, self._columns - 1), ansi=True, colour=self._colour)
         # Saved again, because in some terminals a restored position is used up.
         self._out.append(f"{_RESTORE}{_SAVE}\x1b[{down}B\r{line}{_RESTORE}")
         self._has_tail = True
@@ -173,7 +173,7 @@ class Typesetter:
 
     def flush(self) -> None:
         """Put everything on the screen, in one write."""
-        self._set_ink(Ink.TARGET)
+        self._set_style(Style.TARGET)
         if self._out:
             self._file.write("".join(self._out))
             self._out.clear()

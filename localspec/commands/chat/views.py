@@ -1,4 +1,4 @@
-"""The ways of looking at an answer while it is made: tokens, lane, plain."""
+"""The ways of looking at an answer while it is made: tokens, rounds, plain."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TextIO
 
-from localspec.commands.chat.ink import Ink, token_ink
-from localspec.commands.chat.lane import lane_line
-from localspec.commands.chat.status import Status
+from localspec.commands.chat.status import AnswerStatus
+from localspec.commands.chat.style import Style, token_style
 from localspec.commands.chat.typesetter import Segment, Typesetter
 from localspec.spec_decode.rounds import Round, TokenKind
-from localspec.terminal.text import terminal_size, visible
+from localspec.terminal.text import clip, on_one_line, terminal_size, visible, width
 
-VIEWS = ("tokens", "lane", "plain")
+VIEWS = ("tokens", "rounds", "plain")
+FORMER_VIEWS = {"lane": "rounds"}
+"""Names that saved chats may have, and what they are called now."""
 
 
 class View(ABC):
@@ -35,28 +36,28 @@ class View(ABC):
 class TokensView(View):
     """Verified text in the colours of where it came from; rejected guesses in place, until the next round."""
 
-    def __init__(self, file: TextIO, status: Status, *, colour: bool, guesses: bool = True) -> None:
+    def __init__(self, file: TextIO, status: AnswerStatus, *, colour: bool, guesses: bool = True) -> None:
         self._paper = Typesetter(file, colour=colour)
         self._status = status
         self._guesses = guesses
         self._pending: list[Segment] = []
 
     def wait(self, what: str) -> None:
-        self._paper.tail([(what, Ink.NOTE)], "")
+        self._paper.tail([(what, Style.NOTE)], "")
         self._paper.flush()
 
     def round(self, round_: Round) -> None:
         self._settle()
-        segments: list[Segment] = [(span.text, self._ink(span.kind, span.source)) for span in round_.spans]
+        segments: list[Segment] = [(span.text, self._style(span.kind, span.source)) for span in round_.spans]
         tail: list[Segment] = []
         if self._guesses and round_.verdict.n_accepted < len(round_.draft) and not round_.finish_reason:
             rejected = "".join(round_.draft_texts[round_.verdict.n_accepted :])
-            tail = [(rejected, Ink.REJECTED)]
+            tail = [(rejected, Style.REJECTED)]
             # What replaces a rejected guess stands behind it until the guess is gone.
             if segments and round_.spans[-1].kind == "recovered":
                 self._pending = [segments.pop()]
-        for text, ink in segments:
-            self._paper.write(text, ink)
+        for text, style in segments:
+            self._paper.write(text, style)
         if not round_.finish_reason:
             self._paper.tail(tail + self._pending, self._status.line())
         self._paper.flush()
@@ -67,16 +68,16 @@ class TokensView(View):
 
     def _settle(self) -> None:
         self._paper.write("")
-        for text, ink in self._pending:
-            self._paper.write(text, ink)
+        for text, style in self._pending:
+            self._paper.write(text, style)
         self._pending = []
 
-    def _ink(self, kind: TokenKind, source: str) -> Ink:
-        return token_ink(kind, source) if self._guesses else Ink.TARGET
+    def _style(self, kind: TokenKind, source: str) -> Style:
+        return token_style(kind, source) if self._guesses else Style.TARGET
 
 
-class LaneView(View):
-    """One line a round: its proposals and their fate; then the text."""
+class RoundsView(View):
+    """One line a round: its draft tokens and their fate; then the text."""
 
     def __init__(self, file: TextIO, *, ansi: bool, colour: bool, unicode: bool) -> None:
         self._file = file
@@ -91,7 +92,7 @@ class LaneView(View):
         if not round_.emitted:  # only the rest of the text
             return
         columns, _ = terminal_size()
-        line = lane_line(round_, columns - 1, ansi=self._ansi, colour=self._colour, unicode=self._unicode)
+        line = round_line(round_, columns - 1, ansi=self._ansi, colour=self._colour, unicode=self._unicode)
         self._file.write(line + "\n")
         self._file.flush()
 
@@ -122,3 +123,47 @@ class TextView(View):
         if not self._last.endswith("\n"):
             self._file.write("\n")
         self._file.flush()
+
+
+_MARKS = {True: ("✓", "✗", "→", "+", "·"), False: ("+", "-", ">", "*", ".")}
+
+
+def round_line(round_: Round, columns: int, *, ansi: bool, colour: bool, unicode: bool = True) -> str:
+    """One line for a round: number, accepted of drafted, who guessed, draft + verify time, each guess and its fate.
+
+    Args:
+        round_: the round.
+        columns: cells the line may take.
+        ansi: whether escape sequences are allowed; the marks say the same without.
+        colour: whether colours are.
+        unicode: False draws the marks in ASCII.
+    """
+    accepted_mark, rejected_mark, recovered_mark, bonus_mark, plain_mark = _MARKS[unicode]
+    n_drafted, n_accepted = len(round_.draft), round_.verdict.n_accepted
+    sources = "+".join(dict.fromkeys(guess.source for guess in round_.draft)) or "-"
+    fate = f"{n_accepted}/{n_drafted}" if n_drafted else "plain"
+    times = f"{round_.ms_draft:3.0f}+{round_.ms_verify:3.0f} ms"
+    head = f"{round_.index + 1:4d} {fate:>5} {clip(sources, 11):<11} {times}  "
+    pieces: list[tuple[str, Style]] = []
+    texts = round_.draft_texts or [""] * n_drafted
+    for guess, text, accepted in zip(round_.draft, texts, round_.accepted, strict=True):
+        if accepted:
+            pieces.append((accepted_mark + on_one_line(text), token_style("accepted", guess.source)))
+        else:
+            pieces.append((rejected_mark, Style.TARGET))
+            pieces.append((on_one_line(text), Style.REJECTED))
+    own = [token for token in round_.emitted if token.kind != "accepted"]
+    if own:
+        mark = {"recovered": recovered_mark, "bonus": bonus_mark}.get(own[-1].kind, plain_mark)
+        gap = " " if pieces else ""
+        pieces.append((f"{gap}{mark}{on_one_line(own[-1].text) or 'end'}", Style.TARGET))
+    elif round_.finish_reason:
+        pieces.append((" end", Style.NOTE))
+    line, used = [Style.NOTE.paint(head, ansi=ansi, colour=colour)], width(head)
+    for text, style in pieces:
+        shown = clip(text, columns - used)
+        used += width(shown)
+        line.append(style.paint(shown, ansi=ansi, colour=colour))
+        if shown != text:
+            break
+    return "".join(line)

@@ -6,12 +6,12 @@ import os
 import sys
 from pathlib import Path
 
-from localspec.commands.chat.conversation import MAX_BYTES
 from localspec.commands.replay.page import render
 from localspec.commands.replay.recording import RecordingError, read
 from localspec.errors import UsageError
 from localspec.system.files import write_atomically
 
+MAX_BYTES = 1 << 28
 STREAM = "-"
 """The name of standard input and standard output."""
 

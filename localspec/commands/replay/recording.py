@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, get_args
 
-from localspec.commands.chat.conversation import FORMAT, VERSION
+from localspec.commands.chat.saved_chat import FORMER_FORMAT, FORMER_VERSION, as_document
 from localspec.commands.replay.json_values import Values, check, entries, get, number, one_of
 from localspec.errors import LocalspecError
 from localspec.spec_decode.rounds import FinishReason, TokenKind
@@ -73,6 +73,17 @@ def read(data: bytes) -> Recording:
     """
     if not data.strip():
         raise RecordingError("it is empty")
+    try:
+        document = as_document(data)
+    except ValueError as error:
+        raise RecordingError(str(error)) from None
+    recording = _chat(document) if document is not None else _read_json(data)
+    if not any(answer.rounds for answer in recording.answers):
+        raise RecordingError("it has no rounds (generate --format events records them, --format json does not)")
+    return recording
+
+
+def _read_json(data: bytes) -> Recording:
     # PowerShell 5 writes `command > file` in UTF-16. Bytes that are no text become U+FFFD, which a string can hold.
     encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
     values = Values(data.decode(encoding, "replace"))
@@ -80,13 +91,14 @@ def read(data: bytes) -> Recording:
         first = next(values)
     except StopIteration:
         raise RecordingError(f"{FOREIGN}: it is not JSON") from None
-    if isinstance(first, dict) and first.get("format") == FORMAT:
-        recording = _chat(first)
-    else:
-        recording = _events(chain([first], values), values)
-    if not any(answer.rounds for answer in recording.answers):
-        raise RecordingError("it has no rounds (generate --format events records them, --format json does not)")
-    return recording
+    if not (isinstance(first, dict) and first.get("format") == FORMER_FORMAT):
+        return _events(chain([first], values), values)
+    if first.get("version") != FORMER_VERSION:
+        version = f"{first.get('version')!r:.20}"
+        raise RecordingError(
+            f"it is a saved chat of format version {version}, and this localspec reads {FORMER_VERSION}"
+        )
+    return _chat(first)
 
 
 # -- the two formats ------------------------------------------------------------------------------------------------
@@ -131,10 +143,6 @@ def _reply(value: Mapping[str, Any], rounds: list[dict[str, Any]]) -> Answer:
 
 
 def _chat(document: Mapping[str, Any]) -> Recording:
-    if document.get("version") != VERSION:
-        raise RecordingError(
-            f"it is a saved chat of format version {document.get('version')!r:.20}, and this localspec reads {VERSION}"
-        )
     try:
         engine, system = _engine(document), get(document, "system", str, None)
         answers = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 from tests.commands.test_cli import PROGRAM, localspec
 from tests.conftest import TinyFiles
 from tests.support.endless import write_endless
+from tests.support.saved_chats import saved_turns
 from tests.support.tmux import Tmux
 from tests.support.waiting import PATIENCE
 
@@ -97,7 +97,7 @@ def test_the_second_turn_decodes_only_what_is_new(open_chat: Open, tmp_path: Pat
     terminal.wait(lambda s: answers(s) == 2)
     terminal.type(f"/save {tmp_path / 'chat.json'}")
     terminal.wait("saved to")
-    first, second = (turn["stats"] for turn in json.loads((tmp_path / "chat.json").read_text())["turns"])
+    first, second = (turn["stats"] for turn in saved_turns(tmp_path / "a.chat"))
     assert first["cached_tokens"] < first["prompt_tokens"] - 3  # the beginning was read while nobody typed
     # The text of the first answer may be cut into other tokens than it was made of, so its last ones can differ.
     assert second["cached_tokens"] >= first["prompt_tokens"] - 1
@@ -110,7 +110,7 @@ def test_the_text_on_the_screen_is_the_text_that_was_verified(open_chat: Open, t
     screen = terminal.wait(lambda s: answers(s) == 1)
     terminal.type(f"/save {tmp_path / 'chat.json'}")
     terminal.wait("saved to")
-    turn = json.loads((tmp_path / "chat.json").read_text())["turns"][0]
+    turn = saved_turns(tmp_path / "a.chat")[0]
     shown = screen.split("> hello there\n")[1].split("[cut short")[0]
     wanted = re.sub(r"[\x00-\x08\x0b-\x1f]", lambda match: chr(0x2400 + ord(match[0])), turn["assistant"])
     assert "".join(shown.split()) == "".join(wanted.split())
@@ -151,7 +151,7 @@ def test_rejected_guesses_appear_struck_through_and_are_gone_afterwards(
 def test_views(open_chat: Open) -> None:
     terminal = open_chat()
     terminal.wait(READY)
-    terminal.type("/view lane")
+    terminal.type("/view rounds")
     terminal.type("hello there")
     screen = terminal.wait(lambda s: answers(s) == 1)
     lanes = re.findall(r"^ +\d+ +(\d)/3 model +\d+\+ *\d+ ms  [✓✗].*$", screen, re.MULTILINE)
@@ -181,7 +181,7 @@ def test_race(open_chat: Open) -> None:
 
 
 def test_commands_that_change_the_chat(open_chat: Open, tmp_path: Path, tiny: TinyFiles) -> None:
-    path = tmp_path / "chat.json"
+    path = tmp_path / "a.chat"
     terminal = open_chat()
     terminal.wait(READY)
     terminal.type("first question")
@@ -214,7 +214,7 @@ def test_commands_that_change_the_chat(open_chat: Open, tmp_path: Path, tiny: Ti
     assert "> first question" in screen.split("loaded 1 turn")[1]
     (tmp_path / "foreign.json").write_text("{}")
     terminal.type(f"/load {tmp_path / 'foreign.json'}")
-    terminal.wait("is not a saved chat")
+    terminal.wait("is not a saved session")
     terminal.type("/quit")
     terminal.wait("EXIT 0")
 
@@ -239,7 +239,7 @@ def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(open_chat: Open, tmp_path: 
     terminal.wait("[cut short: max_tokens is 5;")
     terminal.type(f"/save {tmp_path / 'chat.json'}")
     terminal.wait("saved to")
-    first, second = json.loads((tmp_path / "chat.json").read_text())["turns"]
+    first, second = saved_turns(tmp_path / "a.chat")
     assert (first["user"], first["finish_reason"]) == ("go on", "cancelled")
     assert first["assistant"]
     assert second["user"] == "another question"
@@ -284,10 +284,10 @@ def test_several_lines_history_and_completion(open_chat: Open) -> None:
     terminal.wait("> /race")
     terminal.keys("C-c")
     terminal.wait(at_empty_prompt)
-    terminal.keys("-l", "/view la")
+    terminal.keys("-l", "/view ro")
     terminal.keys("Tab")
     terminal.keys("Enter")
-    terminal.wait("view: lane")
+    terminal.wait("view: rounds")
 
 
 def test_the_history_file_is_private_and_is_used_again(open_chat: Open, isolated_home: Path) -> None:
@@ -330,7 +330,7 @@ def test_a_dumb_terminal(open_chat: Open, tmp_path: Path) -> None:
     terminal.wait("\n>")
     terminal.type("hello")
     terminal.wait("draft ~2.5 · scripted-draft)")
-    terminal.type("/view lane")
+    terminal.type("/view rounds")
     terminal.type("hello")
     terminal.wait("✗WRONG")
     terminal.keys("C-d")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pyte
 import pytest
 
-from localspec.commands.chat.ink import Ink
-from localspec.commands.chat.status import Status
+from localspec.commands.chat.status import AnswerStatus
+from localspec.commands.chat.style import Style
 from localspec.commands.chat.typesetter import Typesetter
 from localspec.commands.chat.views import TokensView
 from localspec.terminal.text import clip, on_one_line, visible, width
@@ -48,8 +48,8 @@ def stream(paper: Paper, text: str, seed: int) -> None:
     at = 0
     while at < len(text):
         step = rng.randint(1, 12)
-        paper.setter.write(text[at : at + step], rng.choice([Ink.TARGET, Ink.MODEL, Ink.NGRAM]))
-        paper.setter.tail([(GHOST * rng.randint(0, 30), Ink.REJECTED)], "STATUS " * rng.randint(1, 20))
+        paper.setter.write(text[at : at + step], rng.choice([Style.TARGET, Style.MODEL, Style.NGRAM]))
+        paper.setter.tail([(GHOST * rng.randint(0, 30), Style.REJECTED)], "STATUS " * rng.randint(1, 20))
         paper.setter.flush()
         at += step
     paper.setter.finish()
@@ -114,7 +114,7 @@ def test_prose_keeps_its_words_whole_and_in_order(columns: int, seed: int) -> No
 def test_a_tail_is_seen_and_then_gone() -> None:
     paper = Paper()
     paper.setter.write("kept ")
-    paper.setter.tail([("wrong guess", Ink.REJECTED), (" right", Ink.TARGET)], "the status")
+    paper.setter.tail([("wrong guess", Style.REJECTED), (" right", Style.TARGET)], "the status")
     paper.setter.flush()
     lines = paper.update()
     assert lines[0] == "kept wrong guess right"
@@ -133,7 +133,7 @@ def test_a_tail_is_seen_and_then_gone() -> None:
 def test_a_tail_on_the_last_line_scrolls_and_is_erased() -> None:
     paper = Paper(columns=20, lines=6)
     paper.setter.write("a\nb\nc\nd\ne\n0123456789012345")
-    paper.setter.tail([(GHOST * 4, Ink.REJECTED)], "status")
+    paper.setter.tail([(GHOST * 4, Style.REJECTED)], "status")
     paper.setter.flush()
     assert "GHOST" in paper.text()
     assert paper.update()[-1] == "status"
@@ -155,7 +155,7 @@ def test_a_line_that_ends_at_the_edge_is_followed_by_no_empty_one() -> None:
 def test_a_window_too_low_for_a_tail_shows_none() -> None:
     paper = Paper(lines=3)
     paper.setter.write("text")
-    paper.setter.tail([(GHOST, Ink.REJECTED)], "status")
+    paper.setter.tail([(GHOST, Style.REJECTED)], "status")
     paper.setter.flush()
     assert paper.text() == "text"
 
@@ -164,7 +164,7 @@ def test_control_characters_never_reach_the_terminal() -> None:
     file = io.StringIO()
     setter = Typesetter(file, size=lambda: (80, 24))
     setter.write("a\x1b]0;owned\x07b\x9b31mc\r\x08\x7f\u202ed")
-    setter.tail([("\x1b[2J\n", Ink.REJECTED)], "\x1b[H")
+    setter.tail([("\x1b[2J\n", Style.REJECTED)], "\x1b[H")
     setter.flush()
     text = file.getvalue()
     assert "\x1b]" not in text
@@ -174,17 +174,17 @@ def test_control_characters_never_reach_the_terminal() -> None:
 
 
 def test_every_source_has_its_own_colour_and_its_own_attribute() -> None:
-    kinds = (Ink.TARGET, Ink.MODEL, Ink.NGRAM, Ink.REJECTED)
-    assert len({ink.sgr(colour=True) for ink in kinds}) == len(kinds)
-    assert len({ink.sgr(colour=False) for ink in kinds}) == len(kinds)
-    assert not any(code in ink.sgr(colour=False) for ink in Ink for code in ("31", "32", "34", "36"))
+    kinds = (Style.TARGET, Style.MODEL, Style.NGRAM, Style.REJECTED)
+    assert len({style.sgr(colour=True) for style in kinds}) == len(kinds)
+    assert len({style.sgr(colour=False) for style in kinds}) == len(kinds)
+    assert not any(code in style.sgr(colour=False) for style in Style for code in ("31", "32", "34", "36"))
 
 
 def test_view_shows_the_rejected_guess_in_place_of_what_replaced_it() -> None:
     screen = pyte.Screen(80, 24)
     terminal = pyte.Stream(screen)
     file = io.StringIO()
-    status = Status(["d"], "auto")
+    status = AnswerStatus(["d"], "auto")
     view = TokensView(file, status, colour=True)
 
     def show() -> str:

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from localspec.__main__ import run
-from localspec.commands.chat.conversation import Conversation, SavedChat, Turn, save
+from localspec.commands.chat.saved_chat import AnswerRecord
 from localspec.commands.replay.command import replay_command
 from localspec.commands.replay.page import render
 from localspec.commands.replay.recording import Recording, RecordingError, read
 from localspec.errors import UsageError
-from localspec.sampling.sampling import SamplingParams
 from localspec.terminal.text import visible
 from tests.commands.test_cli import localspec
 from tests.commands.test_generate import generate
 from tests.conftest import TinyFiles
+from tests.support.saved_chats import write_chat
 
 EVENTS = Path(__file__).parents[2] / "data" / "replay-events.jsonl"
 """A real answer of the default pair, n-grams and the draft model guessing: ``generate --draft ngram --draft
@@ -139,10 +139,12 @@ def test_characters_that_could_reorder_or_hide_text_are_shown() -> None:
 
 def test_a_saved_chat_has_its_turns(tmp_path: Path) -> None:
     rounds = [a_round(emitted("a", "accepted", "ngram"), draft=[guess("a", True, "ngram")], type="round")]
-    turns = [Turn("q1", "a", "stop", rounds, {"prompt_tokens": 7}), Turn("q2", "said", "cancelled")]
-    saved = SavedChat(Conversation("be brief", turns), SamplingParams(), "auto", "lane", "m")
-    save(tmp_path / "chat.json", saved, draft=["ngram"], backend="b")
-    one, two = read((tmp_path / "chat.json").read_bytes()).answers
+    turns = [
+        ("q1", "a", AnswerRecord("stop", rounds, {"prompt_tokens": 7})),
+        ("q2", "said", AnswerRecord("cancelled")),
+    ]
+    path = write_chat(tmp_path / "a.chat", *turns, system="be brief", draft=["ngram"], backend="b")
+    one, two = read(path.read_bytes()).answers
     assert (one.prompt, one.system, one.finish_reason, one.stats["prompt_tokens"]) == ("q1", "be brief", "stop", 7)
     assert (one.model, one.draft, one.backend) == ("m", ["ngram"], "b")
     assert (two.prompt, two.text, two.rounds, two.finish_reason) == ("q2", "said", [], "cancelled")

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from localspec.commands.chat.conversation import Conversation, SavedChat, Turn, save
+from localspec.commands.chat.saved_chat import AnswerRecord
 from localspec.commands.replay.page import render
 from localspec.commands.replay.recording import read
-from localspec.sampling.sampling import SamplingParams
 from tests.commands.replay.test_replay import EVENTS, a_round, emitted, events, guess
 from tests.support.browsing import CONTRAST, PATIENCE, WIDE, chromium
+from tests.support.saved_chats import write_chat
 from tests.support.waiting import wait_until
 
 HOSTILE = (
@@ -229,15 +229,13 @@ def test_the_header_has_the_figures(tab: Callable[[Path], Tab], real: Path) -> N
 
 
 def test_every_turn_of_a_chat_can_be_picked(tab: Callable[[Path], Tab], tmp_path: Path) -> None:
-    def turn(name: str) -> Turn:
-        return Turn(f"question {name}", f"answer {name}", "stop", [a_round(emitted(f"answer {name}"), type="round")])
+    def turn(name: str) -> tuple[str, str, AnswerRecord]:
+        rounds = [a_round(emitted(f"answer {name}"), type="round")]
+        return f"question {name}", f"answer {name}", AnswerRecord("stop", rounds)
 
-    chat = SavedChat(
-        Conversation("be brief", [Turn("early", "said", "cancelled"), turn("one"), turn("two")]),
-        SamplingParams(), "auto", "lane", "m",
-    )  # fmt: skip
-    save(tmp_path / "chat.json", chat, draft=[], backend="b")
-    it = tab(write(tmp_path / "chat.html", (tmp_path / "chat.json").read_bytes()))
+    turns = [("early", "said", AnswerRecord("cancelled")), turn("one"), turn("two")]
+    path = write_chat(tmp_path / "a.chat", *turns, system="be brief", draft=[], backend="b")
+    it = tab(write(tmp_path / "chat.html", path.read_bytes()))
     assert it.settled() == "answer one"  # the first with rounds
     assert it.page.input_value("#turn") == "1"
     assert "question one" in it.page.text_content("#prompt")

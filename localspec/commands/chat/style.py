@@ -7,7 +7,7 @@ from enum import Enum
 from localspec.spec_decode.rounds import TokenKind
 
 
-class Ink(Enum):
+class Style(Enum):
     """A kind of text: (attributes, colour), as the parameters of an SGR escape sequence."""
 
     TARGET = ("", "")
@@ -24,19 +24,19 @@ class Ink(Enum):
     PROMPT = ("1", "34")
 
     def sgr(self, colour: bool) -> str:
-        """The escape sequence that turns this ink on, from the default."""
+        """The escape sequence that turns this style on, from the default."""
         attributes, hue = self.value
         codes = ";".join(code for code in (attributes, hue if colour else "") if code)
         return f"\x1b[{codes}m" if codes else ""
 
     def paint(self, text: str, *, ansi: bool, colour: bool) -> str:
-        """The text in this ink, where escape sequences are allowed."""
+        """The text in this style, where escape sequences are allowed."""
         start = self.sgr(colour) if ansi else ""
         return f"{start}{text}\x1b[0m" if start else text
 
 
-def token_ink(kind: TokenKind, source: str) -> Ink:
-    """The ink of a verified token."""
+def token_style(kind: TokenKind, source: str) -> Style:
+    """The style of a verified token."""
     if kind != "accepted":
-        return Ink.TARGET
-    return Ink.NGRAM if source == "ngram" else Ink.MODEL
+        return Style.TARGET
+    return Style.NGRAM if source == "ngram" else Style.MODEL

@@ -1,27 +1,27 @@
-"""What was said: its file, and the commands that change it. The screen here is a pipe and the LLM a script."""
+"""The chat, its file, and its commands. The screen here is a pipe and the LLM a script."""
 
 from __future__ import annotations
 
 import io
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from localspec.commands.chat.chat import Chat
-from localspec.commands.chat.commands import COMMANDS, complete, is_command, run_command
-from localspec.commands.chat.conversation import ChatFileError, Conversation, SavedChat, Turn, load, save, set_parameter
+from localspec.commands.chat.commands import COMMANDS, complete, is_command, run_command, set_parameter
 from localspec.commands.chat.figures import histogram
-from localspec.commands.chat.lane import lane_line
+from localspec.commands.chat.saved_chat import AnswerRecord
 from localspec.commands.chat.screen import Screen
 from localspec.commands.chat.status import status_line
+from localspec.commands.chat.views import round_line
 from localspec.errors import PromptTooLong, UsageError
 from localspec.model_files.catalog import short_name
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.rounds import SpecStats
 from localspec.terminal.text import width
+from tests.support.saved_chats import write_chat
 from tests.support.scripted_llm import ScriptedLLM, make_round, speak
 
 
@@ -53,49 +53,16 @@ def _drain(file: io.StringIO) -> str:
     return text
 
 
-SAVED = SavedChat(
-    Conversation("be brief", [Turn("q é\x1b", "a\n```\nb```", "cancelled", [{"type": "round"}], {"num_rounds": 1})]),
-    SamplingParams(temperature=0.5, top_k=7, seed=3, max_tokens=9, stop=("\n\n",)),
-    4,
-    "lane",
-    "m",
-)
+def answers(it: Scripted) -> list[str]:
+    return [message["content"] for message in it.chat.session.messages if message["role"] == "assistant"]
 
 
-def test_a_saved_chat_comes_back_whole(tmp_path: Path) -> None:
-    path = tmp_path / "chat.json"
-    save(path, SAVED, draft=["d"], backend="b")
-    assert load(path) == SAVED
-    save(path, SAVED, draft=["d"], backend="b")  # over itself
-    document = json.loads(path.read_text("utf-8"))
-    assert (document["format"], document["version"]) == ("localspec-chat", 1)
-    assert os.listdir(tmp_path) == ["chat.json"]
+def questions(it: Scripted) -> list[str]:
+    return [message["content"] for message in it.chat.session.messages if message["role"] == "user"]
 
 
-def test_a_save_that_breaks_off_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "chat.json"
-    save(path, SAVED, draft=[], backend="b")
-    before = path.read_bytes()
-
-    def full(fd: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(ChatFileError, match="No space left"):
-        save(path, SAVED, draft=[], backend="c")
-    assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == ["chat.json"]
-
-
-def test_save_spares_files_that_are_no_chats(tmp_path: Path) -> None:
-    path = tmp_path / "main.py"
-    path.write_text("print()")
-    with pytest.raises(ChatFileError, match="not a saved chat"):
-        save(path, SAVED, draft=[], backend="b")
-    assert path.read_text() == "print()"
-
-
-def _damage(**changes: Any) -> bytes:
+def former(**changes: Any) -> bytes:
+    """A chat as it was saved before chats were sessions."""
     document: dict[str, Any] = {
         "format": "localspec-chat",
         "version": 1,
@@ -109,50 +76,96 @@ def _damage(**changes: Any) -> bytes:
     return json.dumps(document | changes).encode()
 
 
-_TURN = {"user": "u", "assistant": "a", "finish_reason": "stop", "rounds": [], "stats": {}}
+TURN = {"user": "q é\x1b", "assistant": "a\n```\nb```", "finish_reason": "stop", "rounds": [], "stats": {}}
+RECORD = AnswerRecord("cancelled", [{"type": "round"}], {"num_rounds": 1})
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"{",
-        b"\xff\xfe",
-        b"[" * 100_000,
-        b"[]",
-        b'{"format": "other"}',
-        _damage(version=2),
-        _damage(turns={}),
-        _damage(turns=[5]),
-        _damage(turns=[_TURN | {"user": 1}]),
-        _damage(turns=[_TURN | {"finish_reason": "odd"}]),
-        _damage(turns=[_TURN | {"rounds": [1]}]),
-        _damage(turns=[{"user": "u"}]),
-        _damage(system=7),
-        _damage(settings=None),
-        _damage(settings={"sampling": {"temperature": "hot"}, "draft_length": "auto", "view": "tokens"}),
-        _damage(settings={"sampling": {"temperature": -1}, "draft_length": "auto", "view": "tokens"}),
-        _damage(settings={"sampling": {"magic": 1}, "draft_length": "auto", "view": "tokens"}),
-        _damage(settings={"sampling": {}, "draft_length": True, "view": "tokens"}),
-        _damage(settings={"sampling": {}, "draft_length": 9999, "view": "tokens"}),
-        _damage(settings={"sampling": {}, "draft_length": "auto", "view": "odd"}),
-    ],
-    ids=range(21),
-)
-def test_a_damaged_or_foreign_file_is_one_line_and_the_chat_stays(tmp_path: Path, data: bytes) -> None:
+def test_a_chat_of_before_is_loaded(tmp_path: Path) -> None:
     path = tmp_path / "chat.json"
-    path.write_bytes(data)
+    settings = {"sampling": {"temperature": 0.5, "stop": ["\n\n"]}, "draft_length": 4, "view": "lane"}
+    path.write_bytes(former(settings=settings, system="be brief", turns=[TURN | {"rounds": [{"type": "round"}]}]))
+    it = Scripted()
+    assert it.run(f"/load {path}"), it.errors
+    assert [m["content"] for m in it.chat.session.messages] == ["be brief", TURN["user"], TURN["assistant"]]
+    assert it.chat.records == [AnswerRecord("stop", [{"type": "round"}], {})]
+    assert (it.chat.params, it.chat.view) == (SamplingParams(temperature=0.5, stop=("\n\n",)), "rounds")
+    assert it.llm.draft_length == 4
+
+
+def test_a_session_that_a_program_saved_is_loaded(tmp_path: Path) -> None:
+    it = Scripted()
+    session = it.llm.session("be brief", SamplingParams(top_k=7))
+    session.rounds("q").reply  # noqa: B018
+    session.save(tmp_path / "a.session", memory=False)
+    assert it.run(f"/load {tmp_path / 'a.session'}"), it.errors
+    assert questions(it) == ["q"]
+    assert (it.chat.records, it.chat.params.top_k) == ([AnswerRecord()], 7)
+    assert it.run("/undo")
+    assert it.chat.records == []
+
+
+def test_save_spares_files_that_are_no_sessions(tmp_path: Path) -> None:
+    path = tmp_path / "main.py"
+    path.write_text("print()")
+    it = Scripted()
+    assert not it.run(f"/save {path}")
+    assert "not a saved session" in it.errors
+    assert path.read_text() == "print()"
+
+
+DAMAGED: list[bytes | dict[str, Any]] = [
+    b"",
+    b"{",
+    b"\xff\xfe",
+    b"[" * 100_000,
+    b"[]",
+    b'{"format": "other"}',
+    former(version=2),
+    former(turns={}, settings=None),
+    former(turns=[5]),
+    former(turns=[TURN | {"user": 1}]),
+    former(turns=[{"user": "u"}]),
+    former(system=7),
+    former(settings={"sampling": {"temperature": -1}, "draft_length": "auto", "view": "tokens"}),
+    former(settings={"sampling": {"magic": 1}, "draft_length": "auto", "view": "tokens"}),
+    former(settings={"sampling": {}, "draft_length": 9999, "view": "tokens"}),
+    {"answers": []},
+    {"answers": 5},
+    {"answers": [5]},
+    {"answers": [{"finish_reason": "odd"}]},
+    {"answers": [{"rounds": [1]}]},
+    {"answers": [{"stats": []}]},
+    {"draft_length": True},
+    {"draft_length": 9999},
+    {"view": "odd"},
+]
+"""Files, and the notes of sessions that are sound but for them."""
+
+
+@pytest.mark.parametrize("damage", DAMAGED, ids=range(len(DAMAGED)))
+def test_a_damaged_or_foreign_file_is_one_line_and_the_chat_stays(
+    tmp_path: Path, damage: bytes | dict[str, Any]
+) -> None:
+    path = tmp_path / "a.chat"
+    if isinstance(damage, bytes):
+        path.write_bytes(damage)
+    else:
+        write_chat(path, ("q", "a", RECORD), **damage)
     it = Scripted()
     assert it.chat.ask("question")
-    before = (it.chat.conversation, list(it.chat.conversation.turns), it.chat.params, it.chat.view, it.llm.draft_length)
+
+    def state() -> Any:
+        chat = it.chat
+        return chat.session, list(chat.session.messages), chat.params, chat.view, chat.records, it.llm.draft_length
+
+    before = state()
     assert not it.run(f"/load {path}")
     assert it.errors.count("\n") == 1
-    after = (it.chat.conversation, list(it.chat.conversation.turns), it.chat.params, it.chat.view, it.llm.draft_length)
-    assert after == before
+    assert state() == before
 
 
 def test_load_restores_what_was_said_and_how(tmp_path: Path) -> None:
-    path = tmp_path / "a chat.json"
+    path = tmp_path / "a chat.session"
     it = Scripted("hello there")
     it.run("/system be brief")
     it.run("/set temperature 0.5")
@@ -165,9 +178,8 @@ def test_load_restores_what_was_said_and_how(tmp_path: Path) -> None:
     assert (fresh.chat.params.temperature, fresh.llm.draft_length, fresh.chat.view) == (0.5, 3, "plain")
     fresh.chat.ask("second")
     assert [m["content"] for m in fresh.llm.asked[-1]] == ["be brief", "first", "hello there", "second"]
-    turn = fresh.chat.conversation.turns[0]
-    assert turn.rounds[0]["type"] == "round"
-    assert turn.stats["num_rounds"] == 1
+    assert fresh.chat.records[0].rounds[0]["type"] == "round"
+    assert fresh.chat.records[0].stats["num_rounds"] == 1
 
 
 def test_the_model_sees_the_conversation_so_far() -> None:
@@ -187,7 +199,7 @@ def test_retry_asks_the_same_again_and_replaces_the_answer() -> None:
     it.chat.ask("q2")
     it.run("/retry")
     assert it.llm.asked[-1] == it.llm.asked[-2]
-    assert [turn.assistant for turn in it.chat.conversation.turns] == ["a1", "a3"]
+    assert answers(it) == ["a1", "a3"]
 
 
 def test_an_error_in_a_turn_is_one_line_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,13 +212,13 @@ def test_an_error_in_a_turn_is_one_line_and_loses_nothing(monkeypatch: pytest.Mo
         raise PromptTooLong("the prompt has 9 tokens\nand the context holds 8")
 
     with monkeypatch.context() as patch:
-        patch.setattr(it.llm, "rounds", fail)
+        patch.setattr(it.llm, "submitter", fail)
         assert not it.chat.ask("q2")
         it.run("/retry")
     assert it.errors == "localspec: the prompt has 9 tokens and the context holds 8\n" * 2
-    assert [turn.user for turn in it.chat.conversation.turns] == ["q1"]
+    assert questions(it) == ["q1"]
     it.run("/retry")  # the question that failed
-    assert [turn.user for turn in it.chat.conversation.turns] == ["q1", "q2"]
+    assert questions(it) == ["q1", "q2"]
 
 
 def test_a_defect_of_ours_in_a_turn_costs_no_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,12 +228,12 @@ def test_a_defect_of_ours_in_a_turn_costs_no_conversation(monkeypatch: pytest.Mo
     def fail(*args: Any, **options: Any) -> Any:
         raise ZeroDivisionError("oops")
 
-    monkeypatch.setattr(it.llm, "rounds", fail)
+    monkeypatch.setattr(it.llm, "submitter", fail)
     monkeypatch.setattr(it.llm, "explain", fail)
     assert not it.chat.ask("q2")
     assert not it.run("/why")
     assert it.errors.count("internal error, please report it: ZeroDivisionError: oops") == 2
-    assert len(it.chat.conversation.turns) == 1
+    assert len(it.chat.records) == 1
 
 
 def test_nothing_to_undo_retry_race_or_count() -> None:
@@ -244,7 +256,7 @@ def test_race_names_who_ran_first_and_takes_turns() -> None:
     assert "speculative (ran first)" in second
     assert "same text: all" in first
     assert first.count("same words here") == 2
-    assert len(it.chat.conversation.turns) == 1
+    assert len(it.chat.records) == 1
 
 
 def test_both_sides_of_a_race_get_the_same_dice() -> None:
@@ -297,15 +309,15 @@ def test_only_known_parameters_can_be_set(name: str) -> None:
 
 def test_an_unknown_command_names_the_nearest() -> None:
     it = Scripted()
-    assert not it.run("/veiw lane")
+    assert not it.run("/veiw rounds")
     assert "did you mean /view?" in it.errors
     assert not is_command("/usr/bin/env is a path")
-    assert is_command("/view lane")
+    assert is_command("/view rounds")
 
 
 def test_completion() -> None:
     assert "/race" in complete([])
-    assert list(complete(["/view"])) == ["tokens", "lane", "plain"]
+    assert list(complete(["/view"])) == ["tokens", "rounds", "plain"]
     assert "temperature" in complete(["/set"])
     assert "ngram" in complete(["/draft"])
     assert list(complete(["/nonsense"])) == []
@@ -325,18 +337,18 @@ def test_text_with_escapes_from_a_model_is_not_altered_in_a_pipe() -> None:
     assert it.out == "a\x1b[31mb\n"
 
 
-def test_lane_line_shows_every_guess_and_its_fate() -> None:
+def test_round_line_shows_every_guess_and_its_fate() -> None:
     round_ = make_round(4, [("def", "model", True), (" f", "ngram", True), ("(x", "ngram", False)], "(a")
-    line = lane_line(round_, 80, ansi=False, colour=False)
+    line = round_line(round_, 80, ansi=False, colour=False)
     assert "2/3" in line
     assert "model+ngram" in line
     assert "✓def✓ f✗(x →(a" in line
     assert "\x1b" not in line
-    assert "+def+ f-(x >(a" in lane_line(round_, 80, ansi=False, colour=False, unicode=False)
-    assert "plain" in lane_line(make_round(0, [], "x"), 80, ansi=False, colour=False)
+    assert "+def+ f-(x >(a" in round_line(round_, 80, ansi=False, colour=False, unicode=False)
+    assert "plain" in round_line(make_round(0, [], "x"), 80, ansi=False, colour=False)
     for columns in range(40, 80):
-        assert width(lane_line(round_, columns, ansi=False, colour=False)) <= columns
-    struck = lane_line(round_, 80, ansi=True, colour=False)
+        assert width(round_line(round_, columns, ansi=False, colour=False)) <= columns
+    struck = round_line(round_, 80, ansi=True, colour=False)
     assert "\x1b[2;9m(x\x1b[0m" in struck
 
 
@@ -370,10 +382,7 @@ def test_totals_use_the_same_denominators() -> None:
     it = Scripted("one two three four five six seven")
     it.chat.ask("a")
     it.chat.ask("b")
-    single, both = (
-        it.chat.conversation.turns[0].stats,
-        SpecStats.total(turn.stats for turn in it.chat.conversation.turns),
-    )
+    single, both = it.chat.records[0].stats, SpecStats.total(record.stats for record in it.chat.records)
     assert both["completion_tokens"] == 2 * single["completion_tokens"]
     assert both["acceptance_rate"] == single["acceptance_rate"]
     assert both["accepted_per_position"] == [2 * n for n in single["accepted_per_position"]]
