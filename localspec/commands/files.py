@@ -8,16 +8,15 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from localspec.errors import ModelFileError
 from localspec.model_files.catalog import Catalog, Entry
 from localspec.model_files.local_files import known_entries, remove
 from localspec.model_files.sources.base import size_text
 from localspec.system.home import models_dir
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
+from localspec.terminal.progress import Progress
+from localspec.terminal.text import on_one_line
 
 
 def pull(name: str) -> Path:
@@ -29,8 +28,8 @@ def pull(name: str) -> Path:
     from localspec.model_files import sources
 
     entry = Catalog.load().entry(name)
-    with _Report() as report:
-        return sources.pull(entry, watch=report.watch, say=report.say)
+    with _PullProgress() as progress:
+        return sources.pull(entry, watch=progress.watch, say=progress.say)
 
 
 def pull_command(names: Sequence[str] = ()) -> int:
@@ -165,8 +164,6 @@ def _print_facts(facts: dict[str, Any]) -> None:
     rows += _memory_rows(facts["memory"])
     if facts["cannot_generate_text"]:
         rows.append(("note", facts["cannot_generate_text"]))
-    from localspec.terminal.text import on_one_line
-
     for label, text in rows:
         # What a file says of itself must not be able to steer the terminal.
         print(f"{label:<13} {on_one_line(text)}".rstrip())
@@ -188,43 +185,32 @@ def _memory_rows(memory: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-class _Report:
-    """A pull's progress: a bar where someone watches, else a line every tenth."""
+class _PullProgress(Progress):
+    """A pull's progress: a line that is gone afterwards where someone watches, else a line every tenth."""
 
     def __init__(self) -> None:
-        self._bar: Progress | None = None
-        self._task: Any = None
-        self._what = ""
+        super().__init__()
+        self._now = ""
         self._tenth = -1
         self._since = (0.0, 0)
 
-    def __enter__(self) -> _Report:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
     def say(self, line: str) -> None:
-        """A remark, above the bar."""
-        if self._bar is not None:
-            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
-        else:
-            _note(line)
+        """A remark that stays."""
+        self.clear()
+        _note(line)
 
     def watch(self, what: str, done: int, total: int) -> None:
         """See ``sources.base.Watch``."""
-        if sys.stderr.isatty():
-            self._draw(what, done, total)
-            return
-        if what != self._what:
-            self._what, self._tenth, self._since = what, -1, (time.monotonic(), done)
-            if not total:
-                _note(what)
+        if what != self._now:
+            self._now, self._tenth, self._since = what, -1, (time.monotonic(), done)
         tenth = done * 10 // total if total else -1
-        if tenth > self._tenth:
+        if not total:
+            self.report(what, None)
+        elif self.live:
+            self.report(f"{what}: {size_text(done)} of {size_text(total)}{self._speed(done, total)}", done / total)
+        elif tenth > self._tenth:
             self._tenth = tenth
-            _note(f"{what}: {tenth * 10} % of {size_text(total)}{self._speed(done, total)}")
+            self.report(f"{what}: {tenth * 10} % of {size_text(total)}{self._speed(done, total)}", None)
 
     def _speed(self, done: int, total: int) -> str:
         seconds, n_bytes = time.monotonic() - self._since[0], done - self._since[1]
@@ -232,19 +218,3 @@ class _Report:
             return ""
         left = (total - done) * seconds / n_bytes
         return f", {size_text(n_bytes / seconds)}/s" + (f", {left:.0f} s left" if left >= 0.5 else "")
-
-    def _draw(self, what: str, done: int, total: int) -> None:
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-        from rich.progress import TransferSpeedColumn as Speed
-
-        if self._bar is None:
-            from rich.console import Console
-
-            columns = (TextColumn("{task.description}", markup=False), BarColumn(20), DownloadColumn(), Speed())
-            self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
-            self._bar.start()
-        if what != self._what:
-            if self._task is not None:
-                self._bar.remove_task(self._task)
-            self._what, self._task = what, self._bar.add_task(what, total=total or None, completed=done)
-        self._bar.update(self._task, completed=done, total=total or None)

@@ -15,12 +15,16 @@ INTERVAL = 0.1
 
 
 class Progress:
-    """One line that shows what is going on and is gone afterwards; where nobody watches, one line per remark."""
+    """One line that shows what is going on and is gone afterwards; where nobody watches, one line per remark.
+
+    Attributes:
+        live: whether someone watches: a terminal on which a line can be written again.
+    """
 
     def __init__(self, file: TextIO | None = None) -> None:
         self._file = file or sys.stderr
         terminal = self._file.isatty()
-        self._live = terminal and os.environ.get("TERM", "") not in ("dumb", "unknown", "")
+        self.live = terminal and os.environ.get("TERM", "") not in ("dumb", "unknown", "")
         self._shown = False
         self._what = ""
         self._said: set[str] = set()
@@ -40,7 +44,7 @@ class Progress:
         if fraction is None and self._what.startswith(what):
             return  # "measuring", while "measuring what a pass of … costs" stands there
         self._what = what
-        if not self._live:
+        if not self.live:
             if what not in self._said and fraction is None:
                 self._said.add(what)
                 print(on_one_line(what), file=self._file, flush=True)

@@ -128,7 +128,7 @@ def test_pull_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
 
 
 def test_progress_without_a_terminal_is_a_line_every_tenth(capsys: Out) -> None:
-    with files._Report() as report:
+    with files._PullProgress() as report:
         report.watch("asking", 0, 0)
         for done in range(0, 1001, 5):
             report.watch("downloading x", done * 1000, 1_000_000)
@@ -139,16 +139,15 @@ def test_progress_without_a_terminal_is_a_line_every_tenth(capsys: Out) -> None:
     assert [line.split(",")[0] for line in lines[1:-1]] == [f"downloading x: {i} % of 1 MB" for i in range(0, 101, 10)]
 
 
-def test_progress_on_a_terminal_is_a_bar(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_on_a_terminal_is_a_line_that_goes_away(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    with files._Report() as report:
+    with files._PullProgress() as report:
         report.watch("downloading x", 500_000, 1_000_000)
         report.say("a remark [not markup]")
-        report.watch("putting x together", 1, 2)
-    err = capsys.readouterr().err
-    assert "a remark [not markup]" in err
-    assert "downloading x" in err
+        report.watch("putting x together", 0, 0)
+    lines = capsys.readouterr().err.split("\r\x1b[K")
+    assert lines[1:] == ["downloading x: 500 kB of 1 MB 50%", "a remark [not markup]\n", "putting x together", ""]
 
 
 # -- inspect ----------------------------------------------------------------------------------------------------------
