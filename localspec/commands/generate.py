@@ -34,7 +34,7 @@ def generate_command(options: RunOptions, prompt: str | None, *, raw: bool = Fal
         The exit status.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C; what was said until then has been printed.
+        KeyboardInterrupt: Ctrl-C; the answer until then has been printed.
         LocalspecError: there is no answer.
     """
     if format not in FORMATS:

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from types import TracebackType
-from typing import TextIO
+from typing import Self, TextIO
 
 from localspec.terminal.text import clip, on_one_line, terminal_size
 
@@ -30,7 +30,7 @@ class Progress:
         self._said: set[str] = set()
         self._next = 0.0
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

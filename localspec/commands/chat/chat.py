@@ -67,7 +67,7 @@ class Chat:
             Whether an answer came about.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C where nobody sits at a terminal.
+            KeyboardInterrupt: Ctrl-C without a terminal.
         """
         self.last_question = question
         status = AnswerStatus(self.llm.draft_names, self.llm.draft_length, self.llm.plain_tokens_per_second)

@@ -1,4 +1,4 @@
-"""``/stats``: the figures of an answer and of the conversation, and how far guesses reached."""
+"""``/stats``: figures of an answer and of the conversation, and how often draft tokens were accepted, by position."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def stats_table(last: Mapping[str, Any], everything: Mapping[str, Any]) -> Table
 
 
 def histogram(drafted: Sequence[int], accepted: Sequence[int], *, unicode: bool = True) -> list[str]:
-    """One bar per position of the draft: of the guesses made there, the share that was accepted."""
+    """One bar per position of the draft: the share of the tokens drafted there that was accepted."""
     full, empty = ("█", "░") if unicode else ("#", ".")
     lines = []
     for i, (n_drafted, n_accepted) in enumerate(zip(drafted, accepted, strict=True), 1):

@@ -19,7 +19,7 @@ class Screen:
     """Standard output and standard error as they are.
 
     Args:
-        plain: nobody types, so nothing but answers belongs on standard output, and no escape sequences.
+        plain: standard input is no terminal: only answers go to standard output, without escape sequences.
 
     Attributes:
         interactive: whether a person types the questions.
@@ -47,13 +47,13 @@ class Screen:
         print(style.paint(visible(text), ansi=self.ansi, colour=self.colour), file=self.file, flush=True)
 
     def prose(self, text: str, style: Style = Style.TARGET) -> None:
-        """Print sentences, wrapped between words where somebody reads them."""
+        """Print sentences, wrapped between words on a terminal."""
         columns, _ = terminal_size()
         for line in textwrap.wrap(visible(text), columns) if self.terminal else [visible(text)]:
             self.line(line, style)
 
     def note(self, text: str) -> None:
-        """Print a remark; where nobody watches it goes to standard error."""
+        """Print a remark; without a terminal it goes to standard error."""
         if self.terminal:
             self.prose(text, Style.NOTE)
         else:
@@ -108,7 +108,7 @@ class Screen:
         if name == "rounds":
             return RoundsView(self.file, ansi=self.ansi, colour=self.colour, unicode=self.unicode)
         if self.ansi:
-            return TokensView(self.file, status, colour=self.colour, guesses=name == "tokens")
+            return TokensView(self.file, status, colour=self.colour, drafts=name == "tokens")
         return TextView(self.file, visible if self.file.isatty() else _unchanged)
 
 

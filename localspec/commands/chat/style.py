@@ -13,11 +13,11 @@ class Style(Enum):
     TARGET = ("", "")
     """The target's own tokens."""
     MODEL = ("1", "32")
-    """Accepted guesses of a draft model."""
+    """Accepted draft tokens of a model."""
     NGRAM = ("4", "36")
-    """Accepted guesses of the n-gram drafter."""
+    """Accepted draft tokens of the n-gram drafter."""
     REJECTED = ("2;9", "31")
-    """Rejected guesses: dim and struck through."""
+    """Rejected draft tokens: dim and struck through."""
     NOTE = ("2", "")
     HEAD = ("1", "")
     ERROR = ("", "31")

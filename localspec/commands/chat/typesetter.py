@@ -1,7 +1,7 @@
 """Streams text onto a terminal with a *tail* after it: text that is erased again before anything else is written.
 
-The tail is how a rejected guess can be seen where it was made and yet never become part of the text. It needs six
-sequences that every terminal since the VT100 has: index, cursor up and down, save and restore cursor, erase below.
+The tail is how a rejected draft token can be seen where it was proposed and yet never become part of the text. It needs
+six sequences that every terminal since the VT100 has: index, cursor up and down, save and restore cursor, erase below.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Typesetter:
     """Writes one answer.
 
     Prose is wrapped between words at the edge of the screen; code blocks, tables and indented lines are left to the
-    terminal, so that copying them gives back what was said.
+    terminal, so that copying them gives back the text.
 
     Args:
         file: the terminal.

@@ -34,12 +34,12 @@ class View(ABC):
 
 
 class TokensView(View):
-    """Verified text in the colours of where it came from; rejected guesses in place, until the next round."""
+    """Verified text in the colours of where it came from; rejected draft tokens in place, until the next round."""
 
-    def __init__(self, file: TextIO, status: AnswerStatus, *, colour: bool, guesses: bool = True) -> None:
+    def __init__(self, file: TextIO, status: AnswerStatus, *, colour: bool, drafts: bool = True) -> None:
         self._paper = Typesetter(file, colour=colour)
         self._status = status
-        self._guesses = guesses
+        self._drafts = drafts
         self._pending: list[Segment] = []
 
     def wait(self, what: str) -> None:
@@ -50,10 +50,10 @@ class TokensView(View):
         self._settle()
         segments: list[Segment] = [(span.text, self._style(span.kind, span.source)) for span in round_.spans]
         tail: list[Segment] = []
-        if self._guesses and round_.verdict.n_accepted < len(round_.draft) and not round_.finish_reason:
+        if self._drafts and round_.verdict.n_accepted < len(round_.draft) and not round_.finish_reason:
             rejected = "".join(round_.draft_texts[round_.verdict.n_accepted :])
             tail = [(rejected, Style.REJECTED)]
-            # What replaces a rejected guess stands behind it until the guess is gone.
+            # The token that replaces a rejected one stands behind it until that is gone.
             if segments and round_.spans[-1].kind == "recovered":
                 self._pending = [segments.pop()]
         for text, style in segments:
@@ -73,7 +73,7 @@ class TokensView(View):
         self._pending = []
 
     def _style(self, kind: TokenKind, source: str) -> Style:
-        return token_style(kind, source) if self._guesses else Style.TARGET
+        return token_style(kind, source) if self._drafts else Style.TARGET
 
 
 class RoundsView(View):
@@ -129,7 +129,7 @@ _MARKS = {True: ("✓", "✗", "→", "+", "·"), False: ("+", "-", ">", "*", ".
 
 
 def round_line(round_: Round, columns: int, *, ansi: bool, colour: bool, unicode: bool = True) -> str:
-    """One line for a round: number, accepted of drafted, who guessed, draft + verify time, each guess and its fate.
+    """One line for a round: number, accepted of drafted, drafters, draft + verify time, each draft token and its fate.
 
     Args:
         round_: the round.
@@ -140,15 +140,15 @@ def round_line(round_: Round, columns: int, *, ansi: bool, colour: bool, unicode
     """
     accepted_mark, rejected_mark, recovered_mark, bonus_mark, plain_mark = _MARKS[unicode]
     n_drafted, n_accepted = len(round_.draft), round_.verdict.n_accepted
-    sources = "+".join(dict.fromkeys(guess.source for guess in round_.draft)) or "-"
+    sources = "+".join(dict.fromkeys(token.source for token in round_.draft)) or "-"
     fate = f"{n_accepted}/{n_drafted}" if n_drafted else "plain"
     times = f"{round_.ms_draft:3.0f}+{round_.ms_verify:3.0f} ms"
     head = f"{round_.index + 1:4d} {fate:>5} {clip(sources, 11):<11} {times}  "
     pieces: list[tuple[str, Style]] = []
     texts = round_.draft_texts or [""] * n_drafted
-    for guess, text, accepted in zip(round_.draft, texts, round_.accepted, strict=True):
+    for token, text, accepted in zip(round_.draft, texts, round_.accepted, strict=True):
         if accepted:
-            pieces.append((accepted_mark + on_one_line(text), token_style("accepted", guess.source)))
+            pieces.append((accepted_mark + on_one_line(text), token_style("accepted", token.source)))
         else:
             pieces.append((rejected_mark, Style.TARGET))
             pieces.append((on_one_line(text), Style.REJECTED))

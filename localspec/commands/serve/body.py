@@ -32,7 +32,7 @@ class BodyReader:
         Raises:
             ApiError: too large (413), too slow (408), not JSON by its type (415) or by its text (400), or too much is
                 being read already (503).
-            ClientDisconnect: nobody is there any more.
+            ClientDisconnect: the client is gone.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":

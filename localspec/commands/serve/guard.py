@@ -102,7 +102,7 @@ class Guard:
             raise ApiError(400, "the request needs one Host header", code="bad_host")
         name = match["name"].lower().rstrip(".")
         if name not in self._hosts and not self._is_ours(name):
-            # Whoever asks may be a page whose own name was made to point here.
+            # The request may come from a page whose own name was made to point here (DNS rebinding).
             message = "this server does not answer to that name; localspec serve --allow-host NAME lets it"
             raise ApiError(403, message, kind="permission_error", code="host_not_allowed")
         return hosts[0].lower()
@@ -112,7 +112,7 @@ class Guard:
             address = ipaddress.ip_address(name.strip("[]"))
         except ValueError:
             return False
-        return not self._local or address.is_loopback  # nobody can let a name point to other addresses of ours
+        return not self._local or address.is_loopback  # an address cannot be rebound, a name can
 
     def _check_origin(self, headers: Headers, method: str, path: str, host: str, allowed: str | None) -> None:
         origin = headers.get("origin")

@@ -56,7 +56,7 @@ def url_of(sock: socket.socket, host: str | None = None) -> str:
 
 
 class Runner(uvicorn.Server):
-    """Serves an ``LLM`` until it is told to stop: by a signal, or by ``stop`` from any thread.
+    """Serves an ``LLM`` until a signal stops it, or ``stop`` from any thread.
 
     Args:
         llm: the loaded pair; it is not closed here.
@@ -107,7 +107,7 @@ class Runner(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, but what ended the server is told to the caller instead of raised again."""
+        """As uvicorn's, but the signal that ended the server is kept in ``signal`` instead of raised again."""
         try:
             before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
         except ValueError:  # not the main thread

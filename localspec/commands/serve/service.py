@@ -99,8 +99,7 @@ class Service:
         prepared = messages_for(llm.template, messages, tools, self.settings.system)
         begun = ""
         if tools.required:
-            forced = forced_call(llm.template, tools, params)
-            begun, params = forced.prefix, forced.params
+            begun, params = forced_call(llm.template, tools, params)
         tokens = llm.encode(prepared, tools=list(tools.tools) or None)
         if begun:
             tokens += llm.tokenize(begun, parse_special=True)

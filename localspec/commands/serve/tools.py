@@ -129,21 +129,11 @@ def _describe(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
 # -- a call that must be made ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ForcedCall:
-    """How an answer is made to be a call: it begins for the model, and a schema holds it to the rest.
+def forced_call(template: ChatTemplate, use: ToolUse, params: SamplingParams) -> tuple[str, SamplingParams]:
+    """How an answer is made to be a call, as ``tool_choice`` asks: it begins for the model, and follows a schema.
 
-    Attributes:
-        prefix: the beginning of the answer, put behind the prompt.
-        params: the request's, with the schema.
-    """
-
-    prefix: str
-    params: SamplingParams
-
-
-def forced_call(template: ChatTemplate, use: ToolUse, params: SamplingParams) -> ForcedCall:
-    """What ``tool_choice`` required, or a named function, comes to.
+    Returns:
+        The beginning of the answer, to be put behind the prompt; the request's parameters, with the schema.
 
     Raises:
         UsageError: the request also asks for a format of its own.
@@ -155,16 +145,17 @@ def forced_call(template: ChatTemplate, use: ToolUse, params: SamplingParams) ->
     else:
         prefix, key = "<tool_call>\n", "arguments"
     chosen = [tool["function"] for tool in use.tools if use.forced in (None, tool["function"]["name"])]
-    for typed in (True, False):  # a schema that cannot be followed gives way to any object
+
+    def held_to(typed: bool) -> SamplingParams:
         schemas = [_call_schema(function, key, typed) for function in chosen]
         schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-        asked = {"type": "json_schema", "json_schema": {"name": "call", "schema": schema}}
-        try:
-            return ForcedCall(prefix, replace(params, response_format=asked))
-        except UsageError:
-            if not typed:
-                raise
-    raise AssertionError("the loop returns or raises")
+        form = {"type": "json_schema", "json_schema": {"name": "call", "schema": schema}}
+        return replace(params, response_format=form)
+
+    try:
+        return prefix, held_to(typed=True)
+    except UsageError:  # a schema that cannot be followed gives way to any object
+        return prefix, held_to(typed=False)
 
 
 def _call_schema(function: Mapping[str, Any], key: str, typed: bool) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def test_the_second_turn_decodes_only_what_is_new(open_chat: Open, tmp_path: Pat
     terminal.wait(lambda s: answers(s) == 1)
     terminal.type("and again")
     terminal.wait(lambda s: answers(s) == 2)
-    terminal.type(f"/save {tmp_path / 'chat.json'}")
+    terminal.type(f"/save {tmp_path / 'a.chat'}")
     terminal.wait("saved to")
     first, second = (turn["stats"] for turn in saved_turns(tmp_path / "a.chat"))
     assert first["cached_tokens"] < first["prompt_tokens"] - 3  # the beginning was read while nobody typed
@@ -108,7 +108,7 @@ def test_the_text_on_the_screen_is_the_text_that_was_verified(open_chat: Open, t
     terminal.wait(READY)
     terminal.type("hello there")
     screen = terminal.wait(lambda s: answers(s) == 1)
-    terminal.type(f"/save {tmp_path / 'chat.json'}")
+    terminal.type(f"/save {tmp_path / 'a.chat'}")
     terminal.wait("saved to")
     turn = saved_turns(tmp_path / "a.chat")[0]
     shown = screen.split("> hello there\n")[1].split("[cut short")[0]
@@ -237,7 +237,7 @@ def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(open_chat: Open, tmp_path: 
     terminal.type("/set max_tokens 5")
     terminal.type("another question")
     terminal.wait("[cut short: max_tokens is 5;")
-    terminal.type(f"/save {tmp_path / 'chat.json'}")
+    terminal.type(f"/save {tmp_path / 'a.chat'}")
     terminal.wait("saved to")
     first, second = saved_turns(tmp_path / "a.chat")
     assert (first["user"], first["finish_reason"]) == ("go on", "cancelled")
