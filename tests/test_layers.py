@@ -25,7 +25,7 @@ ROOMS = {
     "api": "system model_files backends prompts sampling spec_decode runtime",
     "commands.files": "system terminal model_files",
     "commands.options": "system model_files backends sampling controllers api commands.files",
-    "commands.report": "terminal",
+    "commands.report": "system terminal",
     "commands.questions": "",
     "commands.chat": "system terminal model_files sampling spec_decode runtime api commands.options commands.report",
     "commands.replay": "system terminal spec_decode commands.report commands.chat",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ from localspec.commands.bench.record import Record
 from localspec.commands.bench.report import bench_report
 from localspec.commands.bench.results import analyse
 from localspec.commands.bench.runner import Plan, Run
-from localspec.commands.bench.storage import RecordError, read_record, to_json, write, write_record
+from localspec.commands.bench.storage import RecordError, read_record, to_json
 from localspec.commands.options import RunOptions, check_text
 from localspec.commands.report.html import html
 from localspec.commands.report.markdown import markdown
+from localspec.commands.report.output import STREAM, checked_output, is_same_file, write_output
 from localspec.commands.report.terminal import Screen
 from localspec.commands.timing.arms import parse_arms
 from localspec.commands.timing.turns import SLICE_TOKENS
@@ -28,7 +29,6 @@ from localspec.errors import UsageError
 from localspec.terminal.progress import Progress
 
 INTERRUPTED = 130
-STREAM = "-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +64,10 @@ class Outputs:
                 raise UsageError(f"{name} needs a file")
         for each in named:
             check_text(each, "a file name")
-            if each == STREAM:
-                continue
-            path = Path(each)
-            if path.is_dir() or not each:
-                raise UsageError(f"{each or 'an empty name'} is a folder or no name: name a file")
-            if not path.absolute().parent.is_dir():
-                raise UsageError(f"there is no folder {path.parent}")
-            ours = mine is not None and os.path.realpath(mine) == os.path.realpath(each)
-            if path.exists() and not self.force and not ours:
-                go_on = ", or --resume goes on with it" if each == self.json else ""
-                raise UsageError(f"{each} exists: --force replaces it{go_on}")
+            if each != STREAM:
+                resumed = mine is not None and is_same_file(mine, each)
+                otherwise = ", or --resume goes on with it" if each == self.json else ""
+                checked_output(each, force=self.force or resumed, otherwise=otherwise)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +130,7 @@ def measure_command(request: Request, outputs: Outputs) -> int:
     plan = _plan(request, before)
     path = Path(outputs.json) if outputs.json not in (None, STREAM) else None
     if path is not None:
-        plan.save = lambda record: write_record(path, record)
+        plan.save = lambda record: write_output(path, to_json(record))
     with Progress() as progress:
         record = Run(plan, progress).measure()
     if record is None:
@@ -169,7 +162,8 @@ def compare_command(words: Sequence[str], outputs: Outputs) -> int:
     found = comparison(read_record(Path(words[0])), read_record(Path(words[1])), (words[0], words[1]))
     report = comparison_report(found)
     streamed = _written(outputs.json, lambda: comparison_json(found))
-    if not streamed + _written(outputs.markdown, lambda: markdown(report)):
+    streamed |= _written(outputs.markdown, lambda: markdown(report))
+    if not streamed:
         Screen().report(report)
     return 0
 
@@ -181,22 +175,20 @@ def deliver(record: Record, outputs: Outputs) -> None:
     results = analyse(record)
     streamed = _written(outputs.json, lambda: to_json(record, asdict(results)))
     report = bench_report(record, results)
-    streamed += _written(outputs.markdown, lambda: markdown(report))
+    streamed |= _written(outputs.markdown, lambda: markdown(report))
     _written(outputs.html, lambda: html(report))
     _written(outputs.svg, lambda: speedup_plot(record, results, heading=True).svg(alone=True) + "\n")
     if not streamed:
         Screen().report(report)
 
 
-def _written(where: str | None, text: Any) -> int:
-    """Write a text to its place; returns how many went to standard output."""
-    if where is None:
-        return 0
+def _written(where: str | None, text: Callable[[], str]) -> bool:
+    """Write a text to its place; returns whether that was standard output."""
     if where == STREAM:
         sys.stdout.write(text())
-        return 1
-    write(Path(where), text().encode())
-    return 0
+    elif where is not None:
+        write_output(Path(where), text())
+    return where == STREAM
 
 
 # -- the plan --------------------------------------------------------------------------------------------------------

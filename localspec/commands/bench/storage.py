@@ -12,19 +12,13 @@ from typing import Any, Literal
 
 from localspec.commands.bench.record import SCHEMA_VERSION, TYPE, Record
 from localspec.errors import LocalspecError
-from localspec.system.files import write_atomically
 from localspec.terminal.text import on_one_line
 
 _MOST_BYTES = 1 << 30
 
 
 class RecordError(LocalspecError):
-    """A file that should hold a run does not, or cannot be written."""
-
-
-def write_record(path: Path, record: Record, results: dict[str, Any] | None = None) -> None:
-    """Store a run."""
-    write(path, to_json(record, results).encode())
+    """A file that should hold a run does not."""
 
 
 def to_json(record: Record, results: dict[str, Any] | None = None) -> str:
@@ -36,19 +30,6 @@ def to_json(record: Record, results: dict[str, Any] | None = None) -> str:
     lines = ",\n".join(json.dumps(sample, ensure_ascii=False, allow_nan=False) for sample in samples)
     text = json.dumps(head, ensure_ascii=False, allow_nan=False, indent=1)
     return f'{text[:-2]},\n "samples": [\n{lines}\n]}}\n'
-
-
-def write(path: Path, data: bytes) -> None:
-    """Write a file: complete under its name, or not at all.
-
-    Raises:
-        RecordError: the disk refuses.
-    """
-    try:
-        with write_atomically(path) as file:
-            file.write(data)
-    except OSError as error:
-        raise RecordError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def read_record(path: Path) -> Record:

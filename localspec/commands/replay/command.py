@@ -6,14 +6,12 @@ import os
 import sys
 from pathlib import Path
 
-from localspec.commands.replay.page import render
+from localspec.commands.replay.page import replay_page
 from localspec.commands.replay.recording import RecordingError, read
+from localspec.commands.report.output import STREAM, checked_output, is_same_file, write_output
 from localspec.errors import UsageError
-from localspec.system.files import write_atomically
 
 MAX_BYTES = 1 << 28
-STREAM = "-"
-"""The name of standard input and standard output."""
 
 
 def replay_command(file: str, html: str | None = None, *, force: bool = False) -> int:
@@ -29,7 +27,8 @@ def replay_command(file: str, html: str | None = None, *, force: bool = False) -
 
     Raises:
         UsageError: the page has no place to go.
-        RecordingError: the file cannot be shown, or the page not written.
+        RecordingError: the file cannot be shown.
+        OutputError: the page cannot be written.
     """
     try:
         recording = read(_bytes(file))
@@ -38,12 +37,12 @@ def replay_command(file: str, html: str | None = None, *, force: bool = False) -
     out = _destination(file, html, force)
     if recording.damage:
         print(f"localspec: {_called(file)} is shown in part: {recording.damage}", file=sys.stderr)
-    page = render(recording, Path(file).name if file != STREAM else "").encode()
+    page = replay_page(recording, Path(file).name if file != STREAM else "")
     if out is None:
-        sys.stdout.buffer.write(page)
+        sys.stdout.buffer.write(page.encode())
         sys.stdout.buffer.flush()
     else:
-        _write(out, page)
+        write_output(out, page)
         print(out)
     return 0
 
@@ -70,25 +69,8 @@ def _destination(file: str, html: str | None, force: bool) -> Path | None:
     """Where the page goes; None is standard output."""
     if html == STREAM or (html is None and file == STREAM):
         return None
-    # A link keeps pointing where it does.
-    out = Path(os.path.realpath(html)) if html else Path(file).with_suffix(".html")
-    if out.is_dir():
-        raise UsageError(f"{out} is a folder: name a file in it")
-    if not out.parent.is_dir():
-        raise UsageError(f"there is no folder {out.parent}")
-    if out.exists():
-        if not out.is_file():
-            raise UsageError(f"{out} is not a file; --html - writes to standard output")
-        if file != STREAM and os.path.exists(file) and os.path.samefile(file, out):
-            raise UsageError(f"{out} is the recording itself: choose another name with --html")
-        if not force:
-            raise UsageError(f"{out} exists: --force replaces it, --html OUT chooses another name")
-    return out
-
-
-def _write(path: Path, data: bytes) -> None:
-    try:
-        with write_atomically(path) as file:
-            file.write(data)
-    except OSError as error:
-        raise RecordingError(f"cannot write {path}: {error.strerror or error}") from None
+    wanted = html or str(Path(file).with_suffix(".html"))
+    if file != STREAM and is_same_file(wanted, file):
+        raise UsageError(f"{wanted} is the recording itself: choose another name with --html")
+    out = checked_output(wanted, force=force, otherwise=", --html OUT chooses another name")
+    return Path(os.path.realpath(out))  # a link keeps pointing where it does

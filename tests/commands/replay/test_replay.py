@@ -14,8 +14,9 @@ import pytest
 from localspec.__main__ import run
 from localspec.commands.chat.saved_chat import AnswerRecord
 from localspec.commands.replay.command import replay_command
-from localspec.commands.replay.page import render
+from localspec.commands.replay.page import replay_page
 from localspec.commands.replay.recording import Recording, RecordingError, read
+from localspec.commands.report.output import OutputError
 from localspec.errors import UsageError
 from localspec.terminal.text import visible
 from tests.commands.test_cli import localspec
@@ -246,7 +247,7 @@ def test_a_write_that_fails_leaves_what_was_there(recorded: Path, monkeypatch: p
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(RecordingError, match=r"cannot write .*run\.html: No space left"):
+    with pytest.raises(OutputError, match=r"cannot write .*run\.html: No space left"):
         replay_command(str(recorded), force=True)
     assert out.read_text() == "mine"
     assert not list(recorded.parent.glob("*.tmp")) + list(recorded.parent.glob(".*.tmp"))
@@ -282,7 +283,7 @@ def test_standard_input_and_output() -> None:
     for html in ([], ["--html", "-"]):
         page = localspec("replay", "-", *html, stdin=EVENTS.read_bytes())
         assert (page.returncode, page.stderr) == (0, b"")
-        assert page.stdout.decode() == render(read(EVENTS.read_bytes()), "")
+        assert page.stdout.decode() == replay_page(read(EVENTS.read_bytes()), "")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from localspec.commands.chat.saved_chat import AnswerRecord
-from localspec.commands.replay.page import render
+from localspec.commands.replay.page import replay_page
 from localspec.commands.replay.recording import read
 from tests.commands.replay.test_replay import EVENTS, a_round, emitted, events, guess
 from tests.support.browsing import CONTRAST, PATIENCE, WIDE, chromium
@@ -116,7 +116,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write(path: Path, data: bytes) -> Path:
-    path.write_text(render(read(data), "run.jsonl"), encoding="utf-8")
+    path.write_text(replay_page(read(data), "run.jsonl"), encoding="utf-8")
     return path
 
 
@@ -544,7 +544,7 @@ def test_hostile_text_stays_text(tab: Callable[[Path], Tab], tmp_path: Path) -> 
                    "stats": {}}] * 2,
     }  # fmt: skip
     path = tmp_path / "hostile.html"
-    path.write_text(render(read(json.dumps(document).encode()), HOSTILE[0]), encoding="utf-8")
+    path.write_text(replay_page(read(json.dumps(document).encode()), HOSTILE[0]), encoding="utf-8")
     it = tab(path)
     shown = [text.replace("\ud800", "\ufffd").replace("\u2028", "\n") for text in HOSTILE]
     assert it.settled() == "".join(shown)

@@ -1,0 +1,59 @@
+"""Files that results go to: refused before anything takes time, written complete or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from localspec.errors import LocalspecError, UsageError
+from localspec.system.files import write_atomically
+
+STREAM = "-"
+"""The name of standard input and standard output."""
+
+
+class OutputError(LocalspecError):
+    """A file cannot be written."""
+
+
+def checked_output(name: str, *, force: bool, otherwise: str = "") -> Path:
+    """A file that a result may go to.
+
+    Args:
+        name: as given.
+        force: whether a file that is there may be replaced.
+        otherwise: what else to do where one is there, as a clause.
+
+    Raises:
+        UsageError: it is a folder, there is none for it, or it would be replaced.
+    """
+    path = Path(name)
+    if not name or path.is_dir():
+        raise UsageError(f"{name or 'an empty name'} is a folder or no name: name a file")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"there is no folder {path.parent}")
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path} is not a file; {STREAM} stands for standard output")
+    if path.exists() and not force:
+        raise UsageError(f"{path} exists: --force replaces it{otherwise}")
+    return path
+
+
+def is_same_file(one: str | Path, other: str | Path) -> bool:
+    """Whether two names stand for one place, links followed; neither has to be there."""
+    if os.path.exists(one) and os.path.exists(other):
+        return os.path.samefile(one, other)
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write a file.
+
+    Raises:
+        OutputError: the disk refuses.
+    """
+    try:
+        with write_atomically(path) as file:
+            file.write(text.encode())
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror or error}") from None
