@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from localspec import LLM, Reply, SamplingParams
 from localspec.commands.chat.chat import Chat
-from localspec.commands.chat.screen import Screen
+from localspec.commands.chat.screen import ChatScreen
 from localspec.commands.replay.recording import read
 from localspec.runtime.answering import Request, answer
 from localspec.runtime.jobs import Job
@@ -206,7 +206,7 @@ def test_the_chat_shows_and_keeps_the_rest(llm: LLM, view: str) -> None:
     params, looks = held(llm)
     length, llm.draft_length = llm.draft_length, 0
     out, errors = io.StringIO(), io.StringIO()
-    chat = Chat(llm, Screen(out, errors), params=params, view=view)
+    chat = Chat(llm, ChatScreen(out, errors), params=params, view=view)
     try:
         with late_after(looks):
             reply = llm.chat("hello", params)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from localspec.commands.chat.saved_chat import AnswerRecord
-from localspec.commands.chat.screen import Screen, no_echo
+from localspec.commands.chat.screen import ChatScreen, no_echo
 from localspec.commands.chat.status import AnswerStatus
 from localspec.commands.chat.style import Style
 from localspec.errors import LocalspecError, line_of
@@ -36,7 +36,7 @@ class Chat:
     """
 
     def __init__(
-        self, llm: LLM, screen: Screen, *, params: SamplingParams, system: str | None = None, view: str = "tokens"
+        self, llm: LLM, screen: ChatScreen, *, params: SamplingParams, system: str | None = None, view: str = "tokens"
     ) -> None:
         self.llm = llm
         self.screen = screen
@@ -155,7 +155,7 @@ class Chat:
         return f"{coming}draft {self.llm.draft_length} · {drafters} · /help lists the commands"
 
 
-def header(llm: LLM, screen: Screen, *, follows: bool = False) -> None:
+def header(llm: LLM, screen: ChatScreen, *, follows: bool = False) -> None:
     """Say what was loaded, in three lines; ``follows`` if a draft model is still to come."""
     drafters = (" + ".join(llm.draft_names) or "no draft") + (", and a draft model as soon as it is there" * follows)
     memory = f" · {process_bytes() / 1e9:.1f} GB" if process_bytes() >= 5e7 else ""  # weights included

@@ -11,7 +11,7 @@ from localspec.commands.chat.chat import Chat, header
 from localspec.commands.chat.commands import complete, is_command, run_command
 from localspec.commands.chat.late_draft import LateDraft, may_be_drafted_for
 from localspec.commands.chat.line_prompt import PlainPrompt
-from localspec.commands.chat.screen import Screen, no_echo
+from localspec.commands.chat.screen import ChatScreen, no_echo
 from localspec.commands.options import RunOptions
 from localspec.system.home import home
 from localspec.terminal.progress import Progress
@@ -33,7 +33,7 @@ def chat_command(options: RunOptions) -> int:
     with Progress() as progress:
         llm = options.open(progress.report, late=missing)
     with llm, progress:
-        screen = Screen(plain=not interactive)
+        screen = ChatScreen(plain=not interactive)
         defaults = llm.chat_defaults
         system = options.system if options.system is not None else defaults.get("system")
         chat = Chat(llm, screen, params=options.params(defaults), system=system)

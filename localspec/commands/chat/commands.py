@@ -90,21 +90,15 @@ def _view(chat: Chat, argument: str) -> None:
 
 
 def _stats(chat: Chat, argument: str) -> None:
-    from localspec.commands.chat.figures import histogram, stats_table
-    from localspec.spec_decode.rounds import SpecStats
+    from localspec.commands.chat.figures import stats_parts
+    from localspec.commands.report.terminal import Screen
 
     answers = [record.stats for record in chat.records if record.stats]
     if not answers:
         raise UsageError("there are no figures yet: ask something first")
-    everything = SpecStats.total(answers)
-    chat.screen.print(stats_table(SpecStats.total(answers[-1:]), everything))
-    bars = histogram(
-        everything["drafted_per_position"], everything["accepted_per_position"], unicode=chat.screen.unicode
-    )
-    if bars:
-        chat.screen.line("accepted, by position in the draft:")
-        for bar in bars:
-            chat.screen.line(bar)
+    screen = Screen(chat.screen.file)
+    for part in stats_parts(answers, unicode=screen.unicode):
+        screen.show(part)
 
 
 def _why(chat: Chat, argument: str) -> None:

@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
+from localspec.commands.report.model import Lines, Table
+from localspec.spec_decode.rounds import SpecStats
 
 BAR = 30
+_PHASES = ("prompt", "draft", "verify", "other")
+
+Stats = Mapping[str, Any]
 
 
-def stats_table(last: Mapping[str, Any], everything: Mapping[str, Any]) -> Table:
-    """Two columns of figures: the last answer, and the whole conversation."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("")
-    table.add_column("last answer", justify="right")
-    table.add_column("conversation", justify="right")
-
-    def row(name: str, show: Any) -> None:
-        table.add_row(name, show(last), show(everything))
-
-    row("tokens per second", lambda s: f"{s['tokens_per_second']:.1f}")
-    row("estimated plain tokens per second", _plain)
-    row("estimated speed-up", _speedup)
-    row("answer tokens", lambda s: str(s["completion_tokens"]))
-    row("rounds (target passes)", lambda s: str(s["num_rounds"]))
-    row("tokens per round (plain is 1)", lambda s: f"{s['mean_acceptance_length']:.2f}")
-    row("guesses accepted", lambda s: _share(s["num_accepted_tokens"], s["num_draft_tokens"]))
-    for source in everything["by_source"]:
-        row(f"  {source}", lambda s, source=source: _source(s, source))
-    row("seconds: prompt", lambda s: f"{s['seconds_prompt']:.2f}")
-    row("seconds: draft", lambda s: f"{s['seconds_draft']:.2f}")
-    row("seconds: verify", lambda s: f"{s['seconds_verify']:.2f}")
-    row("seconds: other", lambda s: f"{s['seconds_other']:.2f}")
-    return table
+def stats_parts(answers: Sequence[Stats], *, unicode: bool = True) -> list[Table | Lines]:
+    """What ``/stats`` shows of the figures of some answers, the last answer apart."""
+    everything = SpecStats.total(answers)
+    rows: list[tuple[str, Callable[[Stats], str]]] = [
+        ("tokens per second", lambda s: f"{s['tokens_per_second']:.1f}"),
+        ("estimated plain tokens per second", lambda s: _number("{:.1f}", s["estimated_plain_tokens_per_second"])),
+        ("estimated speed-up", lambda s: _number("×{:.2f}", s["estimated_speedup"])),
+        ("answer tokens", lambda s: str(s["completion_tokens"])),
+        ("rounds (target passes)", lambda s: str(s["num_rounds"])),
+        ("tokens per round (plain is 1)", lambda s: f"{s['mean_acceptance_length']:.2f}"),
+        ("guesses accepted", _accepted),
+        *((f"  {name}", lambda s, name=name: _accepted(s["by_source"].get(name))) for name in everything["by_source"]),
+        *((f"seconds: {name}", lambda s, name=name: f"{s[f'seconds_{name}']:.2f}") for name in _PHASES),
+    ]
+    last = SpecStats.total(answers[-1:])
+    cells = [(name, show(last), show(everything)) for name, show in rows]
+    bars = histogram(everything["drafted_per_position"], everything["accepted_per_position"], unicode=unicode)
+    table = Table("", ("", "last answer", "conversation"), cells)
+    return [table, Lines("accepted, by position in the draft", bars)] if bars else [table]
 
 
 def histogram(drafted: Sequence[int], accepted: Sequence[int], *, unicode: bool = True) -> list[str]:
@@ -48,20 +47,12 @@ def histogram(drafted: Sequence[int], accepted: Sequence[int], *, unicode: bool 
     return lines
 
 
-def _plain(stats: Mapping[str, Any]) -> str:
-    plain = stats.get("estimated_plain_tokens_per_second")
-    return f"{plain:.1f}" if plain else "-"
+def _number(form: str, value: float | None) -> str:
+    return form.format(value) if value else "-"
 
 
-def _speedup(stats: Mapping[str, Any]) -> str:
-    plain = stats.get("estimated_plain_tokens_per_second")
-    return f"×{stats['tokens_per_second'] / plain:.2f}" if plain else "-"
-
-
-def _share(part: int, whole: int) -> str:
+def _accepted(counts: Stats | None) -> str:
+    if counts is None:
+        return "-"
+    part, whole = counts["num_accepted_tokens"], counts["num_draft_tokens"]
     return f"{part / whole:.0%} ({part}/{whole})" if whole else "none made"
-
-
-def _source(stats: Mapping[str, Any], source: str) -> str:
-    counts = stats["by_source"].get(source)
-    return _share(counts["num_accepted_tokens"], counts["num_draft_tokens"]) if counts else "-"

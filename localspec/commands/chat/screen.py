@@ -15,7 +15,7 @@ from localspec.commands.chat.views import RoundsView, TextView, TokensView, View
 from localspec.terminal.text import terminal_size, visible
 
 
-class Screen:
+class ChatScreen:
     """Standard output and standard error as they are.
 
     Args:

@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import Any, NoReturn
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from localspec.commands.serve.errors import ApiError, invalid
 
@@ -53,11 +53,7 @@ class BodyReader:
             self._too_large()
         body = bytearray()
         try:
-            while True:
-                event = await request.receive()
-                if event["type"] == "http.disconnect":
-                    raise ClientDisconnect
-                chunk: bytes = event.get("body", b"")
+            async for chunk in request.stream():
                 body += chunk
                 self._held += len(chunk)
                 if len(body) > self.max_bytes:
@@ -65,8 +61,7 @@ class BodyReader:
                 if self._held > self.max_bytes_together:
                     message = "too much is being sent at once"
                     raise ApiError(503, message, code="overloaded", headers={"Retry-After": "2", "Connection": "close"})
-                if not event.get("more_body", False):
-                    return bytes(body)
+            return bytes(body)
         finally:
             self._held -= len(body)
 

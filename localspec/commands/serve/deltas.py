@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from localspec.commands.serve.tool_calls import CallArguments, CallStart, TextPiece, ToolCallReader
+from localspec.commands.serve.tool_calls import CallArguments, CallStart, Piece, TextPiece, ToolCallReader
 from localspec.spec_decode.rounds import EmittedToken, Round
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Delta:
     """What came since the last one.
 
@@ -38,50 +38,29 @@ class DeltaReader:
         wants_tokens: whether tokens are collected.
 
     Attributes:
-        n_calls, n_done: tool calls begun, and complete.
+        calls: reads the tool calls.
     """
 
     def __init__(self, tools: Sequence[Mapping[str, Any]], begun: str = "", *, wants_tokens: bool = False) -> None:
-        self._calls = ToolCallReader(tools) if tools else None
-        if self._calls is not None and begun:
-            self._calls.push(begun)
+        self.calls = ToolCallReader(tools)
+        self.calls.push(begun)
         self._wants_tokens = wants_tokens
         self._waiting: deque[tuple[int, EmittedToken]] = deque()
         self._n_read = 0
         self._n_released = 0
 
-    @property
-    def n_calls(self) -> int:
-        return self._calls.n_calls if self._calls is not None else 0
-
-    @property
-    def n_done(self) -> int:
-        return self._calls.n_done if self._calls is not None else 0
-
     def read(self, round_: Round) -> Delta:
         """The delta that a round makes."""
-        text = round_.text
-        self._n_released += len(text)
-        delta = Delta(tokens=self._released(round_))
-        if self._calls is None:
-            delta.text = text
-        else:
-            self._add(delta, self._calls.push(text))
-        return delta
+        self._n_released += len(round_.text)
+        return self._delta(self.calls.push(round_.text), self._released(round_))
 
     def finish(self) -> Delta:
         """What was still waiting when the answer ended."""
-        delta = Delta()
-        if self._calls is not None:
-            self._add(delta, self._calls.finish())
-        return delta
+        return self._delta(self.calls.finish(), [])
 
-    def _add(self, delta: Delta, pieces: Sequence[TextPiece | CallStart | CallArguments]) -> None:
-        for piece in pieces:
-            if isinstance(piece, TextPiece):
-                delta.text += piece.text
-            else:
-                delta.calls.append(piece)
+    def _delta(self, pieces: Sequence[Piece], tokens: list[EmittedToken]) -> Delta:
+        text = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
+        return Delta(text, [piece for piece in pieces if not isinstance(piece, TextPiece)], tokens)
 
     def _released(self, round_: Round) -> list[EmittedToken]:
         """The tokens whose text has come out; those of a stop string never do, and an end token has none."""
@@ -90,13 +69,11 @@ class DeltaReader:
         for token in round_.emitted:
             self._waiting.append((self._n_read, token))
             self._n_read += len(token.text)
+        over = round_.finish_reason is not None
         released = []
         while self._waiting:
             start, token = self._waiting[0]
-            over = round_.finish_reason is not None
-            if start + len(token.text) > self._n_released and not (over and start < self._n_released):
-                break
-            if over and not token.text and start >= self._n_released:
+            if not (start < self._n_released if over else start + len(token.text) <= self._n_released):
                 break
             released.append(token)
             self._waiting.popleft()

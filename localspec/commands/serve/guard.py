@@ -14,6 +14,7 @@ import socket
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from localspec.commands.serve.errors import ApiError, as_api_error, log_failure
@@ -77,8 +78,7 @@ class Guard:
         try:
             self._check(headers, scope["method"], path, allowed)
             if allowed and scope["method"] == "OPTIONS":
-                await guarded_send({"type": "http.response.start", "status": 204, "headers": []})
-                await guarded_send({"type": "http.response.body", "body": b""})
+                await Response(status_code=204)(scope, receive, guarded_send)
                 return
             await self.app(scope, receive, guarded_send)
         except Exception as error:

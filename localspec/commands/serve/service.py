@@ -167,7 +167,7 @@ class Service:
         cut = False
         async for round_ in stream:
             yield AnswerEvent(index, reader.read(round_), round_)
-            if reader.n_done and not task.tools.parallel:
+            if reader.calls.n_done and not task.tools.parallel:
                 cut = True
                 await stream.aclose()
                 break
@@ -177,7 +177,7 @@ class Service:
         self.metrics.count(reply)
         last = reader.finish()
         finish_reason: str = "length" if reply.finish_reason == "cancelled" else reply.finish_reason
-        if reader.n_calls and (cut or finish_reason == "stop"):
+        if reader.calls.n_calls and (cut or finish_reason == "stop"):
             finish_reason = "tool_calls"
         yield AnswerEvent(index, last, reply=reply, finish_reason=finish_reason)
 

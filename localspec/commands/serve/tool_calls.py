@@ -83,7 +83,7 @@ class ToolCallReader:
     """Text in pieces -> text, and calls, in pieces.
 
     Args:
-        tools: the functions that may be called, as the request has them.
+        tools: the functions that may be called, as the request has them; without any, all is text.
 
     Attributes:
         n_calls: calls begun so far.
@@ -102,6 +102,8 @@ class ToolCallReader:
 
     def push(self, text: str) -> list[Piece]:
         """Read on; returns what is certain now."""
+        if not self._functions:
+            return [TextPiece(text)] if text else []
         self._held += text
         return self._run(final=False)
 

@@ -13,7 +13,7 @@ from localspec.commands.chat.chat import Chat
 from localspec.commands.chat.commands import COMMANDS, complete, is_command, run_command, set_parameter
 from localspec.commands.chat.figures import histogram
 from localspec.commands.chat.saved_chat import AnswerRecord
-from localspec.commands.chat.screen import Screen
+from localspec.commands.chat.screen import ChatScreen
 from localspec.commands.chat.status import status_line
 from localspec.commands.chat.views import round_line
 from localspec.errors import PromptTooLong, UsageError
@@ -32,7 +32,7 @@ class Scripted:
         self.llm = ScriptedLLM([speak(answer) for answer in answers or ("one two three four five",)])
         self._out, self._errors = io.StringIO(), io.StringIO()
         llm: Any = self.llm
-        self.chat = Chat(llm, Screen(self._out, self._errors, plain=True), params=SamplingParams())
+        self.chat = Chat(llm, ChatScreen(self._out, self._errors, plain=True), params=SamplingParams())
 
     def run(self, line: str) -> bool:
         return run_command(self.chat, line)

@@ -14,7 +14,7 @@ from localspec.commands import files
 from localspec.commands.chat.chat import Chat, header
 from localspec.commands.chat.commands import run_command
 from localspec.commands.chat.late_draft import LateDraft, may_be_drafted_for
-from localspec.commands.chat.screen import Screen
+from localspec.commands.chat.screen import ChatScreen
 from localspec.commands.options import RunOptions
 from localspec.errors import DownloadError
 from localspec.model_files import sources
@@ -103,7 +103,7 @@ def test_the_chat_answers_while_the_draft_is_fetched(
     llm: LLM, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fetching = Fetching(monkeypatch)
-    chat = Chat(llm, Screen(plain=True), params=GREEDY)
+    chat = Chat(llm, ChatScreen(plain=True), params=GREEDY)
     late = chat.late = LateDraft(llm, [DRAFT])
     assert fetching.half.wait(SOON)
     header(llm, chat.screen, follows=True)
@@ -122,7 +122,7 @@ def test_the_chat_answers_while_the_draft_is_fetched(
 @pytest.mark.parametrize("way", ["leave", "choose"])
 def test_leaving_or_choosing_a_draft_breaks_it_off(llm: LLM, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     fetching = Fetching(monkeypatch)
-    chat = Chat(llm, Screen(plain=True), params=GREEDY)
+    chat = Chat(llm, ChatScreen(plain=True), params=GREEDY)
     chat.late = LateDraft(llm, [DRAFT])
     assert fetching.half.wait(SOON)
     if way == "leave":
@@ -139,7 +139,7 @@ def test_a_draft_that_cannot_be_had_is_said_once(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fetching = Fetching(monkeypatch, DownloadError("no source"))
-    chat = Chat(llm, Screen(plain=True), params=GREEDY)
+    chat = Chat(llm, ChatScreen(plain=True), params=GREEDY)
     chat.late = LateDraft(llm, [DRAFT])
     fetching.go_on.set()
     assert chat.late.wait(SOON)
@@ -151,7 +151,7 @@ def test_a_draft_that_cannot_be_had_is_said_once(
 
 
 def test_what_came_up_in_idle_time_is_said_at_the_next_prompt(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    chat = Chat(llm, Screen(plain=True), params=GREEDY)
+    chat = Chat(llm, ChatScreen(plain=True), params=GREEDY)
     llm._pair.warnings.append("something was found")
     for said in (1, 0):
         chat.show_news()

@@ -80,7 +80,7 @@ def test_a_chat_from_start_to_end(open_chat: Open, tiny: TinyFiles) -> None:
     terminal.type("and again")
     terminal.wait(lambda s: answers(s) == 2)
     terminal.type("/stats")
-    screen = terminal.wait("accepted, by position in the draft:")
+    screen = terminal.wait("guess  1 ")
     assert re.search(r"guess  1  [█░]{30} ", screen)
     terminal.type("/why")
     terminal.wait("drafting 3 tokens a round")
