@@ -4,8 +4,8 @@ The chain, in order: logit bias, penalties, temperature, top-k, top-p, min-p. Bo
 go through it, so exactness is with respect to what plain sampling with the same settings would do.
 
 Randomness is addressed, not consumed: the noise for a decision is a hash of (seed, position in the sequence, token id).
-So the draw at a position does not depend on how many guesses were made before it, and a fixed seed gives the same text
-whether or not, and however far, a draft ran ahead.
+So the draw at a position does not depend on how many tokens were drafted before it, and a fixed seed gives the same
+text whether or not, and however far, a draft ran ahead.
 """
 
 from __future__ import annotations
@@ -232,10 +232,6 @@ class Noise:
         u *= 2.0**-52
         return u
 
-    def exponential(self, position: int, ids: Ids, stream: int = 0) -> Probs:
-        """Standard exponential numbers, one per token id [n]."""
-        return -np.log(self.uniforms(position, ids, stream))
-
 
 def _mix_int(x: int) -> int:
     mask = 0xFFFFFFFFFFFFFFFF
@@ -250,7 +246,7 @@ def edit_logits(row: Row, history: Sequence[int], params: SamplingParams) -> Row
 
     Args:
         row: logits [n_vocab].
-        history: all tokens before the one to choose, the accepted guesses of this round included.
+        history: all tokens before the one to choose, the accepted draft tokens of this round included.
         params: the sampling parameters.
     """
     if not params.edits_logits:

@@ -2,8 +2,8 @@
 
 At every place of an answer, the tokens that the grammar forbids get the logit -inf before the sampling chain. That is
 the whole rule, with drafting and without, so the law of the answer is the target's under that mask. A token is
-forbidden if no text of the grammar begins with what was said and that token's own text; how a text is cut into tokens
-is left to the model. Guesses that break the grammar are never sent to the target.
+forbidden if no text of the grammar begins with the answer so far and that token's own text; how a text is cut into
+tokens is left to the model. Draft tokens that break the grammar are never sent to the target.
 
 What the grammar leaves no choice about is drafted by ``spec_decode.drafters.grammar``.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ def constraint_for(params: SamplingParams, vocab: Vocab) -> Constraint | None:
 
 
 class Constraint:
-    """A place in a grammar: after the settled tokens of the answer, and then the guesses of the current draft.
+    """A place in a grammar: after the settled tokens of the answer, and then some draft tokens.
 
     Args:
         vocabulary: the tokens.
@@ -55,48 +56,48 @@ class Constraint:
         return bool(self._matcher.is_stopped())
 
     @property
-    def guesses(self) -> list[int]:
-        """The guesses it stands behind."""
+    def drafted(self) -> list[int]:
+        """The draft tokens it stands behind."""
         return self._tokens[self._n_settled :]
 
     def text(self, n_tokens: int) -> bytes:
-        """What the last tokens say, guesses included."""
+        """The text of the last tokens, draft tokens included."""
         return self.vocabulary.text(self._tokens[-n_tokens:])
 
     def advance(self, token: int) -> None:
-        """Go one guess further.
+        """Go one draft token further.
 
         Raises:
-            EngineError: the grammar forbids it, which whoever guesses must not have let happen.
+            EngineError: the grammar forbids it, which the drafter has to look at before.
         """
         if not self._matcher.consume_token(token):
             raise EngineError(f"token {token} breaks the grammar: {reason(self._matcher.get_error())}")
         self._tokens.append(token)
 
-    def place(self, guesses: Sequence[int]) -> None:
-        """Stand behind the settled tokens and these guesses, from wherever it stood."""
-        here = self.guesses
-        n = shared_prefix(here, guesses)
+    def place(self, draft: Sequence[int]) -> None:
+        """Stand behind the settled tokens and these draft tokens, from wherever it stood."""
+        here = self.drafted
+        n = shared_prefix(here, draft)
         if n < len(here):
             self._back(len(here) - n)
             del self._tokens[self._n_settled + n :]
-        for guess in guesses[n:]:
-            self.advance(guess)
+        for token in draft[n:]:
+            self.advance(token)
 
     def settle(self, token: int) -> bool:
-        """The answer goes on with this token; guesses are forgotten. Returns ``complete``."""
+        """The answer goes on with this token; draft tokens are forgotten. Returns ``complete``."""
         self.place([token])
         self._n_settled += 1
         return self.complete
 
     # -- what it allows ------------------------------------------------------------------------------------------
 
-    def n_legal(self, guesses: Sequence[int]) -> int:
-        """How many of the guesses, from the first, the grammar allows here."""
+    def n_legal(self, draft: Sequence[int]) -> int:
+        """How many of these tokens, from the first, the grammar allows here."""
         if self.complete:
-            return int(bool(guesses) and guesses[0] in self.vocabulary.ends)
+            return int(bool(draft) and draft[0] in self.vocabulary.ends)
         n_known = len(self.vocabulary.lengths)  # a model's logits may be wider
-        known = takewhile(lambda guess: 0 <= guess < n_known, guesses)
+        known = takewhile(lambda token: 0 <= token < n_known, draft)
         n = int(self._matcher.validate_tokens(list(known)))
         self._check()
         return n
@@ -151,9 +152,9 @@ class Constraint:
         self._check()
         return forced
 
-    def rows(self, logits: npt.NDArray[np.float32], guesses: Sequence[int], params: SamplingParams) -> MaskedRows:
-        """The rows of a pass over a draft, masked; see ``MaskedRows``."""
-        return MaskedRows(self, logits, guesses, params)
+    def rows(self, logits: npt.NDArray[np.float32], draft: Sequence[int], params: SamplingParams) -> MaskedRows:
+        """The rows of a pass over a draft, masked."""
+        return MaskedRows(self, logits, draft, params.greedy and not params.edits_logits)
 
     def _back(self, n: int) -> None:
         self._matcher.rollback(n)
@@ -164,32 +165,25 @@ class Constraint:
             raise EngineError(f"this answer cannot go on within the grammar: {reason(self._matcher.get_error())}")
 
 
+@dataclass(slots=True)
 class MaskedRows:
     """The target's rows over a draft, each masked by what the grammar allows there, when it is looked at.
 
-    Args:
+    Attributes:
         constraint: standing anywhere in the draft.
         logits: [k + 1, n_vocab].
-        guesses: the k guesses; row i comes after the first i of them.
-        params: greedily, a row whose best token is allowed is left as it is: a mask could not change the choice.
+        draft: the k draft tokens; row i comes after the first i of them.
+        best_decides: a row whose best token is allowed is left as it is: a mask could not change the choice.
     """
 
-    def __init__(
-        self,
-        constraint: Constraint,
-        logits: npt.NDArray[np.float32],
-        guesses: Sequence[int],
-        params: SamplingParams,
-    ) -> None:
-        self._constraint = constraint
-        self._logits = logits
-        self._guesses = guesses
-        self._best_decides = params.greedy and not params.edits_logits
+    constraint: Constraint
+    logits: npt.NDArray[np.float32]
+    draft: Sequence[int]
+    best_decides: bool
 
     def __getitem__(self, index: int) -> Row:
-        constraint = self._constraint
-        row: Row = self._logits[index]
-        constraint.place(self._guesses[:index])
-        if self._best_decides and constraint.n_legal([int(np.argmax(row))]):
+        row: Row = self.logits[index]
+        self.constraint.place(self.draft[:index])
+        if self.best_decides and self.constraint.n_legal([int(np.argmax(row))]):
             return row
-        return constraint.masked(row)
+        return self.constraint.masked(row)

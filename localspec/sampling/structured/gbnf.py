@@ -14,7 +14,7 @@ references to tokens (``<think>``), is refused: here a grammar is about text alo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -81,7 +81,7 @@ def parse(text: str) -> dict[str, Node]:
     if "root" not in rules:
         raise UsageError("the grammar has no rule named root")
     for name, rule in rules.items():
-        for used in _names(rule):
+        for used in names_in(rule):
             if used not in rules:
                 raise UsageError(f"the grammar's rule {name} uses {used}, which is not defined")
     endless = rules.keys() - _ending(rules)
@@ -94,7 +94,7 @@ def _ending(rules: Mapping[str, Node]) -> set[str]:
     """The rules that say at least one text."""
     users: dict[str, set[str]] = {name: set() for name in rules}
     for name, rule in rules.items():
-        for used in _names(rule):
+        for used in names_in(rule):
             users[used].add(name)
     ending: set[str] = set()
     queue = list(rules)
@@ -120,21 +120,22 @@ def _ends(node: Node, ending: set[str]) -> bool:
             return least == 0 or _ends(body, ending)
 
 
-def _names(node: Node) -> Iterator[str]:
+def names_in(node: Node) -> Iterator[str]:
+    """The rules that a part refers to."""
     match node:
         case Rule(name):
             yield name
         case Sequence(parts) | Choice(parts):
             for part in parts:
-                yield from _names(part)
+                yield from names_in(part)
         case Repeat(body):
-            yield from _names(body)
+            yield from names_in(body)
 
 
-def united(ranges: Mapping[int, int] | list[tuple[int, int]] | Ranges) -> Ranges:
+def united(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """Code point ranges in any order, overlapping or not -> increasing and disjoint."""
     result: list[tuple[int, int]] = []
-    for low, high in sorted(ranges.items() if isinstance(ranges, Mapping) else ranges):
+    for low, high in sorted(ranges):
         if result and low <= result[-1][1] + 1:
             result[-1] = result[-1][0], max(high, result[-1][1])
         else:

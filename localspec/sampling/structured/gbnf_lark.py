@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from graphlib import CycleError, TopologicalSorter
 
-from localspec.sampling.structured.gbnf import Chars, Choice, Node, Ranges, Repeat, Rule, Sequence, united
+from localspec.sampling.structured.gbnf import Chars, Choice, Node, Ranges, Repeat, Rule, Sequence, names_in, united
 
 
 def lark(rules: Mapping[str, Node]) -> str:
@@ -30,7 +32,7 @@ class _Writer:
         self._nullable: set[str] = set()
         for name in _regular(rules):
             self.regular.add(name)
-            if _is_nullable(rules[name], self._nullable):
+            if self.nullable(rules[name]):
                 self._nullable.add(name)
         self._first: dict[Node, Ranges] = {}
         self._prefix_free: dict[Node, bool] = {}
@@ -130,13 +132,13 @@ class _Writer:
 
     def lexeme_lines(self) -> list[str]:
         lines = [f"L{i}: {self.as_regex(node)}" for i, node in enumerate(self.lexemes) if not isinstance(node, Chars)]
-        used, queue = set[str](), [name for node in self.lexemes for name in _used(node)]
+        used, queue = set[str](), [name for node in self.lexemes for name in names_in(node)]
         while queue:
             name = queue.pop()
             if name not in used:
                 used.add(name)
                 lines.append(f"T{self.numbers[name]}: {self.as_regex(self.rules[name])}")
-                queue += _used(self.rules[name])
+                queue += names_in(self.rules[name])
         return lines
 
     def as_regex(self, node: Node) -> str:
@@ -177,7 +179,18 @@ class _Writer:
                 yield self.first(body)
 
     def nullable(self, node: Node) -> bool:
-        return _is_nullable(node, self._nullable)
+        """Whether the empty text is one of its texts."""
+        match node:
+            case Chars():
+                return False
+            case Rule(name):
+                return name in self._nullable
+            case Sequence(parts):
+                return all(map(self.nullable, parts))
+            case Choice(options):
+                return any(map(self.nullable, options))
+            case Repeat(body, least):
+                return least == 0 or self.nullable(body)
 
     def prefix_free(self, node: Node) -> bool:
         """Whether it is regular, and surely no text of it begins another one; the empty text begins every text."""
@@ -218,43 +231,14 @@ class _Writer:
 
 def _regular(rules: Mapping[str, Node]) -> list[str]:
     """The rules that are regular expressions, each after those it uses: what they use never comes back to them."""
-    waits_for = {name: set(_used(node)) for name, node in rules.items()}
-    users: dict[str, list[str]] = {name: [] for name in rules}
-    for name, used in waits_for.items():
-        for each in used:
-            users[each].append(name)
-    regular = [name for name, used in waits_for.items() if not used]
-    for name in regular:  # grows
-        for user in users[name]:
-            waits_for[user].discard(name)
-            if not waits_for[user]:
-                regular.append(user)
+    sorter = TopologicalSorter({name: set(names_in(node)) for name, node in rules.items()})
+    with suppress(CycleError):  # it still sorts what no cycle blocks
+        sorter.prepare()
+    regular: list[str] = []
+    while ready := sorter.get_ready():
+        regular += ready
+        sorter.done(*ready)
     return regular
-
-
-def _is_nullable(node: Node, nullable: set[str]) -> bool:
-    match node:
-        case Chars():
-            return False
-        case Rule(name):
-            return name in nullable
-        case Sequence(parts):
-            return all(_is_nullable(part, nullable) for part in parts)
-        case Choice(options):
-            return any(_is_nullable(option, nullable) for option in options)
-        case Repeat(body, least):
-            return least == 0 or _is_nullable(body, nullable)
-
-
-def _used(node: Node) -> list[str]:
-    match node:
-        case Rule(name):
-            return [name]
-        case Sequence(parts) | Choice(parts):
-            return [name for part in parts for name in _used(part)]
-        case Repeat(body):
-            return _used(body)
-    return []
 
 
 def _meet(a: Ranges, b: Ranges) -> bool:

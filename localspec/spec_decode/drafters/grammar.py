@@ -57,7 +57,7 @@ class GrammarDrafter(Drafter):
         if not forced:
             plan.nothing(self.source)
             return []
-        before = constraint.guesses
+        before = constraint.drafted
         guesses: list[DraftToken] = []
         for token in self._cut(forced)[: plan.room]:
             if not constraint.n_legal([token]):

@@ -271,8 +271,8 @@ def test_a_mask_of_the_wrong_place_is_noticed(
     monkeypatch: pytest.MonkeyPatch, models: tuple[Predictions, Predictions]
 ) -> None:
     def late(self: MaskedRows, index: int) -> object:
-        self._constraint.place(self._guesses[: max(0, index - 1)])
-        return self._constraint.masked(self._logits[index])
+        self.constraint.place(self.draft[: max(0, index - 1)])
+        return self.constraint.masked(self.logits[index])
 
     monkeypatch.setattr(MaskedRows, "__getitem__", late)
     with pytest.raises((EngineError, AssertionError)):  # forbidden tokens come out, or the law differs
