@@ -101,10 +101,10 @@ class PromptEncoder:
         return self._vocab.token_bytes(token).decode("utf-8", "replace") or self._vocab.token_text(token)
 
     def close(self) -> None:
-        """Wait for whoever tokenises now, and refuse everybody after."""
+        """Wait for a tokenisation under way, and refuse later ones."""
         with self._in_use:
             self._open = False
 
     def _renounce(self) -> None:
-        """In a forked child: a thread of the parent may be tokenising, and never be done here."""
+        """In a forked child: the lock may be held by a thread that only the parent has."""
         self._in_use = threading.RLock()

@@ -1,7 +1,7 @@
 """Chat templates: messages -> the text a model was trained on.
 
-Two strangers meet here. The template comes from a model file, so it runs in a sandbox with a budget. The messages come
-from users and from what they paste, so text in them that spells a special token (``<|im_end|>``) must stay text.
+Neither is trusted. The template comes from a model file, so it runs in a sandbox with a budget. The messages come from
+users and from what they paste, so text in them that spells a special token (``<|im_end|>``) must stay text.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 import secrets
 import threading
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +18,8 @@ from localspec.errors import TemplateError, UsageError
 from localspec.system.forking import in_child
 
 if TYPE_CHECKING:
-    import jinja2
-
     from localspec.model_files.vocab import Vocab
-    from localspec.prompts.template_sandbox import MeteredEnvironment
-
-MAX_SOURCE = 80_000
+    from localspec.prompts.template_sandbox import SandboxedTemplate
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
@@ -54,7 +50,7 @@ class ChatTemplate:
         self.source = CHATML if self.is_fallback or source is None else source
         self._variables = {"bos_token": bos_text, "eos_token": eos_text}
         self._guard = _Guard(special_texts)
-        self._compiled: jinja2.Template | None = None
+        self._template: SandboxedTemplate | None = None
         self._wants_parts: bool | None = None
         self._lock = threading.Lock()
         in_child(self, ChatTemplate._renounce)
@@ -71,28 +67,9 @@ class ChatTemplate:
         bos, eos = ("" if i is None else vocab.token_text(i) for i in (vocab.bos, vocab.eos))
         return cls(source, bos, eos, special)
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **extra: Any,
-    ) -> str:
-        """The conversation as one text.
-
-        Args:
-            messages: mappings with ``role`` and ``content`` (a string, or a list of ``{"type": "text", "text": …}``).
-            add_generation_prompt: end with the beginning of the assistant's turn.
-            tools: JSON schemas of functions, for templates that know tools.
-            extra: further variables of the template.
-
-        Raises:
-            UsageError: the messages are malformed.
-            TemplateError: the template failed, refused the messages, or would not end.
-        """
-        variables = {"add_generation_prompt": add_generation_prompt, "tools": tools} | extra
-        return self._render(checked_messages(messages), variables)
+    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """The conversation as one text; see ``render_segments``."""
+        return "".join(text for text, _ in self.render_segments(messages, **variables))
 
     def render_segments(
         self,
@@ -104,14 +81,21 @@ class ChatTemplate:
     ) -> list[tuple[str, bool]]:
         """The conversation in pieces to tokenise one by one: (text, whether special tokens may be read in it).
 
-        Joined, the pieces are what ``render`` returns. Where no message spells a special token there is one piece, so
-        ordinary text is tokenised as a whole. Where one does, a mark that nobody can guess is put inside of what it
-        spells before rendering, and the text is cut there afterwards: the piece is (text, False). A template that
-        strips, slices or splits the content leaves the mark where it is. Upper and lower case are not told apart, as
-        templates may change them. A template that deletes characters in the middle of a content could still be
-        used to build a special token; no known one does.
+        Where no message spells a special token there is one piece, so ordinary text is tokenised as a whole. Where one
+        does, a random mark is put inside of what it spells before rendering, and the text is cut there afterwards: the
+        piece is (text, False). A template that strips, slices or splits the content leaves the mark where it is. Upper
+        and lower case are not told apart, as templates may change them. A template that deletes characters in the
+        middle of a content could still be used to build a special token; no known one does.
 
-        Args and Raises: as ``render``.
+        Args:
+            messages: mappings with ``role`` and ``content`` (a string, or a list of ``{"type": "text", "text": …}``).
+            add_generation_prompt: end with the beginning of the assistant's turn.
+            tools: JSON schemas of functions, for templates that know tools.
+            extra: further variables of the template.
+
+        Raises:
+            UsageError: the messages are malformed.
+            TemplateError: the template failed, refused the messages, or would not end.
         """
         checked = checked_messages(messages)
         variables = {"add_generation_prompt": add_generation_prompt, "tools": tools} | extra
@@ -121,16 +105,18 @@ class ChatTemplate:
         return self._guard.cut(text, mark)
 
     def _renounce(self) -> None:
-        """In a forked child: a thread of the parent may be compiling, and never be done here."""
+        """In a forked child: the lock may be held by a thread that only the parent has."""
         self._lock = threading.Lock()
 
     def _render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
         with self._lock:
-            if self._compiled is None:
-                self._compiled = _compile(self.source)
-            _start(self._compiled, [messages, variables])
+            if self._template is None:
+                from localspec.prompts.template_sandbox import SandboxedTemplate  # jinja2 takes 0.1 s to import
+
+                self._template = SandboxedTemplate(self.source)
+            self._template.start([messages, variables])
             if self._wants_parts is None:
-                self._wants_parts = self._probe(self._compiled)
+                self._wants_parts = self._probe(self._template)
             if self._wants_parts:
                 messages = [
                     message | {"content": [{"type": "text", "text": message["content"]}]}
@@ -138,9 +124,9 @@ class ChatTemplate:
                     else message
                     for message in messages
                 ]
-            return _run(self._compiled, {"messages": messages} | self._variables | dict(variables))
+            return self._template.run({"messages": messages} | self._variables | dict(variables))
 
-    def _probe(self, template: jinja2.Template) -> bool:
+    def _probe(self, template: SandboxedTemplate) -> bool:
         """Whether the template knows contents as lists of parts only: it then loses a string."""
         if "content" not in self.source:
             return False
@@ -148,11 +134,9 @@ class ChatTemplate:
         for content, verdict in ((word, False), ([{"type": "text", "text": word}], True)):
             messages = [{"role": "user", "content": content}]
             variables = self._variables | {"messages": messages, "add_generation_prompt": True, "tools": None}
-            try:
-                if word in _run(template, variables):
+            with suppress(TemplateError):
+                if word in template.run(variables):
                     return verdict
-            except TemplateError:
-                continue
         return False
 
 
@@ -193,60 +177,6 @@ def _content(message: Mapping[str, Any], i: int) -> str | None:
             raise UsageError(f"message {i}: only text parts can be used, not {kind!r:.80}")
         texts.append(text)
     return "".join(texts)
-
-
-def _compile(source: str) -> jinja2.Template:
-    from localspec.prompts.template_sandbox import LimitReached, MeteredEnvironment
-
-    if len(source) > MAX_SOURCE:
-        raise TemplateError(f"the model's chat template has {len(source)} characters; at most {MAX_SOURCE} are read")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python's own about odd expressions, meant for who wrote the template
-            return MeteredEnvironment().from_string(source)
-    except (Exception, LimitReached) as error:
-        raise _failure("cannot be read", error) from None
-
-
-def _environment(template: jinja2.Template) -> MeteredEnvironment:
-    from localspec.prompts.template_sandbox import MeteredEnvironment
-
-    environment = template.environment
-    assert isinstance(environment, MeteredEnvironment)
-    return environment
-
-
-def _start(template: jinja2.Template, inputs: Any) -> None:
-    """Give the template a fresh budget."""
-    from localspec.prompts.template_sandbox import Meter
-
-    _environment(template).meter = Meter(inputs)
-
-
-def _run(template: jinja2.Template, variables: dict[str, Any]) -> str:
-    from localspec.prompts.template_sandbox import LimitReached
-
-    environment = _environment(template)
-    pieces = []
-    try:
-        for piece in template.generate(variables):
-            environment.meter.spend(1 + len(piece))
-            pieces.append(piece)
-    except (Exception, LimitReached) as error:
-        raise _failure("was stopped" if isinstance(error, LimitReached) else "failed", error) from None
-    return "".join(pieces)
-
-
-def _failure(what: str, error: BaseException) -> TemplateError:
-    if isinstance(error, RecursionError):
-        reason = "it calls itself without end"
-    elif isinstance(error, MemoryError):
-        reason = "it asks for too much memory"
-    else:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-    line = getattr(error, "lineno", None)
-    where = f" at line {line}" if line else ""
-    return TemplateError(f"the model's chat template {what}{where}: {reason} (raw text completion works without it)")
 
 
 class _Guard:

@@ -251,12 +251,10 @@ class TestSandbox:
 
 
 GUARDED = [
-    (template, template.render([{"role": "user", "content": "x"}]))
-    for template in (
-        ChatTemplate(STYLES[style], "<s>", "</s>", SPECIAL)
-        for style in ("chatml", "namespaces and macros", "reversed, split, filters")
-    )
+    (ChatTemplate(STYLES[style], "<s>", "</s>", SPECIAL), ChatTemplate(STYLES[style], "<s>", "</s>"))
+    for style in ("chatml", "namespaces and macros", "reversed, split, filters")
 ]
+"""Templates that keep special tokens apart, and the same ones unguarded."""
 
 
 class TestForgery:
@@ -264,9 +262,10 @@ class TestForgery:
     @settings(max_examples=150, deadline=None)
     def test_only_the_template_writes_special_tokens(self, words: list[str]) -> None:
         chat = [{"role": "user", "content": "".join(words)}]
-        for template, harmless in GUARDED:
+        for template, unguarded in GUARDED:
+            harmless = unguarded.render([{"role": "user", "content": "x"}])
             segments = template.render_segments(chat)
-            assert "".join(text for text, _ in segments) == template.render(chat)
+            assert "".join(text for text, _ in segments) == unguarded.render(chat)
             for special in SPECIAL:
                 written = sum(text.count(special) for text, parse_special in segments if parse_special)
                 assert written == harmless.count(special), (special, segments)
