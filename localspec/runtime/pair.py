@@ -29,6 +29,7 @@ from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.drafters.base import Drafter
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
+from localspec.spec_decode.drafters.free import FREE_DRAFTERS
 from localspec.spec_decode.drafters.grammar import GrammarDrafter
 from localspec.spec_decode.drafters.names import NGRAM, is_same_file, names_of_files
 from localspec.spec_decode.drafters.ngram import NgramDrafter
@@ -150,7 +151,7 @@ class Pair:
         loaded: list[tuple[Path, Model, Context, PassTimes]] = []
         with ExitStack() as undo:
             for name in names:
-                if name == NGRAM:
+                if name in FREE_DRAFTERS:
                     continue
                 try:
                     path = Catalog.load().resolve(name)
@@ -169,7 +170,7 @@ class Pair:
                 undo.callback(model.close)
                 undo.callback(context.close)
                 loaded.append((path, model, context, self.loader.times(model, context.n_ctx, report)))
-            free: list[Drafter] = [NgramDrafter()] if NGRAM in names else []
+            free = [FREE_DRAFTERS[name]() for name in names if name in FREE_DRAFTERS]
             called = names_of_files([path for path, *_ in loaded], [drafter.source for drafter in free])
             models = []
             for i, (name, (path, model, context, times)) in enumerate(zip(called, loaded, strict=True), 1):

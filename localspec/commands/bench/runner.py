@@ -36,6 +36,7 @@ from localspec.model_files.catalog import Catalog
 from localspec.model_files.gguf_parts import model_bytes
 from localspec.model_files.sources.base import size_text
 from localspec.sampling.sampling import SamplingParams
+from localspec.spec_decode.drafters.free import FREE_DRAFTERS
 from localspec.spec_decode.drafters.names import NGRAM
 from localspec.system import power
 from localspec.system.interrupts import on_interrupt
@@ -193,7 +194,7 @@ class Run:
         path = catalog.resolve(ensure_model(options.model, options.draft))
         spec = options.drafters()
         names = [] if spec is None else [str(catalog.draft_for(path) or NGRAM)] if spec == "auto" else list(spec)
-        paths = [path, *(catalog.resolve(name) for name in names if name != NGRAM)]
+        paths = [path, *(catalog.resolve(name) for name in names if name not in FREE_DRAFTERS)]
         need, free = round(1.2 * n * sum(map(model_bytes, paths))), read_memory().available
         if free is not None and need > free:
             raise UsageError(

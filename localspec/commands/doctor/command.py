@@ -19,6 +19,7 @@ from localspec.commands.report.terminal import Screen
 from localspec.errors import EngineError, LocalspecError, UsageError
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.sources.base import size_text
+from localspec.spec_decode.drafters.free import FREE_DRAFTERS
 from localspec.spec_decode.drafters.names import NGRAM, is_same_file
 from localspec.system import power
 from localspec.terminal.progress import Progress
@@ -141,7 +142,7 @@ class Doctor:
             return Subjects(target, drafts, True, True)
         names = list(dict.fromkeys([spec] if isinstance(spec, str) else spec or ()))
         models: list[Subject] = []
-        for each in (subject.find_subject(name) for name in names if name != NGRAM):
+        for each in (subject.find_subject(name) for name in names if name not in FREE_DRAFTERS):
             if not any(is_same_file(each.file, other.file) for other in models):
                 models.append(each)
         return Subjects(target, tuple(models), NGRAM in names, False)
