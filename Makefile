@@ -8,12 +8,13 @@ REAL_MODELS = smollm2-135m qwen2.5-coder-0.5b qwen2.5-coder-1.5b gemma3-270m
 
 export PYTHON NATIVE
 
-.PHONY: help chat test test-real fuzz lint format types clean
+.PHONY: help chat test test-real docs fuzz lint format types clean
 
 help:
 	@echo 'make chat       talk to a model and watch the guesses (ARGS="--temperature 0.7" passes options)'
 	@echo 'make test       the test suite, with every extra installed (ARGS="-k ngram" passes options)'
 	@echo 'make test-real  the tests on real models; fetches them first (2 GB)'
+	@echo 'make docs       write docs/cli.md and docs/models.md anew'
 	@echo 'make fuzz       random cases for every surface (MINUTES=10; ARGS="--only requests" passes options)'
 	@echo 'make lint       ruff: rules and formatting'
 	@echo 'make format     let ruff rewrite what it can'
@@ -34,6 +35,10 @@ test-real:
 	@$(VENV_TEST)/bin/localspec pull $(REAL_MODELS)
 	@LOCALSPEC_TEST_MODELS="$$($(VENV_TEST)/bin/python -c 'from localspec.system.home import models_dir; print(models_dir())')" \
 		$(VENV_TEST)/bin/python -m pytest -m real $(ARGS)
+
+docs:
+	@scripts/venv $(VENV_TEST) dev all
+	@$(VENV_TEST)/bin/python -m scripts.make_docs $(ARGS)
 
 fuzz:
 	@scripts/venv $(VENV_TEST) dev all

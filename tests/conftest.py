@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from localspec.backends.base import Model
-from localspec.errors import EngineUnavailable
+from localspec.backends.registry import unavailable_reason
 from localspec.system.home import models_dir
 from tests.support import ggufs
 
@@ -142,12 +142,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyFiles:
 def open_backend(name: str) -> Backend:
     """An engine by name; skips the test where it cannot run."""
     backend = Backend(name)
-    if name != "reference":
-        module = importlib.import_module(f"localspec.backends.{name.replace('-', '_')}")
-        try:
-            module.binding()
-        except EngineUnavailable as error:
-            pytest.skip(str(error))
+    if (reason := unavailable_reason(name)) is not None:
+        pytest.skip(reason)
     return backend
 
 

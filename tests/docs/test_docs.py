@@ -1,0 +1,151 @@
+"""The documentation: nothing in it points nowhere, names what is not there, or is out of date."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import typer
+
+from localspec import LLM, SamplingParams
+from localspec.commands.cli import app
+from scripts import make_docs
+from tests.conftest import TinyFiles
+from tests.test_packaging import tracked_files
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/RESULTS.md"}
+    | {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
+)
+OF_TODAY = [page for page in PAGES if page != "CHANGELOG.md"]
+FOLDERS = "localspec|tests|docs|benchmarks|examples|models|scripts"
+PIPS = {"--force-reinstall", "--no-cache-dir", "--no-deps", "--no-binary"}
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks(page: str) -> list[str]:
+    """The Python blocks of a page."""
+    return re.findall(r"^```python\n(.*?)^```", text_of(page), re.MULTILINE | re.DOTALL)
+
+
+def without_blocks(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(text: str) -> set[str]:
+    """What GitHub makes of the headings."""
+    headings = re.findall(r"^#+ (.+)$", without_blocks(text), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def links(page: str) -> list[str]:
+    """The relative ones."""
+    found = re.findall(r"\]\(([^)\s]+)\)", without_blocks(text_of(page)))
+    return [link for link in found if not re.match(r"https?:", link)]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_somewhere(page: str) -> None:
+    broken = []
+    for link in links(page):
+        name, _, anchor = link.partition("#")
+        path = (ROOT / page).parent / name if name else ROOT / page
+        if not path.exists() or (anchor and anchor not in anchors(path.read_text(encoding="utf-8"))):
+            broken.append(link)
+    assert not broken
+
+
+@pytest.mark.parametrize("page", OF_TODAY)
+def test_every_path_that_is_named_exists(page: str) -> None:
+    """Those with ``toy`` in them are the reader's, yet to be made."""
+    named = set(re.findall(rf"(?<![\w/.-])(?:{FOLDERS})/[\w./-]*[\w/]", text_of(page)))
+    assert not {path for path in named if "toy" not in path and not (ROOT / path).exists()}
+
+
+@pytest.mark.parametrize("page", sorted(set(OF_TODAY) - {"benchmarks/RESULTS.md"}))
+def test_every_option_that_is_named_exists(page: str) -> None:
+    sources = [make_docs.cli_page(), *(path.read_text(encoding="utf-8") for path in ROOT.glob("benchmarks/*.py"))]
+    known = set(re.findall(r"--[a-z][a-z0-9-]+", "\n".join(sources))) | PIPS
+    assert not set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text_of(page))) - known
+
+
+@pytest.mark.parametrize("page", OF_TODAY)
+def test_every_make_target_that_is_named_exists(page: str) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", text_of("Makefile"), re.MULTILINE))
+    assert set(re.findall(r"(?:`|^)make ([a-z-]+)", text_of(page), re.MULTILINE)) <= targets
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    linked = {link.partition("#")[0] for link in links("README.md")}
+    assert set(PAGES) - {"README.md"} <= linked
+
+
+def test_no_page_lies_elsewhere() -> None:
+    tracked = {path.relative_to(ROOT).as_posix() for path in tracked_files() if path.suffix == ".md"}
+    results = {page for page in tracked if page.startswith("benchmarks/results/")}
+    assert tracked - results - {"localspec/commands/bench/SCHEMA.md"} <= set(PAGES)
+
+
+def test_the_readme_is_short_and_opens_with_two_commands() -> None:
+    readme = text_of("README.md")
+    assert len(readme.splitlines()) <= 150
+    commands = [line.split("#")[0].strip() for line in readme.split("```")[1].splitlines() if line.startswith("make")]
+    assert commands == ["make chat", "make test"]
+
+
+@pytest.mark.parametrize("page", make_docs.PAGES)
+def test_the_pages_that_are_made_are_not_stale(page: str) -> None:
+    """``make docs`` makes them anew. Of the help only the words count: how it is laid out differs between typers."""
+    made, kept = make_docs.PAGES[page](), text_of(page)
+    assert words(made) == words(kept)
+    assert page == "docs/cli.md" or made == kept
+
+
+def words(text: str) -> list[str]:
+    return re.sub(r"<[\w\[\]]+>|\[?\b(?:default|required)\b:?|[()\[\]{}]", " ", text).split()
+
+
+def test_every_command_is_on_the_page_of_commands() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert {f"localspec-{name}" for name in commands} <= anchors(text_of("docs/cli.md"))
+
+
+def test_every_model_of_the_catalogue_is_on_the_page_of_models() -> None:
+    with (ROOT / "models/catalog.toml").open("rb") as file:
+        models = tomllib.load(file)["models"]
+    lines = text_of("docs/models.md").splitlines()
+    rows = {line.split("|")[1].strip(" `"): line for line in lines if line.startswith("| `")}
+    assert set(rows) == set(models)
+    for name, entry in models.items():
+        for expected in (f"{entry['bytes'] / 1e9:.2f} GB", entry["license"], *entry.get("draft", ())):
+            assert expected in rows[name], (name, expected)
+
+
+def test_every_benchmark_is_on_the_page_of_benchmarks() -> None:
+    page = text_of("docs/bench.md")
+    assert not {path.name for path in ROOT.glob("benchmarks/*.py") if f"`benchmarks/{path.name}`" not in page}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_python_block_parses(page: str) -> None:
+    for block in blocks(page):
+        ast.parse(block)
+
+
+def test_the_samples_run(tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The README's, and those of the page on Python, as they stand but for the models and the engine."""
+    pytest.importorskip("llguidance")
+    monkeypatch.chdir(tmp_path)
+    sample, session, form = blocks("docs/python.md")
+    assert sample.startswith(blocks("README.md")[0])
+    models = f'"{tiny.quick.target}", draft="{tiny.quick.draft}", backend="reference", n_ctx=512'
+    exec(sample.replace('"qwen2.5-coder-1.5b", draft="qwen2.5-coder-0.5b"', models), {})
+    with LLM(tiny.quick.target, draft="ngram", backend="reference", n_ctx=512) as llm:
+        exec(session + form, {"llm": llm, "SamplingParams": SamplingParams})
