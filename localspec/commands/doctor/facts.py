@@ -1,7 +1,7 @@
 """What the doctor found, as data. ``Examination.as_dict`` is what ``doctor --json`` prints.
 
 The JSON has the fields of these classes under the same names; sizes are bytes, times milliseconds unless the name says
-otherwise, shares lie in [0, 1], and null means that it is not known here or was not measured. Where a field maps
+otherwise, shares lie in [0, 1], and None (null) means that it is not known here or was not measured. Where a field maps
 numbers to something, the keys are strings, as JSON has no others. ``schema_version`` rises when a field is renamed,
 removed or changes its meaning; new fields do not raise it.
 """
@@ -19,140 +19,79 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Check(Finding):
-    """A finding, under the heading where it is shown.
+    """A finding, under the heading where it is shown; one with status ``fail`` always has advice."""
 
-    Attributes:
-        section: ``machine``, ``engines``, ``models``, ``pair`` or ``cost``.
-        name: what was looked at.
-        status: ``ok``; ``info``: a fact that is neither good nor bad; ``note``: it works, but not as well as it could;
-            ``fail``: it would not work.
-        text: what was found.
-        advice: what to do about it; always there for a ``fail``.
-    """
-
-    section: str = ""
+    section: str = ""  # machine, engines, models, pair or cost
 
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """The computer.
+    """The computer."""
 
-    Attributes:
-        platform: system and processor architecture.
-        cpu: its marketing name.
-        features: instruction sets that matter for inference.
-        cores: logical CPUs that this process may use.
-        threads: threads that an engine gets here.
-        cpu_quota: CPUs' worth of time that a container grants, where it limits it.
-        memory_total_bytes: what the machine has.
-        memory_available_bytes: what could be taken now without swapping, a container's limit included.
-        memory_limit_bytes: a container's limit, where there is one.
-        bandwidth_gb_per_s: memory read speed with all threads, in 10⁹ bytes per second.
-        busy_share: share of the CPUs' time that others were using just before anything was measured.
-        on_battery: whether it runs on battery.
-        throttled: whether heat or a power limit slowed the CPU while this was measured.
-        gpus: graphics hardware that is visible, whether or not an engine can use it.
-    """
-
-    platform: str
-    cpu: str
-    features: list[str]
-    cores: int
-    threads: int
-    memory_total_bytes: int
-    memory_available_bytes: int
-    memory_limit_bytes: int | None = None
-    cpu_quota: float | None = None
-    bandwidth_gb_per_s: float | None = None
-    busy_share: float = 0.0
-    on_battery: bool | None = None
-    throttled: bool | None = None
-    gpus: list[str] = field(default_factory=list)
+    platform: str  # system and processor architecture
+    cpu: str  # its marketing name
+    features: list[str]  # instruction sets that matter for inference
+    cores: int  # logical CPUs that this process may use
+    threads: int  # threads that an engine gets here
+    memory_total_bytes: int  # what the machine has
+    memory_available_bytes: int  # what could be taken now without swapping, a container's limit included
+    memory_limit_bytes: int | None = None  # a container's limit, where there is one
+    cpu_quota: float | None = None  # CPUs' worth of time that a container grants, where it limits it
+    bandwidth_gb_per_s: float | None = None  # memory read speed with all threads, in 10⁹ bytes per second
+    busy_share: float = 0.0  # share of the CPUs' time that others were using just before anything was measured
+    on_battery: bool | None = None  # whether it runs on battery
+    throttled: bool | None = None  # whether heat or a power limit slowed the CPU while this was measured
+    gpus: list[str] = field(default_factory=list)  # graphics hardware, whether or not an engine can use it
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """A GPU that an engine can use.
+    """A GPU that an engine can use."""
 
-    Attributes:
-        name: as the engine calls it, e.g. ``CUDA0``.
-        description: its product name.
-        free_bytes: memory free now.
-        total_bytes: memory it has.
-        shared: whether this is the machine's own memory.
-    """
-
-    name: str
-    description: str
-    free_bytes: int
-    total_bytes: int
-    shared: bool
+    name: str  # as the engine calls it, e.g. CUDA0
+    description: str  # its product name
+    free_bytes: int  # memory free now
+    total_bytes: int  # memory it has
+    shared: bool  # whether this is the machine's own memory
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """An engine.
+    """An engine."""
 
-    Attributes:
-        name: what ``--backend`` takes.
-        usable: whether it can be used here.
-        version: of its package.
-        built_for: devices and instruction sets it was compiled for.
-        devices: GPUs it can use; null where it does not say.
-        reason: why it cannot be used.
-    """
-
-    name: str
-    usable: bool
-    version: str | None = None
-    built_for: list[str] = field(default_factory=list)
-    devices: list[DeviceFacts] | None = None
-    reason: str | None = None
+    name: str  # what --backend takes
+    usable: bool  # whether it can be used here
+    version: str | None = None  # of its package
+    built_for: list[str] = field(default_factory=list)  # devices and instruction sets it was compiled for
+    devices: list[DeviceFacts] | None = None  # GPUs it can use; None where it does not say
+    reason: str | None = None  # why it cannot be used
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """A model file.
+    """A model file; its header is read where it is on this disk."""
 
-    Attributes:
-        name: catalogue name, or name of the file.
-        path: where it is, or will be.
-        present: whether it is on this disk.
-        bytes: its size; 0 if unknown.
-        bytes_exact: whether that is known exactly, or about.
-        architecture, quantization, n_ctx_train, n_vocab: from its header.
-        rollback: ``exact``, or ``replay`` where its memory cannot forget single tokens.
-        error: what is wrong with the file.
-    """
-
-    name: str
-    path: str
-    present: bool
-    bytes: int
-    bytes_exact: bool
-    architecture: str | None = None
-    quantization: str | None = None
-    n_ctx_train: int | None = None
-    n_vocab: int | None = None
-    rollback: str | None = None
-    error: str | None = None
+    name: str  # catalogue name, or name of the file
+    path: str  # where it is, or will be
+    present: bool  # whether it is on this disk
+    bytes: int  # its size; 0 if unknown
+    bytes_exact: bool  # whether that is known exactly, or about
+    architecture: str | None = None  # as the header names it
+    quantization: str | None = None  # as the header names it
+    n_ctx_train: int | None = None  # context it was trained for, in tokens
+    n_vocab: int | None = None  # tokens in its vocabulary
+    rollback: str | None = None  # exact, or replay where its memory cannot forget single tokens
+    error: str | None = None  # what is wrong with the file
 
 
 @dataclass(frozen=True, slots=True)
 class NeedFacts:
-    """Memory that one model takes.
+    """Memory that one model takes."""
 
-    Attributes:
-        name: of the model.
-        weights_bytes: its tensors.
-        kv_bytes: keys and values of the whole context; null before its header can be read.
-        compute_bytes: the engine's buffers for a pass; null before its header can be read.
-    """
-
-    name: str
-    weights_bytes: int
-    kv_bytes: int | None
-    compute_bytes: int | None
+    name: str  # of the model
+    weights_bytes: int  # its tensors
+    kv_bytes: int | None  # keys and values of the whole context; None before its header can be read
+    compute_bytes: int | None  # the engine's buffers for a pass; None before its header can be read
 
     @property
     def total(self) -> int:
@@ -162,195 +101,115 @@ class NeedFacts:
 
 @dataclass(frozen=True, slots=True)
 class FitFacts:
-    """Whether the models fit at this context.
+    """Whether the models fit at this context."""
 
-    Attributes:
-        n_ctx: tokens of context.
-        kv_type: type of the KV caches.
-        models: what each takes, the target first.
-        ram_needed_bytes: of them, what goes into RAM; at least, where something is null in ``models``.
-        ram_available_bytes: free now.
-        gpu_needed_bytes: what goes into GPU memory; null where no GPU is used.
-        gpu_available_bytes: free now; null where no GPU is used or the engine does not say.
-        fits: null where that cannot be known yet.
-    """
-
-    n_ctx: int
-    kv_type: str
-    models: list[NeedFacts]
-    ram_needed_bytes: int
-    ram_available_bytes: int | None
-    gpu_needed_bytes: int | None
-    gpu_available_bytes: int | None
-    fits: bool | None
+    n_ctx: int  # tokens of context
+    kv_type: str  # type of the KV caches
+    models: list[NeedFacts]  # what each takes, the target first
+    ram_needed_bytes: int  # of them, what goes into RAM; at least, where something is None in models
+    ram_available_bytes: int  # free now
+    gpu_needed_bytes: int | None  # what goes into GPU memory; None where no GPU is used
+    gpu_available_bytes: int | None  # free now; None where no GPU is used or the engine does not say
+    fits: bool | None  # None where that cannot be known yet
 
 
 @dataclass(frozen=True, slots=True)
 class CurveFacts:
-    """t(w): the time of a pass by the number of tokens in it.
+    """t(w): the time of a pass by the number of tokens in it."""
 
-    Attributes:
-        name: of the model.
-        file: what was measured: its file, or a copy of it in other tensor types.
-        ms: width -> milliseconds.
-    """
-
-    name: str
-    file: str
-    ms: dict[int, float]
+    name: str  # of the model
+    file: str  # what was measured: its file, or a copy of it in other tensor types
+    ms: dict[int, float]  # width -> milliseconds
 
 
 @dataclass(frozen=True, slots=True)
 class CostFacts:
-    """Measured passes.
+    """Measured passes."""
 
-    Attributes:
-        engine: name and version.
-        device: ``cpu``, ``gpu`` or ``mixed``.
-        target: its t(w).
-        drafts: those of the draft models; a draft step costs their t(1).
-        now_ms: the target's t(1) measured just now; ``target`` may come from the calibration on disk.
-        bytes_per_token: weights that a one-token pass reads.
-        bound_ms: the time that reading them takes at the measured bandwidth; null on a GPU.
-    """
-
-    engine: str
-    device: str
-    target: CurveFacts
-    drafts: list[CurveFacts]
-    now_ms: float
-    bytes_per_token: int
-    bound_ms: float | None
+    engine: str  # name and version
+    device: str  # cpu, gpu or mixed
+    target: CurveFacts  # its t(w)
+    drafts: list[CurveFacts]  # those of the draft models; a draft step costs their t(1)
+    now_ms: float  # the target's t(1) measured just now; target may come from the calibration on disk
+    bytes_per_token: int  # weights that a one-token pass reads
+    bound_ms: float | None  # the time that reading them takes at the measured bandwidth; None on a GPU
 
 
 @dataclass(frozen=True, slots=True)
 class PayoffFacts:
-    """What speculation with one drafter is worth here; see ``controllers.break_even``.
+    """What speculation with one drafter is worth here; see ``controllers.break_even``."""
 
-    Attributes:
-        drafter: a model's name, or ``ngram``.
-        step_ms: time of one guess.
-        break_even: draft length -> acceptance from which it is faster than plain decoding; null: never.
-        speedup: acceptance -> best predicted speed-up over all lengths; 1 is plain decoding.
-        best_length: acceptance -> the length that reaches it; 0: do not draft.
-    """
-
-    drafter: str
-    step_ms: float
-    break_even: dict[int, float | None]
-    speedup: dict[float, float]
-    best_length: dict[float, int]
+    drafter: str  # a model's name, or ngram
+    step_ms: float  # time of one draft token
+    break_even: dict[int, float | None]  # draft length -> acceptance rate from which it pays; None: never
+    speedup: dict[float, float]  # acceptance rate -> best predicted speed-up over all lengths; 1 is plain decoding
+    best_length: dict[float, int]  # acceptance rate -> the length that reaches it; 0: do not draft
 
     @property
     def lowest_break_even(self) -> float | None:
-        """The least acceptance that pays, at whatever length; None where nothing does."""
+        """The least acceptance rate that pays, at whatever length; None where nothing does."""
         known = [share for share in self.break_even.values() if share is not None]
         return min(known, default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class PairFacts:
-    """Target and drafters.
+    """Target and drafters."""
 
-    Attributes:
-        target: the model that answers.
-        drafts: the draft models.
-        ngram: whether n-grams guess as well.
-        vocabulary: by draft name, its first difference from the target's vocabulary; null: they match.
-        fit: memory.
-        cost: measured passes; null where nothing was loaded.
-        payoff: by drafter, what they mean.
-    """
-
-    target: ModelFacts
-    drafts: list[ModelFacts]
-    ngram: bool
-    vocabulary: dict[str, str | None]
-    fit: FitFacts
-    cost: CostFacts | None = None
-    payoff: list[PayoffFacts] = field(default_factory=list)
+    target: ModelFacts  # the model that answers
+    drafts: list[ModelFacts]  # the draft models
+    ngram: bool  # whether n-grams draft as well
+    vocabulary: dict[str, str | None]  # by draft name, its first difference from the target's; None: they match
+    fit: FitFacts  # memory
+    cost: CostFacts | None = None  # measured passes; None where nothing was loaded
+    payoff: list[PayoffFacts] = field(default_factory=list)  # by drafter, what they mean
 
 
 @dataclass(frozen=True, slots=True)
 class RankedFacts:
-    """One candidate as measured.
+    """One candidate as measured."""
 
-    Attributes:
-        drafters: the drafters it uses; empty is plain decoding.
-        n_prompts: prompts it was measured on; 0: time ran out before.
-        speedup: geometric mean over the prompts of its speed over plain decoding of the same prompt.
-        lowest, highest: the extremes of those ratios.
-        tokens_per_second: plain decoding's median over the prompts, times ``speedup``.
-        acceptance_rate: accepted guesses of all guesses; null where none were made.
-    """
-
-    drafters: list[str]
-    n_prompts: int
-    speedup: float | None
-    lowest: float | None
-    highest: float | None
-    tokens_per_second: float | None
-    acceptance_rate: float | None
+    drafters: list[str]  # the drafters it uses; empty is plain decoding
+    n_prompts: int  # prompts it was measured on; 0: it was not reached, or cannot run
+    speedup: float | None  # geometric mean over the prompts of its speed over plain decoding of the same prompt
+    lowest: float | None  # of these ratios
+    highest: float | None  # of these ratios
+    tokens_per_second: float | None  # plain decoding's median over the prompts, times speedup
+    acceptance_rate: float | None  # accepted draft tokens of all; None where none were proposed
 
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """Candidates measured side by side, the fastest first.
+    """Candidates measured side by side, the fastest first."""
 
-    Attributes:
-        seconds: what it took, loading included.
-        max_tokens: longest answer.
-        prompts: ids of the prompts that all measured candidates share; the ratios are over these.
-        noise: relative standard deviation of plain decoding of one prompt, measured again and again; null if it was
-            measured once only.
-        candidates: see ``RankedFacts``.
-    """
-
-    seconds: float
-    max_tokens: int
-    prompts: list[str]
-    noise: float | None
-    candidates: list[RankedFacts]
+    seconds: float  # what it took, loading included
+    max_tokens: int  # longest answer
+    prompts: list[str]  # ids of the prompts that were measured
+    noise: float | None  # relative standard deviation of plain decoding of one prompt, measured twice
+    candidates: list[RankedFacts]  # plain decoding is one of them
 
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """What to do, in a sentence or two.
+    """What to do, in a sentence or two."""
 
-    Attributes:
-        speculate: null where there is nothing to judge it by.
-        text: the sentences.
-        command: what to type.
-    """
-
-    speculate: bool | None
-    text: str
-    command: str | None = None
+    speculate: bool | None  # None where there is nothing to judge it by
+    text: str  # the sentences
+    command: str | None = None  # what to type
 
 
 @dataclass(slots=True)
 class Examination:
-    """Everything that was found.
+    """Everything that was found."""
 
-    Attributes:
-        localspec: our version.
-        machine: the computer.
-        engines: known engines, usable or not.
-        models: models on this disk.
-        pair: the models asked about; null where none were and the default ones are not on this disk.
-        rank: measured candidates, with ``--rank``.
-        checks: the rows, in the order in which they are shown.
-        recommendation: what to do.
-    """
-
-    localspec: str
-    machine: MachineFacts
-    engines: list[EngineFacts] = field(default_factory=list)
-    models: list[ModelFacts] = field(default_factory=list)
-    pair: PairFacts | None = None
-    rank: RankFacts | None = None
-    checks: list[Check] = field(default_factory=list)
-    recommendation: Recommendation | None = None
+    localspec: str  # our version
+    machine: MachineFacts  # the computer
+    engines: list[EngineFacts] = field(default_factory=list)  # known engines, usable or not
+    models: list[ModelFacts] = field(default_factory=list)  # models on this disk
+    pair: PairFacts | None = None  # None where no model was named and the default ones are not on this disk
+    rank: RankFacts | None = None  # measured candidates, with --rank
+    checks: list[Check] = field(default_factory=list)  # the rows, in the order in which they are shown
+    recommendation: Recommendation | None = None  # what to do
 
     @property
     def holds(self) -> bool:
