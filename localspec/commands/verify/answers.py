@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from localspec.backends.base import Context, FloatArray, shared_prefix
 from localspec.commands.verify.betting import Bets
 from localspec.commands.verify.drafters import Adversary, Recorder
@@ -69,18 +67,7 @@ class RunningSystem:
     def _follow_from(self, plain: PlainAnswer, start: int, arm: AuditArm, tally: ArmTally) -> int:
         """Go along the plain answer until it ends or is left; returns where to go on."""
         params, position = replace(plain.params, max_tokens=len(plain.tokens) - start), start
-        for round_, settled, rows in self._rounds(plain, start, arm, params, tally):
-            for i, token in enumerate(round_.emitted):
-                row = edit_logits(rows[i], settled + [each.id for each in round_.emitted[:i]], params)
-                best = int(np.argmax(row))
-                if token.id != best:
-                    margin = float(row[best]) - float(row[token.id])
-                    evidence = (
-                        f"token {position + i} is {self.name(token.id)} where the row computed for it says "
-                        f"{self.name(best)}, {margin:.3g} logits above it ({_how(round_)})"
-                    )
-                    details = {"said": token.id, "argmax": best, "margin": margin, "drafted": len(round_.draft)}
-                    raise DefectFound(Defect("decision", arm.name, plain.name, position + i, evidence, details))
+        for round_, rows, _ in self._rounds(plain, start, arm, params, tally):
             for row, token in zip(rows, round_.emitted, strict=False):
                 if position == len(plain.tokens):
                     evidence = "the answer goes on where it had to end"
@@ -100,8 +87,7 @@ class RunningSystem:
     def sample(
         self, plain: PlainAnswer, arm: AuditArm, params: SamplingParams, bets: Bets, windows: list[Window]
     ) -> None:
-        """Answer at a temperature: with a seed, every token must be the draw that the seed makes from the row at hand;
-        without one, bets are made against the claim that the tokens follow the rows' distributions.
+        """Answer at a temperature; without a seed, bet against the claim that tokens follow their rows' distributions.
 
         Args:
             plain: the prompt comes from it; ``ignore_eos`` too.
@@ -113,34 +99,27 @@ class RunningSystem:
         params = replace(params, ignore_eos=plain.params.ignore_eos)
         before: Distribution | None = None
         with self.log.answering(arm.name, plain.name, sampled=True) as tally:
-            for round_, settled, rows in self._rounds(plain, 0, arm, params, tally):
-                history = list(settled)
-                for i, token in enumerate(round_.emitted):
-                    p = distribution(rows[i], history, params)
-                    if params.seed is None:
-                        q = law_of(round_.draft[i].id, round_.draft[i].dist) if i < len(round_.draft) else None
-                        bets.observe(p, token.id, q, before)
-                    elif (drawn := p.sample(Noise(params.seed), len(history), STREAM_TARGET)) != token.id:
-                        position, p_said, p_drawn = len(history) - len(plain.prompt), p.prob(token.id), p.prob(drawn)
-                        evidence = (
-                            f"with a fixed seed token {position} is {self.name(token.id)} (p {p_said:.3g}) where the "
-                            f"seed draws {self.name(drawn)} (p {p_drawn:.3g}) from the row at hand ({_how(round_)})"
-                        )
-                        details = {"said": token.id, "drawn": drawn, "p_said": p_said, "p_drawn": p_drawn}
-                        raise DefectFound(Defect("decision", arm.name, plain.name, position, evidence, details))
+            for round_, rows, laws in self._rounds(plain, 0, arm, params, tally):
+                if params.seed is not None:
+                    continue
+                for i, (token, p) in enumerate(zip(round_.emitted, laws, strict=True)):
+                    q = law_of(round_.draft[i].id, round_.draft[i].dist) if i < len(round_.draft) else None
+                    bets.observe(p, token.id, q, before)
                     before = p
-                    history.append(token.id)
-                if params.seed is None and len(round_.draft) > 1:
+                if len(round_.draft) > 1:
+                    settled = self.context.tokens[: round_.n_past + 1]
                     windows.append(Window.of(rows, round_.draft, settled, params))
 
     def _rounds(
         self, plain: PlainAnswer, start: int, arm: AuditArm, params: SamplingParams, tally: ArmTally
-    ) -> Iterator[tuple[Round, list[int], FloatArray]]:
-        """Rounds with what was settled before each and the target's rows for it [k + 1, n_vocab]."""
-        recorder, settled = Recorder(), plain.before(start)
+    ) -> Iterator[tuple[Round, FloatArray, list[Distribution]]]:
+        """Rounds whose decisions and context are right, with the target's rows [k + 1, n_vocab] and the laws of the
+        tokens."""
+        recorder, settled, n_prompt = Recorder(), plain.before(start), len(plain.prompt)
         decoder = SpeculativeDecoder(self.context, [*arm.drafters, recorder], arm.controller)
         decoder.prefill(settled, self.check)
-        for round_ in decoder.rounds(settled, params, TextAssembler(self.context.model.vocab), cancelled=self.check):
+        text = TextAssembler(self.context.model.vocab)
+        for round_ in decoder.rounds(list(settled), params, text, cancelled=self.check):
             n_draft, n_accepted = len(round_.draft), round_.verdict.n_accepted
             tally.rounds += 1
             tally.tokens += len(round_.emitted)
@@ -149,22 +128,32 @@ class RunningSystem:
             tally.widths.add(n_draft + 1)
             if n_accepted < n_draft:
                 tally.rejected_at.add(n_accepted + 1)
-            before, settled = settled, settled + [token.id for token in round_.emitted]
+            how = f"a round of {n_draft} guesses, {n_accepted} accepted" if n_draft else "a plain round"
+            laws = []
+            for row, token in zip(recorder.rows, round_.emitted, strict=False):
+                p = distribution(row, settled, params)
+                right = token.id if params.seed is None else p.sample(Noise(params.seed), len(settled), STREAM_TARGET)
+                right = p.argmax() if params.greedy else right
+                if token.id != right:
+                    rule = "the row computed for it says" if params.greedy else "the seed draws, from the row at hand,"
+                    edited = edit_logits(row, settled, params)
+                    margin, position = float(edited[right]) - float(edited[token.id]), len(settled) - n_prompt
+                    evidence = (
+                        f"token {position} is {self.name(token.id)} where {rule} {self.name(right)}, whose logit "
+                        f"differs by {margin:+.3g} ({how})"
+                    )
+                    details = {"said": token.id, "right": right, "margin": margin, "drafted": n_draft}
+                    raise DefectFound(Defect("decision", arm.name, plain.name, position, evidence, details))
+                laws.append(p)
+                settled.append(token.id)
             held, wanted = self.context.tokens, settled[:-1]
             if held != wanted:
                 at = shared_prefix(held, wanted)
                 evidence = (
-                    f"after {_how(round_)} the context holds {len(held)} tokens where {len(wanted)} are settled and "
-                    f"decoded; they part at token {at}"
+                    f"after {how} the context holds {len(held)} tokens where {len(wanted)} are settled and decoded; "
+                    f"they part at token {at}"
                 )
                 details = {"held": len(held), "wanted": len(wanted), "first_difference": at}
-                position = len(settled) - len(plain.prompt)
+                position = len(settled) - n_prompt
                 raise DefectFound(Defect("memory", arm.name, plain.name, position, evidence, details))
-            yield round_, before, recorder.rows
-
-
-def _how(round_: Round) -> str:
-    """What the round did, in words."""
-    if not len(round_.draft):
-        return "a plain round"
-    return f"a round of {len(round_.draft)} guesses, {round_.verdict.n_accepted} accepted"
+            yield round_, recorder.rows, laws

@@ -191,7 +191,8 @@ class Audit:
 
     def _draw_from_verification(self) -> None:
         """Test its law on the windows that tell most."""
-        params, n_draws = self.options.sampled, self.options.n_draws
+        chain, n_draws = self.options.sampled, self.options.n_draws
+        params = SamplingParams(chain.temperature, chain.top_k, chain.top_p, chain.min_p)  # rows are edited already
         windows = sorted(self.windows, key=lambda window: -window.telling(params))[: self.options.n_windows]
         n_looks = len(windows) * len(verification_law.KINDS) * n_draws / verification_law.CHECKED_DRAWS
         self.law.examine(windows, params, n_draws, lambda: self._step("the law of verification", 1 / n_looks))

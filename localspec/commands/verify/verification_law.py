@@ -70,7 +70,7 @@ class Window:
         edited = [edit_logits(rows[i], [*settled, *draft.ids[:i]], params) for i in range(k + 1)]
         kept = [top_k_ids(row, PER_ROW) for row in edited]
         laws = [token.dist for token in draft[:k]]
-        kept += [law.ids[np.sort(np.argsort(-law.probs)[:PER_ROW])] for law in laws if law is not None]
+        kept += [law.ids[np.argsort(-law.probs)[:PER_ROW]] for law in laws if law is not None]
         ids = np.unique(np.concatenate(kept))
         return cls(np.stack([row[ids] for row in edited]), [law and _restricted(law, ids) for law in laws])
 
@@ -87,9 +87,9 @@ class Window:
     def telling(self, params: SamplingParams) -> float:
         """How much a draw would tell if verification were wrong, in nats: by the suspicion about the residual, which is
         the hardest to see, over all places."""
-        bare, total = _without_edits(params), 0.0
-        for row, q in zip(self.rows, self.drafted(bare), strict=False):
-            nats = expected_evidence(distribution(row, (), bare), q)
+        total = 0.0
+        for row, q in zip(self.rows, self.drafted(params), strict=False):
+            nats = expected_evidence(distribution(row, (), params), q)
             total += max(value for name, value in nats.items() if name.startswith("no residual"))
         return total
 
@@ -133,12 +133,12 @@ class VerificationLaw:
         }
 
     def examine(self, windows: Sequence[Window], params: SamplingParams, n_draws: int, check: Check) -> None:
-        """Draw ``n_draws`` times from every kind of draft on every window; ``check``: see ``plain.Check``."""
-        bare = _without_edits(params)
-        n_laws = sum(len(distribution(row, (), bare).ids) for window in windows for row in window.rows)
+        """Draw ``n_draws`` times from every kind of draft on every window; the rows of ``windows`` are edited already,
+        so ``params`` must not edit them."""
+        n_laws = sum(len(distribution(row, (), params).ids) for window in windows for row in window.rows)
         limit = math.log(2 * max(1, n_laws * len(KINDS)) / FALSE_ALARM)
         for number, (window, kind) in enumerate(itertools.product(windows, KINDS)):
-            trial, emitted = _Trial(window, kind, bare), []
+            trial, emitted = _Trial(window, kind, params), []
             for draw in range(n_draws):
                 if draw % CHECKED_DRAWS == 0:
                     check()
@@ -221,10 +221,6 @@ def _restricted(law: Distribution, ids: Ids) -> Distribution:
     probs = law.probs_of(ids)
     kept = np.flatnonzero(probs)
     return Distribution(kept, probs[kept] / probs[kept].sum())
-
-
-def _without_edits(params: SamplingParams) -> SamplingParams:
-    return SamplingParams(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
 
 
 def _binary_kl(a: Probs, p: Probs) -> Probs:
