@@ -104,7 +104,7 @@ class Chat:
             self.screen.error(line_of(error))
             return False
         kept = len(self.session.messages) > len(before)
-        self.status = status.final(record.stats)
+        self.status = status.line(record.stats)
         if kept:
             self.records.append(record)
         self._remark(record, kept)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 from rich.text import Text
 
 from localspec.commands.chat.screen import no_echo
-from localspec.commands.chat.style import Style
-from localspec.commands.chat.typesetter import Typesetter
 from localspec.errors import UsageError
 from localspec.spec_decode.rounds import SpecStats
 from localspec.system.interrupts import on_interrupt
+from localspec.terminal.progress import Progress
 from localspec.terminal.text import on_one_line, visible
 
 if TYPE_CHECKING:
@@ -24,15 +23,7 @@ if TYPE_CHECKING:
 SEED_BITS = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One side of a race."""
-
-    name: str
-    speculate: bool
-
-
-PLAIN, SPECULATIVE = Side("plain", False), Side("speculative", True)
+_NAMES = {False: "plain", True: "speculative"}
 
 
 def race(chat: Chat) -> None:
@@ -48,50 +39,24 @@ def race(chat: Chat) -> None:
     params = chat.params
     if not params.greedy and params.seed is None:
         params = replace(params, seed=secrets.randbits(SEED_BITS))  # both sides get the same dice
-    order = (PLAIN, SPECULATIVE) if chat.races % 2 == 0 else (SPECULATIVE, PLAIN)
+    first = chat.races % 2 == 1
     chat.races += 1
-    replies: dict[Side, Reply] = {}
-    for side in order:
-        progress = _ProgressLine(chat, side.name)
-        stream = chat.llm.rounds(messages, params, speculate=side.speculate)
-        try:
-            with no_echo(), stream, on_interrupt(stream.close):
-                for round_ in stream:
-                    progress.add(round_.text, len(round_.emitted), round_.ms_draft + round_.ms_verify + round_.ms_other)
-                reply = stream.reply
-        finally:
-            progress.close()
-        if reply.finish_reason == "cancelled":
+    replies: dict[bool, Reply] = {}
+    for speculate in (first, not first):
+        stream = chat.llm.rounds(messages, params, speculate=speculate)
+        status, said = SpecStats(), ""
+        with Progress(chat.screen.file) as progress, no_echo(), stream, on_interrupt(stream.close):
+            for round_ in stream:
+                status.add(round_)
+                said = (said + on_one_line(round_.text))[-40:]
+                if chat.screen.ansi:
+                    speed = f"{status.completion_tokens} tokens, {status['tokens_per_second']:.1f} tok/s"
+                    progress.report(f"{_NAMES[speculate]}: {speed}  …{said}", None)
+            replies[speculate] = stream.reply
+        if replies[speculate].finish_reason == "cancelled":
             chat.screen.note("[race stopped]")
             return
-        replies[side] = reply
-    _show(chat, replies[PLAIN], replies[SPECULATIVE], order[0].name)
-
-
-class _ProgressLine:
-    """A line that is gone when the run is over."""
-
-    def __init__(self, chat: Chat, name: str) -> None:
-        self._who = name
-        self._tokens = 0
-        self._ms = 0.0
-        self._text = ""
-        self._paper = Typesetter(chat.screen.file, colour=chat.screen.colour) if chat.screen.ansi else None
-
-    def add(self, text: str, n_tokens: int, ms: float) -> None:
-        self._tokens += n_tokens
-        self._ms += ms
-        self._text = (self._text + on_one_line(text))[-40:]
-        if self._paper:
-            speed = self._tokens / self._ms * 1e3 if self._ms else 0.0
-            self._paper.tail(
-                [(f"{self._who}: {self._tokens} tokens, {speed:.1f} tok/s  …{self._text}", Style.NOTE)], ""
-            )
-            self._paper.flush()
-
-    def close(self) -> None:
-        if self._paper:
-            self._paper.finish()
+    _show(chat, replies[False], replies[True], _NAMES[first])
 
 
 def _show(chat: Chat, plain: Reply, speculative: Reply, first: str) -> None:

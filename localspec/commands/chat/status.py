@@ -25,8 +25,8 @@ class AnswerStatus:
     def __init__(self, drafters: Sequence[str], draft_length: int | str, plain_speed: float | None = None) -> None:
         self.drafters = "+".join(map(short_name, drafters)) or "no draft"
         self.draft_length = draft_length
-        self.plain_speed = plain_speed
         self.stats = SpecStats()
+        self.stats.seconds_plain_token = 1 / plain_speed if plain_speed else None
         self._lengths: deque[int] = deque(maxlen=RECENT)
 
     def add(self, round_: Round) -> None:
@@ -35,14 +35,9 @@ class AnswerStatus:
         if round_.emitted:
             self._lengths.append(len(round_.draft))
 
-    def line(self) -> str:
-        """The status while the answer is being written."""
-        figures = self.stats.as_dict() | {"estimated_plain_tokens_per_second": self.plain_speed}
-        return status_line(figures, self.drafters, self._length())
-
-    def final(self, stats: Mapping[str, Any]) -> str:
-        """The status of the finished answer."""
-        return status_line(stats, self.drafters, self._length())
+    def line(self, stats: Mapping[str, Any] | None = None) -> str:
+        """The status while the answer is being written, or with the figures of the finished answer."""
+        return status_line(self.stats if stats is None else stats, self.drafters, self._length())
 
     def _length(self) -> str:
         if self.draft_length != "auto":
