@@ -35,8 +35,7 @@ class CallObject:
         self._in_string = False
         self._escaped = False
         self._key: str | None = None
-        self._part: list[str] = []
-        self._reading = "key"
+        self._part: list[str] = []  # of a key or a value, so far
         self._n_given = 0
 
     def push(self, text: str) -> int:
@@ -66,20 +65,33 @@ class CallObject:
             self.done = not self._open
         elif depth == 0:
             self.failed = c != "{"
-        elif self._reading == "key":
-            self._read_key(c, quoted)
-        elif self._reading == "colon":
-            self._reading = "value" if c == ":" else "colon"
-            self.failed = c != ":" and not c.isspace()
-        elif depth == 1 and not quoted and c in ",}":
-            self._end_value()
-            self._reading, self._part = "key", []
-            self._end(c)
-        else:
+        elif depth > 1 or quoted or c not in ":,}":
             self._part.append(c)
-            # An object goes out as it comes; what is not one is decoded when it is whole.
-            if self._key in _ARGUMENTS and (len(self._open) > 1 or depth > 1):
+            if self._key is None:
+                self.failed = not (quoted or c == '"' or c.isspace())
+            elif self._key in _ARGUMENTS and (len(self._open) > 1 or depth > 1):
+                # An object goes out as it comes; what is not one is decoded when it is whole.
                 self.arguments += c
+        elif c == ":":
+            self.failed = self._key is not None
+            self._key = self._decoded(self._part_read())
+        else:
+            self._end_member(self._part_read())
+            self._key = None
+            if c == "}" and not self.failed:
+                self.failed = self.name is None
+                self.done = not self.failed
+
+    def _part_read(self) -> str:
+        part, self._part = "".join(self._part).strip(), []
+        return part
+
+    def _decoded(self, raw: str) -> Any:
+        try:
+            return json.loads(raw)
+        except (ValueError, RecursionError):
+            self.failed = True
+            return None
 
     def _follow(self, c: str) -> None:
         """Strings and brackets."""
@@ -97,43 +109,19 @@ class CallObject:
         elif c in "}]":
             self.failed = not self._open or self._open.pop() != _CLOSES[c]
 
-    def _read_key(self, c: str, quoted: bool) -> None:
-        if quoted or c == '"':
-            self._part.append(c)
-            if quoted and not self._in_string:
-                try:
-                    self._key = json.loads("".join(self._part))
-                except ValueError:
-                    self.failed = True
-                self._reading, self._part = "colon", []
-        elif c == "}":
-            self._end(c)
-        else:
-            self.failed = c != "," and not c.isspace()
-
-    def _end_value(self) -> None:
-        raw = "".join(self._part).strip()
-        if self._key in _ARGUMENTS and raw.startswith(("{", "[")):
-            return
-        if self._key not in (*_ARGUMENTS, *_NAMES):
-            return
-        try:
-            value = json.loads(raw)
-        except ValueError:
-            self.failed = True
-            return
-        if self._key in _ARGUMENTS:
+    def _end_member(self, raw: str) -> None:
+        if self._key is None:
+            self.failed = raw != ""  # a key without a value
+        elif self._key in _ARGUMENTS and not raw.startswith(("{", "[")):
+            value = self._decoded(raw)
             self.arguments += value if isinstance(value, str) else "" if value is None else raw
-        elif isinstance(value, str) and value:
-            self.name = value
-        elif isinstance(value, dict) and isinstance(value.get("name"), str):  # as OpenAI writes it
-            self.name = value["name"]
-            inner: Any = next((value[key] for key in _ARGUMENTS if key in value), {})
-            self.arguments = inner if isinstance(inner, str) else json.dumps(inner, ensure_ascii=False)
-        else:
-            self.failed = True
-
-    def _end(self, c: str) -> None:
-        if c == "}" and not self.failed:
-            self.failed = self.name is None
-            self.done = not self.failed
+        elif self._key in _NAMES:
+            value = self._decoded(raw)
+            if isinstance(value, str) and value:
+                self.name = value
+            elif isinstance(value, dict) and isinstance(value.get("name"), str):  # as OpenAI writes it
+                self.name = value["name"]
+                inner: Any = next((value[key] for key in _ARGUMENTS if key in value), {})
+                self.arguments = inner if isinstance(inner, str) else json.dumps(inner, ensure_ascii=False)
+            else:
+                self.failed = True
