@@ -99,11 +99,17 @@ def copy(tmp_path: Path) -> Copy:
     return Copy(tmp_path / "tree")
 
 
-def test_a_drafter_is_added_as_the_page_says(copy: Copy, tiny: TinyFiles) -> None:
+def test_a_drafter_is_added_as_the_page_says(copy: Copy, tiny: TinyFiles, tmp_path: Path) -> None:
+    question = tmp_path / "question.jsonl"
+    question.write_text('{"question_id": 1, "category": "song", "turns": ["la la la"]}\n')
     copy.follow("A drafter")
     assert "1 passed" in copy.said
     copy.answer(str(tiny.quick.target), "--backend", "reference", "--draft", "toy", "--draft-length", "3")
     assert '"toy": {"num_draft_tokens"' in copy.said
+    arms = ("--arm", "toy:4", "--backend", "reference", "--draft", "toy", "--prompts", str(question))
+    limits = ("--minutes", "0.1", "--ctx", "512", "--max-tokens", "20")
+    copy.python("-m", "localspec", "bench", str(tiny.quick.target), *arms, *limits)
+    assert "toy:4" in copy.said
 
 
 def test_a_backend_is_added_as_the_page_says(copy: Copy, tiny: TinyFiles) -> None:

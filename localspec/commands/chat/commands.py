@@ -83,6 +83,7 @@ def _help(chat: Chat, argument: str) -> None:
 
 
 def _view(chat: Chat, argument: str) -> None:
+    argument = FORMER_VIEWS.get(argument, argument)
     if argument and argument not in VIEWS:
         raise UsageError(f"no view {argument!r}: there are {', '.join(VIEWS)}")
     chat.view = argument or chat.view

@@ -14,7 +14,7 @@ from localspec.terminal.text import clip, on_one_line, terminal_size, visible, w
 
 VIEWS = ("tokens", "rounds", "plain")
 FORMER_VIEWS = {"lane": "rounds"}
-"""Names that saved chats may have, and what they are called now."""
+"""Names that saved chats may have and people may type, and what they are called now."""
 
 
 class View(ABC):

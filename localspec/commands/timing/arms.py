@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from localspec.errors import UsageError
 from localspec.runtime.arguments import DraftLength
+from localspec.spec_decode.drafters.free import FREE_DRAFTERS
 
-_PATTERN = re.compile(r"(?:(?P<source>ngram|model\d*):)?(?P<length>auto|\d{1,4})")
+_PATTERN = re.compile(rf"(?:(?P<source>{'|'.join(FREE_DRAFTERS)}|model\d*):)?(?P<length>auto|\d{{1,4}})")
 
 
 @dataclass(frozen=True, slots=True)
