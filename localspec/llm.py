@@ -16,13 +16,13 @@ from localspec.prompts.prompts import Prompt, PromptEncoder
 from localspec.prompts.templates import ChatTemplate
 from localspec.runtime import arguments
 from localspec.runtime.answering import Request, answer, score
-from localspec.runtime.arguments import DraftLength, checked_bound, checked_bytes, checked_length, draft_specs
+from localspec.runtime.arguments import DraftLength, checked_length, checked_spec, draft_specs
 from localspec.runtime.asking import AskingModel
 from localspec.runtime.idle import PREPARATION, IdleWork, OnMains
 from localspec.runtime.jobs import Job
-from localspec.runtime.model_loading import PairOptions, Report, giving_way
+from localspec.runtime.load_options import PREFIX_CACHE_BYTES, LoadOptions
+from localspec.runtime.model_loading import Report, giving_way
 from localspec.runtime.pair import Pair
-from localspec.runtime.prefix_cache import DEFAULT_BYTES
 from localspec.runtime.read_ahead import ReadAhead
 from localspec.runtime.stream import Submit
 from localspec.runtime.tokenizing import Tokenizing
@@ -31,6 +31,7 @@ from localspec.sampling.logprobs import checked_top
 from localspec.sampling.sampling import SamplingParams
 from localspec.session import Session
 from localspec.session import load as load_session
+from localspec.values import checked_whole
 
 
 class LLM(AskingModel, Tokenizing):
@@ -88,7 +89,7 @@ class LLM(AskingModel, Tokenizing):
         light_draft: bool = True,
         remember: bool = True,
         draft_backend: str | None = None,
-        prefix_cache_bytes: int = DEFAULT_BYTES,
+        prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
         max_queue: int | None = None,
         idle: bool = True,
         progress: Report | None = None,
@@ -97,22 +98,29 @@ class LLM(AskingModel, Tokenizing):
         cancel = arguments.checked_loading(progress, cancel)
         self._progress: Report = progress or (lambda what, fraction: None)
         self.draft_length = draft_length
-        options = arguments.checked_options(
-            backend, n_ctx, n_threads, n_gpu_layers, kv_cache_type, light_draft, remember, draft_backend, idle
+        options = LoadOptions(
+            backend,
+            draft_backend,
+            n_ctx,
+            n_threads,
+            n_gpu_layers,
+            kv_cache_type,
+            bool(light_draft),
+            bool(remember),
+            prefix_cache_bytes,
+            bool(idle),
         )
-        cache_bytes, bound, drafts = checked_bytes(prefix_cache_bytes), checked_bound(max_queue), draft_specs(draft)
-        name = arguments.checked_spec("model", model)
+        bound, drafts, name = _checked_bound(max_queue), draft_specs(draft), checked_spec("model", model)
         path = self._path = Catalog.load().resolve(name)
         self.model_name = name if not name.endswith(".gguf") else path.name.removesuffix(".gguf")
         self.chat_defaults: dict[str, Any] = Catalog.load().chat_defaults(path)
         # What can be refused was refused before there is a thread.
-        self._worker = Worker(bound, IdleWork(OnMains()) if idle else None)
+        self._worker = Worker(bound, IdleWork(OnMains()) if options.idle else None)
         self._pair = self._load(path, drafts, options, cancel)
         target = self._pair.target
         self.backend_name = target.backend
         self.engine = target.engine
         self.n_ctx = self._pair.context.n_ctx
-        self._pair.prefix_cache.max_bytes = cache_bytes
         try:
             self.template = ChatTemplate.for_vocab(target.chat_template, target.vocab)
         except BaseException:
@@ -127,7 +135,7 @@ class LLM(AskingModel, Tokenizing):
         self._finalizer = weakref.finalize(self, self._worker.close, *self._last, cancel=True, wait=False)
         self._finalizer.atexit = False
 
-    def _load(self, path: Path, draft: Sequence[str], options: PairOptions, cancel: threading.Event) -> Pair:
+    def _load(self, path: Path, draft: Sequence[str], options: LoadOptions, cancel: threading.Event) -> Pair:
         loaded: list[Pair] = []
 
         def load() -> None:
@@ -227,7 +235,7 @@ class LLM(AskingModel, Tokenizing):
 
     @max_queue.setter
     def max_queue(self, value: int | None) -> None:
-        self._worker.queue.max_waiting = checked_bound(value)
+        self._worker.queue.max_waiting = _checked_bound(value)
 
     def set_draft(
         self, spec: str | Path | Sequence[str | Path] | None, *, gives_way: Callable[[], bool] | None = None
@@ -284,7 +292,7 @@ class LLM(AskingModel, Tokenizing):
 
     @prefix_cache_bytes.setter
     def prefix_cache_bytes(self, value: int) -> None:
-        bound = checked_bytes(value)
+        bound = checked_whole("prefix_cache_bytes", value, 0)
 
         def change(pair: Pair) -> None:
             pair.prefix_cache.max_bytes = bound
@@ -332,7 +340,6 @@ class LLM(AskingModel, Tokenizing):
         length: DraftLength = wanted if speculate else 0
         params = arguments.checked_params(params)
         n_logprobs = None if logprobs is None else checked_top(logprobs)
-        deadline, conversation = arguments.checked_turn(deadline, conversation)
         expected = self._encoder.ids("prediction", () if prediction is None else prediction)
         names = arguments.drafter_names(drafters)
         request = Request(question, params, length, n_logprobs, self.model_name, names, expected)
@@ -351,7 +358,7 @@ class LLM(AskingModel, Tokenizing):
         return submit
 
     def _scorer(self, prompt: Prompt, top: int, deadline: float | None, conversation: Hashable | None) -> Submit:
-        n_top, (deadline, conversation) = checked_top(top), arguments.checked_turn(deadline, conversation)
+        n_top = checked_top(top)
 
         def submit(deliver: Callable[[Any], Any]) -> Job:
             job = Job(
@@ -404,3 +411,8 @@ def _close_all(pairs: Sequence[Pair]) -> None:
 def _close_if_loaded(loading: asyncio.Future[LLM]) -> None:
     if not loading.cancelled() and loading.exception() is None:
         loading.result()._finalizer()
+
+
+def _checked_bound(value: int | None) -> int | None:
+    """A bound of the queue; None is none."""
+    return None if value is None else checked_whole("max_queue", value, 0)

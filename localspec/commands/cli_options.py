@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from localspec.values import MAX_COUNT, MAX_THREADS
+
 if TYPE_CHECKING:
     from localspec.commands.options import RunOptions
 
@@ -33,17 +35,24 @@ DraftBackend = Annotated[
 Temperature = Annotated[
     float | None, typer.Option(help="0 always takes the likeliest token.", show_default="the model's")
 ]
-TopK = Annotated[int | None, typer.Option(help="Keep the N likeliest tokens; 0 keeps all.")]
+TopK = Annotated[int | None, typer.Option(min=0, max=MAX_COUNT, help="Keep the N likeliest tokens; 0 keeps all.")]
 TopP = Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this total probability.")]
 MinP = Annotated[float | None, typer.Option(help="Drop tokens less likely than this share of the likeliest.")]
 RepeatPenalty = Annotated[float | None, typer.Option(help="Over 1 makes recent tokens less likely.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text again.")]
-MaxTokens = Annotated[int | None, typer.Option(help="Longest answer.", show_default="what the context holds")]
+MaxTokens = Annotated[
+    int | None, typer.Option(min=1, max=MAX_COUNT, help="Longest answer.", show_default="what the context holds")
+]
 Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End the answer before this text; repeatable.")]
-Ctx = Annotated[int | None, typer.Option(help="Context size in tokens, answer included.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads.", show_default="the physical cores")]
+Ctx = Annotated[int | None, typer.Option(min=1, max=MAX_COUNT, help="Context size in tokens, answer included.")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, max=MAX_THREADS, help="CPU threads.", show_default="the physical cores")
+]
 KVCache = Annotated[str, typer.Option(metavar="f16|f32|q8_0|q4_0", help="Type of the attention cache.")]
-GpuLayers = Annotated[int | None, typer.Option(help="Layers on the GPU.", show_default="all, if the engine can")]
+GpuLayers = Annotated[
+    int | None,
+    typer.Option(min=0, max=MAX_COUNT, help="Layers on the GPU.", show_default="all, if the engine can"),
+]
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="The system prompt.")]
 LightDraft = Annotated[
     bool,
@@ -56,6 +65,18 @@ Idle = Annotated[
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show what the engine logs.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
+
+LOADING = {
+    "backend": "backend",
+    "draft_backend": "draft_backend",
+    "ctx": "n_ctx",
+    "threads": "n_threads",
+    "gpu_layers": "n_gpu_layers",
+    "kv_cache": "kv_cache_type",
+    "light_draft": "light_draft",
+    "idle": "idle",
+}
+"""What an option of loading is called in ``LoadOptions``."""
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed", "max_tokens")
 
@@ -108,9 +129,11 @@ def run_options(model: str | None, given: dict[str, Any], **sampling: Any) -> Ru
         UsageError: a value makes no sense.
     """
     from localspec.commands.options import RunOptions
+    from localspec.runtime.load_options import LoadOptions
 
     rest = {"idle": False} | given
+    load = LoadOptions(**{keyword: rest.pop(option) for option, keyword in LOADING.items()})
     sampling |= {name: value for name in SAMPLING if (value := rest.pop(name)) is not None}
     if stop := rest.pop("stop"):
         sampling["stop"] = tuple(stop)
-    return RunOptions(model=model, draft=rest.pop("draft") or (), sampling=sampling, **rest)
+    return RunOptions(model=model, draft=rest.pop("draft") or (), load=load, sampling=sampling, **rest)

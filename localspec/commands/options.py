@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from difflib import get_close_matches
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localspec.errors import UsageError
-from localspec.values import KV_CACHE_TYPES, MAX_COUNT, MAX_THREADS
+from localspec.backends.noise import engine_log
+from localspec.errors import DownloadError, ModelFileError, UsageError
+from localspec.model_files.catalog import Catalog, Entry
+from localspec.runtime.arguments import DraftLength, checked_length, draft_specs
+from localspec.runtime.load_options import LoadOptions
+from localspec.runtime.model_loading import Report
+from localspec.sampling.sampling import CHAT_SETTINGS, SamplingParams
+from localspec.spec_decode.drafters.names import NGRAM
+from localspec.system.home import offline
 
 if TYPE_CHECKING:
     from localspec.llm import LLM
-    from localspec.model_files.catalog import Entry
-    from localspec.sampling.sampling import SamplingParams
-
-Report = Callable[[str, "float | None"], None]
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """The options that ``chat`` and ``generate`` share.
+    """What was asked of a command that runs a model.
 
     Attributes:
         model: catalogue name, path or hub address; None takes the catalogue's default pair.
         draft: what ``--draft`` was given, in order; empty is ``auto``.
+        draft_length: ``auto`` or a number of tokens.
+        load: how to load.
+        system: the system prompt; None is the model's own.
+        verbose: whether to show what the engine logs.
         sampling: what was given of temperature, top_k, top_p, min_p, repeat_penalty, seed, max_tokens and stop; the
             rest comes from the catalogue's chat defaults for the model.
     """
@@ -35,14 +41,7 @@ class RunOptions:
     model: str | None = None
     draft: Sequence[str] = ()
     draft_length: str = "auto"
-    backend: str = "auto"
-    draft_backend: str | None = None
-    ctx: int | None = None
-    threads: int | None = None
-    gpu_layers: int | None = None
-    kv_cache: str = "f16"
-    light_draft: bool = True
-    idle: bool = True
+    load: LoadOptions = field(default_factory=LoadOptions)
     system: str | None = None
     verbose: bool = False
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -52,40 +51,35 @@ class RunOptions:
             check_text(text, name)
         for text in (*self.draft, *self.sampling.get("stop", ())):
             check_text(text, "an option")
-        for name, value, least, most in (
-            ("--ctx", self.ctx, 1, MAX_COUNT),
-            ("--threads", self.threads, 1, MAX_THREADS),
-            ("--gpu-layers", self.gpu_layers, 0, MAX_COUNT),
-            ("--max-tokens", self.sampling.get("max_tokens"), 1, MAX_COUNT),
-            ("--top-k", self.sampling.get("top_k"), 0, MAX_COUNT),
-        ):
-            if value is not None and not least <= value <= most:
-                raise UsageError(f"{name} must be in {least}..{most}, not {value}")
-        if self.kv_cache not in KV_CACHE_TYPES:
-            raise UsageError(f"--kv-cache must be {', '.join(KV_CACHE_TYPES)}, not {self.kv_cache!r}")
         self.length()
         self.drafters()
         self.params({})
 
-    def length(self) -> int | str:
+    def length(self) -> DraftLength:
         """The draft length: ``auto`` or a number."""
-        return draft_length(self.draft_length)
+        return checked_length(self.draft_length)
 
-    def drafters(self) -> str | list[str] | None:
-        """The draft in the form that ``LLM`` takes."""
-        return draft_spec(self.draft)
+    def drafters(self) -> list[str]:
+        """The drafters: ``["auto"]``, or names of them; none is []."""
+        return draft_specs(self.draft or "auto")
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Sampling parameters: what was asked for, over the model's own defaults, over greedy."""
-        from localspec.sampling.sampling import CHAT_SETTINGS, SamplingParams
-
         known = {name: value for name, value in defaults.items() if name in CHAT_SETTINGS}
         return SamplingParams(**(known | dict(self.sampling)))
 
     @property
     def draft_may_come_late(self) -> bool:
         """Whether nothing was asked for that takes a draft model from the first token on."""
-        return self.drafters() == "auto" and self.length() == "auto" and self.idle
+        return self.drafters() == ["auto"] and self.length() == "auto" and self.load.idle
+
+    def for_measuring(self, **load: Any) -> RunOptions:
+        """The same, with nothing from earlier runs or questions that helps, and no idle work beside what is measured.
+
+        Args:
+            load: other options of loading that change.
+        """
+        return replace(self, load=replace(self.load, remember=False, prefix_cache_bytes=0, idle=False, **load))
 
     def open(self, report: Report, *, late: list[Entry] | None = None) -> LLM:
         """Load the model and its drafters; see ``ensure_model`` for where no model was named.
@@ -98,30 +92,18 @@ class RunOptions:
             LocalspecError: they cannot be had.
         """
         from localspec.llm import LLM
-        from localspec.model_files.catalog import Catalog
-        from localspec.system.home import offline
 
-        if self.verbose:
-            from localspec.backends.noise import engine_log
-
-            engine_log.verbose = True
+        self.set_up_logging()
         if late is not None and self.model is None and not offline():
             late += [entry for entry in Catalog.load().default_pair()[1:] if not entry.present]
-        model = ensure_model(self.model, self.draft if late is None else ["ngram"])
-        return LLM(
-            model,
-            self.drafters() if late is None else "ngram",
-            draft_length=self.length(),
-            backend=self.backend,
-            draft_backend=self.draft_backend,
-            n_ctx=self.ctx,
-            n_threads=self.threads,
-            n_gpu_layers=self.gpu_layers,
-            kv_cache_type=self.kv_cache,
-            light_draft=self.light_draft,
-            idle=self.idle,
-            progress=report,
-        )
+        drafters = self.drafters() if late is None else [NGRAM]
+        model = ensure_model(self.model, drafters)
+        return LLM(model, drafters, draft_length=self.length(), progress=report, **asdict(self.load))
+
+    def set_up_logging(self) -> None:
+        """Show what the engines log, if that was asked for."""
+        if self.verbose:
+            engine_log.verbose = True
 
 
 def answer_form(json_schema: str | None, grammar: str | None) -> dict[str, Any]:
@@ -152,42 +134,6 @@ def _read(path: str, option: str) -> str:
         raise UsageError(f"{option} {path} is not a text file in UTF-8") from None
 
 
-def draft_length(text: str) -> int | str:
-    """``auto``, or a number of tokens.
-
-    Raises:
-        UsageError: neither.
-    """
-    if text == "auto":
-        return text
-    try:
-        value = int(text)
-    except ValueError:
-        raise UsageError(f"the draft length must be auto or a number, not {text!r}") from None
-    from localspec.controllers.fixed import FixedController
-
-    return FixedController(value).length
-
-
-def draft_spec(names: Sequence[str]) -> str | list[str] | None:
-    """``--draft`` as given -> the ``draft`` argument of ``LLM``.
-
-    Raises:
-        UsageError: ``auto`` or ``none`` together with others.
-    """
-    if not names:
-        return "auto"
-    if len(names) > 1 and {"auto", "none"} & set(names):
-        raise UsageError("--draft auto and --draft none stand alone; several drafters are named one by one")
-    for name in names:
-        close = get_close_matches(name, ("auto", "none", "ngram"), n=1) if name.isalpha() else []
-        if close and name != close[0]:
-            raise UsageError(f"no draft {name!r}: did you mean {close[0]}?")
-    if names[0] == "none":
-        return None
-    return names[0] if names[0] == "auto" else list(names)
-
-
 def check_text(text: str | None, name: str) -> None:
     """Refuse text from the command line that was not valid UTF-8.
 
@@ -198,8 +144,12 @@ def check_text(text: str | None, name: str) -> None:
         raise UsageError(f"{name} is not valid UTF-8")
 
 
-def ensure_model(model: str | None, draft: Sequence[str]) -> str:
+def ensure_model(model: str | None, drafters: Sequence[str]) -> str:
     """The model to load; without a name the default pair, which is fetched where it is not on the disk yet.
+
+    Args:
+        model: what was named.
+        drafters: see ``RunOptions.drafters``.
 
     Raises:
         ModelFileError: it is not there and may not be fetched.
@@ -207,12 +157,8 @@ def ensure_model(model: str | None, draft: Sequence[str]) -> str:
     """
     if model is not None:
         return model
-    from localspec.errors import ModelFileError
-    from localspec.model_files.catalog import Catalog
-    from localspec.system.home import offline
-
     target, *drafts = Catalog.load().default_pair()
-    wanted = [target, *(drafts if draft_spec(draft) == "auto" else [])]
+    wanted = [target, *(drafts if list(drafters) == ["auto"] else [])]
     missing = [entry for entry in wanted if not entry.present]
     if missing and offline():
         if not target.present:
@@ -228,7 +174,6 @@ def ensure_model(model: str | None, draft: Sequence[str]) -> str:
 
 def _fetch(target: Entry, missing: Sequence[Entry]) -> None:
     from localspec.commands.files import pull
-    from localspec.errors import DownloadError
 
     names = " and ".join(entry.name for entry in missing)
     size = sum(entry.bytes for entry in missing) / 1e9

@@ -2,45 +2,27 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
 
-from localspec.backends import check_name
 from localspec.controllers.fixed import FixedController
 from localspec.errors import UsageError
-from localspec.runtime.model_loading import PairOptions
 from localspec.sampling.sampling import SamplingParams
-from localspec.values import (
-    KV_CACHE_TYPES,
-    MAX_COUNT,
-    MAX_THREADS,
-    as_float,
-    checked_whole,
-    is_number,
-    is_whole,
-    listed,
-    shown,
-)
+from localspec.spec_decode.drafters.names import NGRAM
+from localspec.values import is_whole, listed, shown
 
 DraftLength = int | str
 """``auto``, or a number of tokens."""
 
+WORDS = ("auto", "none", NGRAM)
+"""What stands for a draft and is no model."""
+
 Spec = str | os.PathLike[str]
 """A model: a catalogue name, a path or a hub address."""
-
-
-def checked_bound(value: int | None) -> int | None:
-    """A bound of the queue; None is none."""
-    return None if value is None else checked_whole("max_queue", value, 0)
-
-
-def checked_bytes(value: int) -> int:
-    """A size of the prefix cache."""
-    return checked_whole("prefix_cache_bytes", value, 0)
 
 
 def checked_spec(name: str, value: Any) -> str:
@@ -52,11 +34,18 @@ def checked_spec(name: str, value: Any) -> str:
 
 
 def draft_specs(draft: Spec | Iterable[Spec] | None) -> list[str]:
-    """The ``draft`` argument as a list of names."""
+    """The ``draft`` argument, or what ``--draft`` was given: ``["auto"]``, or names of drafters, each once."""
     if draft is None:
         return []
-    specs = listed(draft)
-    return [checked_spec("draft", each) for each in ([draft] if specs is None else specs)]
+    several = listed(draft)
+    specs = [checked_spec("draft", each) for each in ([draft] if several is None else several)]
+    if len(specs) > 1 and {"auto", "none"} & set(specs):
+        raise UsageError("--draft auto and --draft none stand alone; several drafters are named one by one")
+    for name in specs:
+        close = get_close_matches(name, WORDS, n=1) if name.isalpha() and name not in WORDS else []
+        if close:
+            raise UsageError(f"no draft {name!r}: did you mean {close[0]}?")
+    return [] if specs == ["none"] else list(dict.fromkeys(specs))
 
 
 def checked_length(value: Any) -> DraftLength:
@@ -70,35 +59,6 @@ def checked_length(value: Any) -> DraftLength:
     if length is None:
         raise UsageError(f"the draft length must be auto or a number, not {shown(value)}")
     return FixedController(length).length
-
-
-def checked_options(
-    backend: str,
-    n_ctx: int | None,
-    n_threads: int | None,
-    n_gpu_layers: int | None,
-    kv_type: str,
-    light_draft: bool,
-    remember: bool,
-    draft_backend: str | None,
-    idle: bool,
-) -> PairOptions:
-    """How to load; see ``LLM``."""
-    check_name(backend)
-    check_name("auto" if draft_backend is None else draft_backend)
-    if not isinstance(kv_type, str) or kv_type not in KV_CACHE_TYPES:
-        raise UsageError(f"kv_cache_type must be {', '.join(KV_CACHE_TYPES)}, not {shown(kv_type)}")
-    return PairOptions(
-        backend,
-        None if n_ctx is None else checked_whole("n_ctx", n_ctx, 1, MAX_COUNT),
-        None if n_threads is None else checked_whole("n_threads", n_threads, 1, MAX_THREADS),
-        None if n_gpu_layers is None else checked_whole("n_gpu_layers", n_gpu_layers, -1, MAX_COUNT),
-        kv_type,
-        bool(light_draft),
-        bool(remember),
-        draft_backend,
-        bool(idle),
-    )
 
 
 def checked_loading(progress: Any, cancel: Any) -> threading.Event:
@@ -118,21 +78,6 @@ def checked_params(params: SamplingParams | None) -> SamplingParams:
     if params is not None and not isinstance(params, SamplingParams):
         raise UsageError(f"params must be SamplingParams, not {type(params).__name__}")
     return SamplingParams() if params is None else replace(params)
-
-
-def checked_turn(deadline: float | None, conversation: Hashable | None) -> tuple[float | None, Hashable | None]:
-    """When a request has to be done, and after which others."""
-    try:
-        hash(conversation)
-    except TypeError:
-        kind = type(conversation).__name__
-        raise UsageError(f"conversation must be hashable, such as a number or a text; a {kind} is not") from None
-    if deadline is None:
-        return None, conversation
-    seconds = as_float(deadline) if is_number(deadline) else math.nan
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise UsageError(f"the deadline must be a number of seconds over 0, not {shown(deadline)}")
-    return seconds, conversation
 
 
 def drafter_names(names: str | Iterable[str] | None) -> list[str] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 import os
 import queue
 import threading
@@ -16,6 +15,7 @@ from typing import Any, Literal
 from localspec.errors import Closed, QueueFull, UsageError
 from localspec.runtime.idle import Pause
 from localspec.system.forking import REFUSAL
+from localspec.values import as_float, is_number, shown
 
 CancelledBy = Literal["caller", "deadline"]
 JobState = Literal["waiting", "running", "done"]
@@ -48,12 +48,16 @@ class Job:
         conversation: Hashable | None = None,
         deadline: float | None = None,
     ) -> None:
-        if deadline is not None and not (_is_number(deadline) and math.isfinite(deadline) and deadline > 0):
-            raise UsageError(f"the deadline must be a number of seconds over 0, not {deadline!r}")
         try:
             hash(conversation)
         except TypeError:
-            raise UsageError(f"a conversation must be hashable, not {type(conversation).__name__}") from None
+            kind = type(conversation).__name__
+            raise UsageError(f"conversation must be hashable, such as a number or a text; a {kind} is not") from None
+        if deadline is not None:
+            seconds = as_float(deadline) if is_number(deadline) else math.nan
+            if not (math.isfinite(seconds) and seconds > 0):
+                raise UsageError(f"the deadline must be a number of seconds over 0, not {shown(deadline)}")
+            deadline = seconds
         self.conversation: Hashable = self if conversation is None else conversation
         self.submitted = time.monotonic()
         self.ends_at = None if deadline is None else self.submitted + deadline
@@ -143,10 +147,6 @@ class Job:
 
     def _claimed(self) -> bool:
         return self._claim.acquire(blocking=False)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 class FairQueue:

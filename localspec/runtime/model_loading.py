@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from localspec import backends
 from localspec.backends.base import Context, Model
@@ -18,6 +16,7 @@ from localspec.controllers.cost_model import PassTimes
 from localspec.errors import Cancelled, LocalspecError, VocabularyMismatch
 from localspec.runtime import draft_choice
 from localspec.runtime.engine_choice import ordered
+from localspec.runtime.load_options import LoadOptions
 from localspec.runtime.state import DecodingState
 from localspec.system.home import home
 from localspec.system.json_store import JsonStore
@@ -28,21 +27,6 @@ Report = Callable[[str, "float | None"], None]
 """Progress: what is being done, and the fraction done if it is known. Raising from it cancels."""
 
 
-@dataclass(frozen=True, slots=True)
-class PairOptions:
-    """How to load; see ``LLM``."""
-
-    backend: str = "auto"
-    n_ctx: int | None = None
-    n_threads: int | None = None
-    n_gpu_layers: int | None = None
-    kv_type: str = "f16"
-    light_draft: bool = True
-    remember: bool = True
-    draft_backend: str | None = None
-    idle: bool = False
-
-
 class Loader:
     """Loads models as the options say.
 
@@ -51,7 +35,7 @@ class Loader:
         warnings: takes one-line remarks that a user should see.
     """
 
-    def __init__(self, options: PairOptions, warnings: list[str]) -> None:
+    def __init__(self, options: LoadOptions, warnings: list[str]) -> None:
         self.options = options
         self.warnings = warnings
         self._choices = JsonStore(home() / "drafts", 1)
@@ -72,9 +56,7 @@ class Loader:
             return backends.load(
                 path,
                 backend or self.options.backend,
-                n_threads=self.options.n_threads,
-                n_gpu_layers=self.options.n_gpu_layers,
-                kv_type=self.options.kv_type,
+                **self.options.engine,
                 progress=progress,
                 say=lambda line: report(line, None),
                 warn=self.warnings.append,
@@ -92,7 +74,7 @@ class Loader:
 
         Where there will be idle time a first, rough one is enough.
         """
-        idle, key = self.options.idle, curve_key(model, self.options.kv_type)
+        idle, key = self.options.idle, curve_key(model, self.options.kv_cache_type)
         times = curves().get(key)
         if times is None or (times.noisy and not idle):
             report(
@@ -102,17 +84,17 @@ class Loader:
             measuring = calibrating_quickly if idle else calibrating
             times = exhaust(measuring(model, n_ctx), tick=lambda: report("measuring", None))
             curves().put(key, times)
-        times.growth = growth(model, self.options.kv_type)
+        times.growth = growth(model, self.options.kv_cache_type)
         return times
 
     def forget_if_wrong(self, model: Model, times: PassTimes) -> None:
         """Have a cost model measured again at the next load that hundreds of passes contradicted."""
         if not times.fits:
             with suppress(OSError):  # the file is gone
-                curves().drop(curve_key(model, self.options.kv_type))
+                curves().drop(curve_key(model, self.options.kv_cache_type))
 
     def _in_order(self, path: Path, names: list[str], on_gpu: bool) -> list[str]:
-        threads, kv_type = self.options.n_threads, self.options.kv_type
+        threads, kv_type = self.options.n_threads, self.options.kv_cache_type
         return ordered(names, path, n_threads=threads, kv_type=kv_type, on_gpu=on_gpu, warn=self.warnings.append)
 
     def load_draft(self, path: Path, state: DecodingState, report: Report) -> tuple[Model, Context]:
@@ -145,14 +127,8 @@ class Loader:
         """Whether an engine was found to compute a draft wrongly: then one, or a copy, that is right is looked for."""
         backend, digest = self.options.draft_backend or self.options.backend, fingerprint(path)
         names = backends.candidates(self.options.n_gpu_layers) if backend == "auto" else [backend]
-        found = (verdicts().get(verdict_key(name, self.engine_options, digest)) for name in names)
+        found = (verdicts().get(verdict_key(name, self.options.engine, digest)) for name in names)
         return any(verdict is not None and not verdict["holds"] for verdict in found)
-
-    @property
-    def engine_options(self) -> dict[str, Any]:
-        """What the engines' ``load`` is given, for llama.cpp's family."""
-        options = self.options
-        return {"n_threads": options.n_threads, "n_gpu_layers": options.n_gpu_layers, "kv_type": options.kv_type}
 
     def may_be_lighter(self, path: Path, model: Model, state: DecodingState) -> bool:
         """Whether it is not known yet if a lighter copy of a draft would draft faster."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from localspec import backends
 from localspec.backends.base import FEW_ROWS, Context, FloatArray, Model
 from localspec.backends.trust import fingerprint
 from localspec.controllers.acceptance_store import AcceptanceStore
@@ -18,7 +17,8 @@ from localspec.controllers.fixed import FixedController
 from localspec.errors import Cancelled, EngineMismatch, UsageError, VocabularyMismatch
 from localspec.model_files.catalog import Catalog
 from localspec.runtime.arguments import DraftLength
-from localspec.runtime.model_loading import Loader, PairOptions, Report
+from localspec.runtime.load_options import LoadOptions
+from localspec.runtime.model_loading import Loader, Report
 from localspec.runtime.prefix_cache import PrefixCache
 from localspec.runtime.preparation import Preparation, ask_another_engine, prepare_draft, prepare_times
 from localspec.runtime.state import DecodingState, DraftModel
@@ -59,16 +59,15 @@ class Pair:
         refused: why nothing is answered any more, where the engine turned out to be wrong; else None.
     """
 
-    def __init__(self, path: Path, draft: Sequence[str] | str | None, options: PairOptions, report: Report) -> None:
+    def __init__(self, path: Path, draft: Sequence[str], options: LoadOptions, report: Report) -> None:
         self.options = options
         self.warnings: list[str] = []
         self.loader = Loader(options, self.warnings)
         self.preparation = Preparation()
-        self.prefix_cache = PrefixCache()
+        self.prefix_cache = PrefixCache(options.prefix_cache_bytes)
         self.refused: str | None = None
         self.said: Sequence[int] = ()
         self._last: tuple[DraftLength, Controller] | None = None
-        backends.check_name(options.draft_backend or "auto")
         with ExitStack() as undo:
             undo.callback(trim_heap)
             self.target = self.loader.load(path, report)
@@ -133,11 +132,11 @@ class Pair:
         names = state.names
         return [names[drafter.source] for drafter in state.drafters if not drafter.failed]
 
-    def set_draft(self, spec: Sequence[str] | str | None, report: Report, *, renew: Path | None = None) -> None:
+    def set_draft(self, names: Sequence[str], report: Report, *, renew: Path | None = None) -> None:
         """Replace the drafters; on an error the ones in use stay.
 
         Args:
-            spec: what drafts; see ``LLM``.
+            names: what drafts, as ``arguments.draft_specs`` returns it.
             report: takes progress.
             renew: path of a draft model that is loaded again even if it is in use.
 
@@ -145,7 +144,10 @@ class Pair:
             VocabularyMismatch: a draft model numbers its tokens differently.
             UnknownModel, ModelFileError, EngineError: as when loading a model.
         """
-        names, automatic = self._drafters_named(spec)
+        automatic = names == ["auto"]
+        if automatic:
+            found = Catalog.load().draft_for(self.target.path)
+            names = [NGRAM, *([str(found)] if found else [])]
         self.preparation.drop("draft curve", "draft check", "draft copy")
         before = self.state
         loaded: list[tuple[Path, Model, Context, PassTimes]] = []
@@ -190,16 +192,6 @@ class Pair:
             for draft in models:
                 prepare_draft(self, draft)
 
-    def _drafters_named(self, spec: Sequence[str] | str | None) -> tuple[list[str], bool]:
-        """The drafters that a ``draft`` argument asks for, each once; and whether they were chosen here."""
-        names = [spec] if isinstance(spec, str) else list(spec or [])
-        if len(names) > 1 and ("none" in names or "auto" in names):
-            raise UsageError("--draft auto and none stand alone")
-        if names == ["auto"]:
-            found = Catalog.load().draft_for(self.target.path)
-            return [NGRAM, *([str(found)] if found else [])], True
-        return [] if names == ["none"] else list(dict.fromkeys(names)), False
-
     def _acceptance_of(self, free: Sequence[Drafter], models: Sequence[DraftModel]) -> AcceptanceStore:
         """What earlier runs learned of these drafters for this target."""
         files, names = [fingerprint(draft.path) for draft in models], [draft.name for draft in models]
@@ -223,7 +215,7 @@ class Pair:
         """Measure the passes of target and draft models anew; what is broken off is measured at the next load."""
         state = self.state
         for context in state.contexts:
-            curves().drop(curve_key(context.model, self.options.kv_type))
+            curves().drop(curve_key(context.model, self.options.kv_cache_type))
         state.times = self.loader.times(self.target, state.context.n_ctx, report)
         for draft in state.models:
             draft.times = self.loader.times(draft.model, draft.context.n_ctx, report)

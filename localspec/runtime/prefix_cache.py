@@ -23,9 +23,6 @@ from localspec.errors import EngineError
 
 Tokens = npt.NDArray[np.int64]
 
-DEFAULT_BYTES = 512 << 20
-"""Memory that put-aside conversations may take: 18,000 tokens of Qwen2.5-1.5B at f16 (28 KiB each)."""
-
 MIN_TOKENS = 16
 """Fewer tokens than this are read again rather than copied."""
 
@@ -56,7 +53,7 @@ class PrefixCache:
         max_bytes: bound of what is kept [bytes]; 0 keeps nothing.
     """
 
-    def __init__(self, max_bytes: int = DEFAULT_BYTES) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._entries: list[Entry] = []
         self._drafted: dict[Context, list[int]] = {}

@@ -102,7 +102,7 @@ def prepare_times(pair: Pair, kind: str, context: Context, times: PassTimes) -> 
 
     def measuring(stopped: Stopped) -> Steps[None]:
         measured = yield from calibrating(context.model, context.n_ctx)
-        curves().put(curve_key(context.model, pair.options.kv_type), measured)
+        curves().put(curve_key(context.model, pair.options.kv_cache_type), measured)
         times.replace(measured)
 
     if times.noisy:
@@ -111,7 +111,7 @@ def prepare_times(pair: Pair, kind: str, context: Context, times: PassTimes) -> 
 
 def checking_draft(pair: Pair, draft: DraftModel) -> Steps[None]:
     """Check a draft model; one that its engine computes wrongly only costs time, so it drafts no more."""
-    model, options = draft.model, pair.loader.engine_options
+    model, options = draft.model, pair.options.engine
     key = verdict_key(model.backend, options, fingerprint(model.path))
     if model.capabilities.batch_invariant or verdicts().get(key) is not None:
         return
@@ -150,13 +150,13 @@ def ask_another_engine(pair: Pair, path: Path) -> None:
 def second_opinion(pair: Pair, path: Path) -> SecondOpinion:
     """What another engine has to say of a pair's target, a file as the user named it."""
     target, options = pair.target, pair.options
-    known = measured(path, options.n_threads, options.kv_type)
+    known = measured(path, options.n_threads, options.kv_cache_type)
     comparable = target.capabilities.device == "cpu" and options.backend == "auto"
     return SecondOpinion(
         target,
         path,
-        pair.loader.engine_options,
+        pair.options.engine,
         pair.refuse,
-        engines_measuring(pair.context.n_ctx, options.kv_type),
+        engines_measuring(pair.context.n_ctx, options.kv_cache_type),
         measured=not comparable or all(name in known for name in ENGINES),
     )

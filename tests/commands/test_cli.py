@@ -189,18 +189,18 @@ def test_the_default_pair_is_fetched_on_first_use(
     monkeypatch.setenv("LOCALSPEC_OFFLINE", "0")
     target, draft = (entry.name for entry in Catalog.load().default_pair())
     monkeypatch.setattr(files, "pull", pull := _Pulled())
-    assert ensure_model(None, ()) == target
+    assert ensure_model(None, ["auto"]) == target
     assert pull.names == [target, draft]
     assert f"fetching {target} and {draft} (1.6 GB), once" in capsys.readouterr().err
     monkeypatch.setattr(files, "pull", pull := _Pulled())
     assert ensure_model(None, ["none"]) == target
     assert pull.names == [target]
     monkeypatch.setattr(files, "pull", _Pulled(draft))
-    assert ensure_model(None, ()) == target
+    assert ensure_model(None, ["auto"]) == target
     assert f"going on without {draft}" in capsys.readouterr().err
     monkeypatch.setattr(files, "pull", _Pulled(target))
     with pytest.raises(DownloadError):
-        ensure_model(None, ())
+        ensure_model(None, ["auto"])
 
 
 def test_a_named_model_is_never_fetched_unasked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -260,17 +260,21 @@ def _questions(source: str, categories: Sequence[str]) -> list[questions.Questio
 
 def _merged(options: RunOptions, then: Any) -> RunOptions:
     """The options of a run that is resumed, with what the command line says besides."""
+    load = options.load
     sampling = {name: tuple(value) if isinstance(value, list) else value for name, value in then.sampling.items()}
     return replace(
         options,
         model=options.model or then.model,
         draft=options.draft or then.draft,
-        draft_backend=options.draft_backend or then.draft_backend,
-        ctx=options.ctx or then.ctx,
-        threads=options.threads or then.threads,
-        gpu_layers=then.gpu_layers if options.gpu_layers is None else options.gpu_layers,
-        kv_cache=then.kv_cache if options.kv_cache == "f16" else options.kv_cache,
-        light_draft=options.light_draft and then.light_draft,
+        load=replace(
+            load,
+            draft_backend=load.draft_backend or then.draft_backend,
+            n_ctx=load.n_ctx or then.ctx,
+            n_threads=load.n_threads or then.threads,
+            n_gpu_layers=then.gpu_layers if load.n_gpu_layers is None else load.n_gpu_layers,
+            kv_cache_type=then.kv_cache if load.kv_cache_type == "f16" else load.kv_cache_type,
+            light_draft=load.light_draft and then.light_draft,
+        ),
         system=options.system or then.system,
         sampling=sampling | dict(options.sampling),
     )

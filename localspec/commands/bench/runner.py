@@ -163,27 +163,9 @@ class Run:
 
     def _open(self, backend: str) -> LLM:
         options = self.plan.options
-        if options.verbose:
-            from localspec.backends.noise import engine_log
-
-            engine_log.verbose = True
-        model = self._model = ensure_model(options.model, options.draft)
+        model = self._model = ensure_model(options.model, options.drafters())
         self._progress.report(f"loading {model}" + (f" with {backend}" if len(self.plan.backends) > 1 else ""), None)
-        return LLM(
-            model,
-            options.drafters(),
-            backend=backend,
-            draft_backend=options.draft_backend,
-            n_ctx=options.ctx,
-            n_threads=options.threads,
-            n_gpu_layers=options.gpu_layers,
-            kv_cache_type=options.kv_cache,
-            light_draft=options.light_draft,
-            remember=False,  # every run starts from the same knowledge
-            prefix_cache_bytes=0,  # and reads every prompt itself
-            idle=False,  # nothing may run beside what is measured
-            progress=self._watch.report,
-        )
+        return replace(options, model=model).for_measuring(backend=backend).open(self._watch.report)
 
     def _check_room(self) -> None:
         """Refuse to load several engines side by side where memory lacks for it."""
@@ -191,9 +173,10 @@ class Run:
         if n == 1:
             return
         catalog = Catalog.load()
-        path = catalog.resolve(ensure_model(options.model, options.draft))
-        spec = options.drafters()
-        names = [] if spec is None else [str(catalog.draft_for(path) or NGRAM)] if spec == "auto" else list(spec)
+        path = catalog.resolve(ensure_model(options.model, options.drafters()))
+        names = options.drafters()
+        if names == ["auto"]:
+            names = [str(catalog.draft_for(path) or NGRAM)]
         paths = [path, *(catalog.resolve(name) for name in names if name not in FREE_DRAFTERS)]
         need, free = round(1.2 * n * sum(map(model_bytes, paths))), read_memory().available
         if free is not None and need > free:
@@ -222,7 +205,7 @@ class Run:
             model=self._model,
             draft=list(options.draft),
             backends=names,
-            draft_backend=options.draft_backend,
+            draft_backend=options.load.draft_backend,
             arms=[arm.name for arm in plan.arms],
             questions=plan.questions_name,
             categories=list(plan.categories),
@@ -231,11 +214,11 @@ class Run:
             sampling={name: list(value) if isinstance(value, tuple) else value for name, value in sampling.items()},
             ignore_eos=plan.ignore_eos,
             system=options.system,
-            ctx=options.ctx,
-            threads=options.threads,
-            gpu_layers=options.gpu_layers,
-            kv_cache=options.kv_cache,
-            light_draft=options.light_draft,
+            ctx=options.load.n_ctx,
+            threads=options.load.n_threads,
+            gpu_layers=options.load.n_gpu_layers,
+            kv_cache=options.load.kv_cache_type,
+            light_draft=options.load.light_draft,
             mode=plan.mode.name,
             slice_tokens=plan.slice_tokens if all(subject.in_slices for subject in subjects) else 0,
         )

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from localspec.commands.chat.saved_chat import load, save
 from localspec.commands.chat.style import Style
 from localspec.commands.chat.views import FORMER_VIEWS, VIEWS
-from localspec.commands.options import draft_length, draft_spec
 from localspec.errors import UsageError, line_of
 from localspec.sampling.sampling import CHAT_SETTINGS, SamplingParams
 from localspec.terminal.text import clip, on_one_line
@@ -120,7 +119,7 @@ def _draft(chat: Chat, argument: str) -> None:
         if chat.late is not None:
             chat.late.stop()
         try:
-            chat.llm.set_draft(draft_spec(_split(argument)))
+            chat.llm.set_draft(_split(argument) or "auto")
         finally:
             chat.loaded()
         chat.show_news()
@@ -130,7 +129,7 @@ def _draft(chat: Chat, argument: str) -> None:
 
 def _length(chat: Chat, argument: str) -> None:
     if argument:
-        chat.llm.draft_length = draft_length(argument)
+        chat.llm.draft_length = argument
     chat.status = ""
     chat.screen.note(f"draft length: {chat.llm.draft_length}")
 
@@ -225,7 +224,7 @@ def _load(chat: Chat, argument: str) -> None:
     view = FORMER_VIEWS.get(name := session.notes.get("view", chat.view), name)
     if view not in VIEWS:
         raise UsageError(f"{path} is damaged: there is no view {view!r}")
-    chat.llm.draft_length = draft_length(str(session.notes.get("draft_length", chat.llm.draft_length)))
+    chat.llm.draft_length = session.notes.get("draft_length", chat.llm.draft_length)
     chat.session, chat.records, chat.view = session, records, view
     chat.last_question, chat.status = None, ""
     model = session.notes.get("model", chat.llm.model_name)

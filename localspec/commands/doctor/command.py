@@ -65,10 +65,7 @@ def doctor_command(options: RunOptions, *, as_json: bool = False, calibrate: boo
         UsageError: the options make no sense.
         KeyboardInterrupt: Ctrl-C; what was stored stays valid.
     """
-    if options.verbose:
-        from localspec.backends.noise import engine_log
-
-        engine_log.verbose = True
+    options.set_up_logging()
     with Progress() as progress:
         found = Doctor(options, None if as_json else Screen(), progress).examine(calibrate, rank)
     if as_json:
@@ -94,18 +91,17 @@ class Doctor:
     def examine(self, calibrate: bool, rank: bool) -> Examination:
         """Everything, in the order in which it is shown."""
         options = self.options
-        engines.check_backend(options.backend)  # what does not exist is said before anything takes time
         subjects = self._subjects()
         self.progress.report("measuring the memory's bandwidth", None)
         throttle = power.throttle_count()
-        found = self.found = Examination(__version__, machine.look_at_machine(options.threads))
+        found = self.found = Examination(__version__, machine.look_at_machine(options.load.n_threads))
         self._find("Machine", "machine", machine.machine_findings(found.machine))
         found.engines = engines.look_at_engines()
         hardware = found.machine
-        rows = list(engines.engine_findings(found.engines, hardware.gpus, options.backend, hardware.features))
+        rows = list(engines.engine_findings(found.engines, hardware.gpus, options.load.backend, hardware.features))
         engine: EngineFacts | None = None
         try:
-            engine = engines.preferred_engine(found.engines, options.backend, options.gpu_layers)
+            engine = engines.preferred_engine(found.engines, options.load.backend, options.load.n_gpu_layers)
         except EngineError as error:
             if all(row.status != "fail" for row in rows):
                 rows.append(Finding("fail", "GPU", str(error), "leave --gpu-layers out to use the CPU"))
@@ -134,13 +130,12 @@ class Doctor:
         if options.model is None and not options.draft and not default.present:
             return None
         target = subject.find_subject(default.name if options.model is None else options.model)
-        spec = options.drafters()
-        if spec == "auto":
+        names = options.drafters()
+        if names == ["auto"]:
             found = catalog.draft_for(target.file)
             known = target.entry.draft[:1] if target.entry is not None else ()
             drafts = (subject.of_path(found),) if found is not None else tuple(map(subject.find_subject, known))
             return Subjects(target, drafts, True, True)
-        names = list(dict.fromkeys([spec] if isinstance(spec, str) else spec or ()))
         models: list[Subject] = []
         for each in (subject.find_subject(name) for name in names if name not in FREE_DRAFTERS):
             if not any(is_same_file(each.file, other.file) for other in models):
@@ -170,14 +165,17 @@ class Doctor:
         rows += _vocabulary(subjects, differences)
         usable = [draft for draft in drafts if draft.error is None and differences.get(draft.name) is None]
         room = fit.Room(
-            engine, options.gpu_layers, here.memory_available_bytes, here.memory_limit_bytes or here.memory_total_bytes
+            engine,
+            options.load.n_gpu_layers,
+            here.memory_available_bytes,
+            here.memory_limit_bytes or here.memory_total_bytes,
         )
         models = [target, *usable]
-        fitted = fit.fit(models, fit.context_size(options.ctx, target), options.kv_cache, room)
+        fitted = fit.fit(models, fit.context_size(options.load.n_ctx, target), options.load.kv_cache_type, room)
         rows += fit.fit_findings(models, fitted, room)
         trained = target.n_ctx_train
-        if options.ctx is not None and trained and options.ctx > trained:
-            text = f"{options.ctx:,} tokens, but it was trained for {trained:,}"
+        if options.load.n_ctx is not None and trained and options.load.n_ctx > trained:
+            text = f"{options.load.n_ctx:,} tokens, but it was trained for {trained:,}"
             rows.append(Finding("note", "context", text, f"use --ctx {trained}"))
         if usable or subjects.ngram:
             rows += _rollback(models)
@@ -262,25 +260,8 @@ class Doctor:
 
     def _open(self, target: Subject, specs: Sequence[str]) -> LLM:
         """Load the target with these drafters."""
-        from localspec.llm import LLM
-
-        options = self.options
-        return LLM(
-            target.path,
-            specs or None,
-            draft_length=options.length(),
-            backend=options.backend,
-            draft_backend=options.draft_backend,
-            n_ctx=options.ctx,
-            n_threads=options.threads,
-            n_gpu_layers=options.gpu_layers,
-            kv_cache_type=options.kv_cache,
-            light_draft=options.light_draft,
-            remember=False,  # an examination is no conversation to learn from
-            prefix_cache_bytes=0,
-            idle=False,  # nothing may run beside what is measured
-            progress=self.watch.report,
-        )
+        options = replace(self.options, model=str(target.path), draft=specs or ["none"])
+        return options.for_measuring().open(self.watch.report)
 
     # -- showing -------------------------------------------------------------------------------------------------
 

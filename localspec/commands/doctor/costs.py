@@ -132,7 +132,7 @@ def compare_engines(llm: LLM, watch: Watch) -> Iterator[Finding]:
         watch.report("measuring another engine (once)", None)
         watch.call(llm, lambda pair: exhaust(opinion.steps(lambda: False), watch.check))
     options = llm.run(lambda pair: pair.options)
-    found = measured(llm.model_path, options.n_threads, options.kv_type)
+    found = measured(llm.model_path, options.n_threads, options.kv_cache_type)
     if len(found) > 1:
         took = ", ".join(f"{ms / 1e3:.1f} s on {name}" for name, ms in sorted(found.items(), key=lambda each: each[1]))
         yield Finding("ok", "engines", f"a nominal answer takes {took}: auto takes what was measured faster")

@@ -12,7 +12,6 @@ from localspec.backends import BACKENDS, candidates, unavailable_reason
 from localspec.backends.builds import NATIVE_COMMAND, built_for, native_gain, system_info
 from localspec.commands.doctor.facts import DeviceFacts, EngineFacts
 from localspec.commands.report.model import Finding, Status
-from localspec.errors import UsageError
 from localspec.model_files.sources.base import size_text
 
 _LLAMA_CPP = "'llama-cpp-python>=0.3.36,<0.4'"
@@ -29,16 +28,6 @@ FOR_GPUS = ("llama-cpp", "mlx")
 
 _GPU, _INTEGRATED = 1, 2
 """ggml's types of devices that are GPUs: with memory of their own, and with the machine's."""
-
-
-def check_backend(wanted: str) -> None:
-    """Refuse a ``--backend`` that does not exist.
-
-    Raises:
-        UsageError: it does not.
-    """
-    if wanted not in ("auto", *BACKENDS):
-        raise UsageError(f"unknown backend {wanted!r}: use auto, {', '.join(BACKENDS)}")
 
 
 def look_at_engines() -> list[EngineFacts]:

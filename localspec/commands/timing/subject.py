@@ -92,7 +92,7 @@ class EngineUnderTest:
     def _separate_contexts(self, pair: Pair) -> bool:
         """Contexts for every arm but one, which has the pair's own; False, and none, where memory lacks for them."""
         last = self.arms[-1]
-        kv_type, room = pair.options.kv_type, read_memory().available
+        kv_type, room = pair.options.kv_cache_type, read_memory().available
         needed = sum(kv_bytes(each, kv_type) for arm in self.arms[:-1] for each in self._untaught[arm].contexts)
         if room is not None and needed > room / 2:  # an engine's buffers come on top
             return False

@@ -20,6 +20,7 @@ from localspec.errors import DownloadError
 from localspec.model_files import sources
 from localspec.model_files.catalog import Catalog, Entry
 from localspec.runtime.jobs import Job
+from localspec.runtime.load_options import LoadOptions
 from tests.conftest import TinyFiles
 
 SOON = 60.0
@@ -168,11 +169,11 @@ def test_only_the_target_is_fetched_before_the_prompt(monkeypatch: pytest.Monkey
     target, draft = Catalog.load().default_pair()
     missing: list[Entry] = []
     RunOptions().open(lambda what, fraction: None, late=missing)
-    assert (fetched, missing, loaded) == ([target.name], [draft], [(target.name, "ngram")])
+    assert (fetched, missing, loaded) == ([target.name], [draft], [(target.name, ["ngram"])])
     fetched.clear()
     loaded.clear()
     RunOptions().open(lambda what, fraction: None)
-    assert (fetched, loaded) == ([target.name, draft.name], [(target.name, "auto")])
+    assert (fetched, loaded) == ([target.name, draft.name], [(target.name, ["auto"])])
 
 
 @pytest.mark.parametrize(
@@ -182,7 +183,7 @@ def test_only_the_target_is_fetched_before_the_prompt(monkeypatch: pytest.Monkey
         (RunOptions(draft_length="3"), False),
         (RunOptions(draft=("ngram",)), False),
         (RunOptions(draft=("some.gguf",)), False),
-        (RunOptions(idle=False), False),
+        (RunOptions(load=LoadOptions(idle=False)), False),
     ],
 )
 def test_what_was_asked_for_is_there_from_the_first_token(options: RunOptions, may: bool) -> None:

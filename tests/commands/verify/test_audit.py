@@ -27,6 +27,7 @@ from localspec.commands.verify.result import AuditResult
 from localspec.commands.verify.rounding import tail_bound
 from localspec.commands.verify.verification_law import VerificationLaw
 from localspec.controllers.fixed import FixedPlan
+from localspec.runtime.load_options import LoadOptions
 from localspec.sampling.sampling import Distribution, Noise, distribution
 from localspec.spec_decode import decoder, verification
 from localspec.spec_decode.proposer import SamplingProposer
@@ -551,7 +552,9 @@ def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def options_for(tiny: TinyFiles, **sampling: Any) -> RunOptions:
     pair = tiny.quick
-    return RunOptions(str(pair.target), ("ngram", str(pair.draft)), backend="reference", ctx=2048, sampling=sampling)
+    return RunOptions(
+        str(pair.target), ("ngram", str(pair.draft)), load=LoadOptions("reference", n_ctx=2048), sampling=sampling
+    )
 
 
 FIELDS = (

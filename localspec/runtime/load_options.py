@@ -1,0 +1,53 @@
+"""How a pair is loaded: one set of options from the command line to the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from localspec.backends import check_name
+from localspec.errors import UsageError
+from localspec.values import KV_CACHE_TYPES, MAX_COUNT, MAX_THREADS, checked_whole, shown
+
+PREFIX_CACHE_BYTES = 512 << 20
+"""Memory that put-aside conversations may take: 18,000 tokens of Qwen2.5-1.5B at f16 (28 KiB each)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """Those arguments of ``LLM`` that say how to load, checked; they are explained there.
+
+    Raises:
+        UsageError: a value makes no sense.
+    """
+
+    backend: str = "auto"
+    draft_backend: str | None = None
+    n_ctx: int | None = None
+    n_threads: int | None = None
+    n_gpu_layers: int | None = None
+    kv_cache_type: str = "f16"
+    light_draft: bool = True
+    remember: bool = True
+    prefix_cache_bytes: int = PREFIX_CACHE_BYTES
+    idle: bool = True
+
+    def __post_init__(self) -> None:
+        check_name(self.backend)
+        check_name("auto" if self.draft_backend is None else self.draft_backend)
+        if not isinstance(self.kv_cache_type, str) or self.kv_cache_type not in KV_CACHE_TYPES:
+            raise UsageError(f"the KV cache type must be {', '.join(KV_CACHE_TYPES)}, not {shown(self.kv_cache_type)}")
+        for name, least, most in (
+            ("n_ctx", 1, MAX_COUNT),
+            ("n_threads", 1, MAX_THREADS),
+            ("n_gpu_layers", -1, MAX_COUNT),
+            ("prefix_cache_bytes", 0, None),
+        ):
+            value = getattr(self, name)
+            if value is not None or name == "prefix_cache_bytes":
+                object.__setattr__(self, name, checked_whole(name, value, least, most))
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        """What an engine's ``load`` takes of it."""
+        return {"n_threads": self.n_threads, "n_gpu_layers": self.n_gpu_layers, "kv_type": self.kv_cache_type}
