@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from localspec.values import MAX_COUNT, MAX_THREADS
-
 if TYPE_CHECKING:
     from localspec.commands.options import RunOptions
 
@@ -35,23 +33,19 @@ DraftBackend = Annotated[
 Temperature = Annotated[
     float | None, typer.Option(help="0 always takes the likeliest token.", show_default="the model's")
 ]
-TopK = Annotated[int | None, typer.Option(min=0, max=MAX_COUNT, help="Keep the N likeliest tokens; 0 keeps all.")]
+TopK = Annotated[int | None, typer.Option(min=0, help="Keep the N likeliest tokens; 0 keeps all.")]
 TopP = Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this total probability.")]
 MinP = Annotated[float | None, typer.Option(help="Drop tokens less likely than this share of the likeliest.")]
 RepeatPenalty = Annotated[float | None, typer.Option(help="Over 1 makes recent tokens less likely.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text again.")]
-MaxTokens = Annotated[
-    int | None, typer.Option(min=1, max=MAX_COUNT, help="Longest answer.", show_default="what the context holds")
-]
+MaxTokens = Annotated[int | None, typer.Option(min=1, help="Longest answer.", show_default="what the context holds")]
 Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End the answer before this text; repeatable.")]
-Ctx = Annotated[int | None, typer.Option(min=1, max=MAX_COUNT, help="Context size in tokens, answer included.")]
-Threads = Annotated[
-    int | None, typer.Option(min=1, max=MAX_THREADS, help="CPU threads.", show_default="the physical cores")
-]
+Ctx = Annotated[int | None, typer.Option(min=1, help="Context size in tokens, answer included.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.", show_default="the physical cores")]
 KVCache = Annotated[str, typer.Option(metavar="f16|f32|q8_0|q4_0", help="Type of the attention cache.")]
 GpuLayers = Annotated[
     int | None,
-    typer.Option(min=0, max=MAX_COUNT, help="Layers on the GPU.", show_default="all, if the engine can"),
+    typer.Option(min=0, help="Layers on the GPU.", show_default="all, if the engine can"),
 ]
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="The system prompt.")]
 LightDraft = Annotated[
