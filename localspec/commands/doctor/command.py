@@ -158,9 +158,9 @@ class Doctor:
         rows = [subject.broken("file", model) for model in subjects.models if model.error is not None]
         rows += [subject.missing(model) for model in subjects.models if model.error is None and not model.present]
         differences = {
-            draft.name: target.header.vocab.difference(draft.header.vocab)
+            draft.name: target.sizes.vocab.difference(draft.sizes.vocab)
             for draft in drafts
-            if target.header is not None and draft.header is not None
+            if target.sizes is not None and draft.sizes is not None
         }
         rows += _vocabulary(subjects, differences)
         usable = [draft for draft in drafts if draft.error is None and differences.get(draft.name) is None]
@@ -300,7 +300,7 @@ def _vocabulary(subjects: Subjects, differences: dict[str, str | None]) -> Itera
 
 
 def _rollback(models: Sequence[Subject]) -> Iterator[Finding]:
-    known = [model for model in models if model.header is not None]
+    known = [model for model in models if model.sizes is not None]
     replays = [model.name for model in known if model.rollback == "replay"]
     if replays:
         text = f"the memory of {' and '.join(replays)} cannot forget single tokens: a rejected guess costs another pass"

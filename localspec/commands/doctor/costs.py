@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from localspec.backends.base import Context, Model
 from localspec.commands.doctor.facts import CostFacts, CurveFacts
-from localspec.commands.doctor.header import bytes_per_token
+from localspec.commands.doctor.subject import count
 from localspec.commands.report.model import Finding
 from localspec.controllers.break_even import Times
 from localspec.model_files.gguf_file import GGUFFile
@@ -102,6 +102,22 @@ def measure_costs(
         bound_ms=round(read / (bandwidth_gb_per_s * 1e6), 4) if bandwidth_gb_per_s and on_cpu else None,
     )
     return facts, state.times
+
+
+def bytes_per_token(gguf: GGUFFile) -> int:
+    """Weights that a pass over one token reads [bytes].
+
+    Of the token embedding it is one row, unless the same matrix makes the logits; of the experts of a mixture, those
+    that are used.
+    """
+    used, experts = count(gguf, "expert_used_count"), count(gguf, "expert_count")
+    share = used / experts if 0 < used <= experts else 1.0
+    looked_up = {"per_layer_token_embd.weight"} | ({"token_embd.weight"} if "output.weight" in gguf.tensors else set())
+    total = 0.0
+    for tensor in gguf.tensors.values():
+        if tensor.name not in looked_up:
+            total += tensor.n_bytes * (share if "_exps." in tensor.name else 1.0)
+    return round(total)
 
 
 def _curve(name: str, model: Model, times: Times) -> CurveFacts:

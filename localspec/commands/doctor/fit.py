@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from localspec.backends.llama_family import N_UBATCH
 from localspec.commands.doctor.engines import FOR_GPUS
 from localspec.commands.doctor.facts import DeviceFacts, EngineFacts, FitFacts, NeedFacts
 from localspec.commands.doctor.subject import Subject
@@ -20,6 +21,8 @@ TIGHT = 0.9
 """Share of the free memory from which little is left for anything else."""
 
 _LEAST_CTX = 512
+_CTX_STEP = 256
+"""Engines round a context up to a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +69,14 @@ class Room:
         """Share of a model that goes to the GPU."""
         if not self.on_gpu:
             return 0.0
-        if self.n_gpu_layers is None or model.header is None:
+        if self.n_gpu_layers is None or model.sizes is None:
             return 1.0
-        return min(1.0, self.n_gpu_layers / (model.header.n_layer + 1))
+        return min(1.0, self.n_gpu_layers / (model.sizes.n_layer + 1))
 
 
 def context_size(asked: int | None, target: Subject) -> int:
     """Tokens of context that a pair gets."""
-    trained = target.header.n_ctx_train if target.header is not None else 0
-    return asked or min(DEFAULT_CTX, trained or DEFAULT_CTX)
+    return asked or min(DEFAULT_CTX, target.n_ctx_train or DEFAULT_CTX)
 
 
 def fit(models: Sequence[Subject], n_ctx: int, kv_type: str, room: Room) -> FitFacts:
@@ -86,11 +88,11 @@ def fit(models: Sequence[Subject], n_ctx: int, kv_type: str, room: Room) -> FitF
         kv_type: type of the KV caches.
         room: where they would go.
     """
-    needs = [_need(model, n_ctx, kv_type, room.backend) for model in models]
-    on_gpu = sum(need.total * room.gpu_share(model) for need, model in zip(needs, models, strict=True))
-    everything = sum(need.total for need in needs)
+    needs = [need(model, n_ctx, kv_type, room.backend) for model in models]
+    on_gpu = sum(each.total * room.gpu_share(model) for each, model in zip(needs, models, strict=True))
+    everything = sum(each.total for each in needs)
     ram = PROGRAM_BYTES + (everything if room.gpu_is_ram else everything - on_gpu)
-    known = all(need.kv_bytes is not None for need in needs) and needs[0].weights_bytes > 0
+    known = all(each.kv_bytes is not None for each in needs) and needs[0].weights_bytes > 0
     short = ram > room.ram or (room.gpu_free is not None and on_gpu > room.gpu_free)
     known &= not room.on_gpu or room.gpu_free is not None
     return FitFacts(
@@ -105,10 +107,26 @@ def fit(models: Sequence[Subject], n_ctx: int, kv_type: str, room: Room) -> FitF
     )
 
 
-def _need(model: Subject, n_ctx: int, kv_type: str, backend: str) -> NeedFacts:
-    if model.header is None:
+def need(model: Subject, n_ctx: int, kv_type: str, backend: str) -> NeedFacts:
+    """Memory to run a model.
+
+    Args:
+        model: the model.
+        n_ctx: tokens of context.
+        kv_type: type of the KV cache.
+        backend: the engine; the reference one keeps everything in float64.
+    """
+    sizes = model.sizes
+    if sizes is None:
         return NeedFacts(model.name, model.bytes, None, None)
-    return model.header.need(model.name, n_ctx, kv_type, backend)
+    if backend == "reference":
+        compute = 8 * sizes.vocab.n_tokens * n_ctx
+        return NeedFacts(model.name, 8 * sizes.n_params, sizes.kv.bytes(n_ctx, "f64"), compute)
+    # The buffer holds whichever is larger, the logits of N_UBATCH tokens or a layer's intermediate values, in float32;
+    # within 1 % of what both engines report for vocabularies of 49k, 152k and 262k tokens.
+    compute = 4 * N_UBATCH * (sizes.n_embd + max(sizes.vocab.n_tokens, 3 * sizes.n_ff + 4 * sizes.n_embd))
+    padded = -(-n_ctx // _CTX_STEP) * _CTX_STEP
+    return NeedFacts(model.name, model.bytes, sizes.kv.bytes(padded, kv_type), compute)
 
 
 def fit_findings(models: Sequence[Subject], found: FitFacts, room: Room) -> Iterator[Finding]:
@@ -119,8 +137,8 @@ def fit_findings(models: Sequence[Subject], found: FitFacts, room: Room) -> Iter
 
 
 def _ram(models: Sequence[Subject], found: FitFacts, room: Room) -> Finding:
-    known = all(need.kv_bytes is not None for need in found.models)
-    if not all(need.weights_bytes for need in found.models):
+    known = all(each.kv_bytes is not None for each in found.models)
+    if not all(each.weights_bytes for each in found.models):
         return Finding("info", "memory", "what it needs is only known once the file is here")
     text = f"needs {'' if known else 'at least '}{size_text(found.ram_needed_bytes)}, {size_text(room.ram)} free"
     if found.gpu_needed_bytes is None or room.gpu_is_ram:
@@ -141,19 +159,19 @@ def _gpu(models: Sequence[Subject], found: FitFacts, room: Room) -> Finding:
         return Finding("info", "GPU memory", f"{text}; the engine does not say how much is free")
     text += f", {size_text(room.gpu_free)} free: {_sum(found)}"
     if needed > room.gpu_free:
-        header = models[0].header
-        layers = int(0.95 * room.gpu_free / needed * (header.n_layer + 1)) if header is not None else 0
+        sizes = models[0].sizes
+        layers = int(0.95 * room.gpu_free / needed * (sizes.n_layer + 1)) if sizes is not None else 0
         advice = f"use --gpu-layers {layers}" if layers > 0 else "use --gpu-layers 0, or a smaller model"
         return Finding("fail", "GPU memory", text, advice)
     return Finding("ok", "GPU memory", text)
 
 
 def _sum(found: FitFacts) -> str:
-    parts = [f"weights {size_text(sum(need.weights_bytes for need in found.models))}"]
-    if kv := sum(need.kv_bytes or 0 for need in found.models):
+    parts = [f"weights {size_text(sum(each.weights_bytes for each in found.models))}"]
+    if kv := sum(each.kv_bytes or 0 for each in found.models):
         kind = f" {found.kv_type}" if found.kv_type != "f16" else ""
         parts.append(f"cache of {found.n_ctx:,} tokens{kind} {size_text(kv)}")
-    if compute := sum(need.compute_bytes or 0 for need in found.models):
+    if compute := sum(each.compute_bytes or 0 for each in found.models):
         parts.append(f"buffers {size_text(compute)}")
     return ", ".join(parts)
 
@@ -166,7 +184,7 @@ def _remedy(models: Sequence[Subject], found: FitFacts, room: Room) -> str:
         return fit(chosen, n_ctx, kv_type, room).ram_needed_bytes <= limit
 
     ways: list[str] = []
-    if all(model.header is not None for model in models) and room.backend != "reference":
+    if all(model.sizes is not None for model in models) and room.backend != "reference":
         smaller = KV_VALUE_BYTES["q8_0"] < KV_VALUE_BYTES[found.kv_type]
         if smaller and fits(models, found.n_ctx, "q8_0"):
             ways.append("--kv-cache q8_0")
@@ -184,9 +202,9 @@ def _remedy(models: Sequence[Subject], found: FitFacts, room: Room) -> str:
 def _largest_context(
     models: Sequence[Subject], found: FitFacts, fits: Callable[[Sequence[Subject], int, str], bool]
 ) -> int | None:
-    low, high = 0, found.n_ctx // 256
+    low, high = 0, found.n_ctx // _CTX_STEP
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(models, middle * 256, found.kv_type) else (low, middle - 1)
-    n_ctx = low * 256
+        low, high = (middle, high) if fits(models, middle * _CTX_STEP, found.kv_type) else (low, middle - 1)
+    n_ctx = low * _CTX_STEP
     return n_ctx if _LEAST_CTX <= n_ctx < found.n_ctx else None

@@ -48,15 +48,15 @@ def tuning_questions() -> list[Question]:
 
 def matching_drafts(target: Subject) -> list[Subject]:
     """Models on this disk that have the target's vocabulary and are smaller; the catalogue's picks first."""
-    assert target.header is not None
+    assert target.sizes is not None
     picks = target.entry.draft if target.entry is not None else ()
     found = [
         model
         for model in on_disk()
-        if model.header is not None
+        if model.sizes is not None
         and model.file.resolve() != target.file.resolve()
         and model.bytes < target.bytes
-        and target.header.vocab.difference(model.header.vocab) is None
+        and target.sizes.vocab.difference(model.sizes.vocab) is None
     ]
     return sorted(found, key=lambda model: picks.index(model.name) if model.name in picks else len(picks))
 

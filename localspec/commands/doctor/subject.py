@@ -4,18 +4,40 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from localspec.commands.doctor.facts import ModelFacts
-from localspec.commands.doctor.header import Header, read_header
 from localspec.commands.report.model import Finding
 from localspec.errors import ModelFileError
 from localspec.model_files.catalog import Catalog, Entry, free_bytes
+from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.gguf_parts import model_bytes
+from localspec.model_files.kv_memory import KVShape, kv_shape
 from localspec.model_files.local_files import known_entries
 from localspec.model_files.sources.base import size_text
+from localspec.model_files.vocab import Vocab
 from localspec.system.home import models_dir
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a header says of memory and matching.
+
+    Attributes:
+        vocab: the vocabulary.
+        kv: what keys and values take.
+        n_layer: transformer blocks.
+        n_embd, n_ff: widths of the residual stream and of the widest feed-forward layer.
+        n_params: parameters.
+    """
+
+    vocab: Vocab
+    kv: KVShape
+    n_layer: int
+    n_embd: int
+    n_ff: int
+    n_params: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +46,12 @@ class Subject(ModelFacts):
 
     Attributes:
         spec: what names it on a command line.
-        header: facts of the file, where it can be read.
+        sizes: from its header, where that can be read.
         entry: its catalogue entry.
     """
 
     spec: str
-    header: Header | None = None
+    sizes: Sizes | None = None
     entry: Entry | None = None
 
     @property
@@ -43,7 +65,7 @@ class Subject(ModelFacts):
 
 
 def find_subject(spec: str) -> Subject:
-    """Look a model up; its header is read where it is on disk.
+    """Look a model up; its header is read where it is on this disk.
 
     Raises:
         UnknownModel: there is no such name or file.
@@ -86,29 +108,41 @@ def _of_entry(entry: Entry) -> Subject:
 
 def _read(path: Path, spec: str, name: str, entry: Entry | None) -> Subject:
     """A file that is there."""
-    header, error = None, None
-    try:
-        header = read_header(path)
-    except ModelFileError as refused:
-        error = str(refused).removesuffix("; fetch it again")
-    except OSError as refused:
-        error = f"it cannot be read: {refused.strerror or os.strerror(refused.errno or 0)}"
-    return Subject(
-        spec=spec,
-        name=name,
-        path=str(path),
-        present=True,
-        bytes=header.weights_bytes if header else model_bytes(path),
-        bytes_exact=True,
-        architecture=header.architecture if header else None,
-        quantization=header.quantization if header else None,
-        n_ctx_train=header.n_ctx_train or None if header else None,
-        n_vocab=header.vocab.n_tokens if header else None,
-        rollback=header.rollback if header else None,
-        error=error,
-        header=header,
-        entry=entry,
+    model = Subject(
+        spec=spec, name=name, path=str(path), present=True, bytes=model_bytes(path), bytes_exact=True, entry=entry
     )
+    try:
+        with GGUFFile(path) as gguf:
+            gguf.check_generates_text()
+            vocab, kv = Vocab.from_gguf(gguf), kv_shape(gguf)
+            n_layer, n_embd, n_ff = (
+                count(gguf, field) for field in ("block_count", "embedding_length", "feed_forward_length")
+            )
+            return replace(
+                model,
+                bytes=gguf.n_bytes,
+                architecture=gguf.architecture,
+                quantization=gguf.quantization,
+                n_ctx_train=gguf.n_ctx_train or None,
+                n_vocab=vocab.n_tokens,
+                rollback="replay" if kv.recurrent else "exact",
+                sizes=Sizes(vocab, kv, n_layer, n_embd, n_ff, gguf.n_params),
+            )
+    except ModelFileError as error:
+        return replace(model, error=str(error).removesuffix("; fetch it again"))
+    except OSError as error:
+        return replace(model, error=f"it cannot be read: {error.strerror or os.strerror(error.errno or 0)}")
+
+
+def count(gguf: GGUFFile, field: str) -> int:
+    """A number from the header; the largest where there is one for each layer, 0 where it does not say."""
+    value = gguf.field(field)
+    try:
+        return max(0, int(max(value)))
+    except TypeError:
+        return value if isinstance(value, int) and value >= 0 else 0
+    except ValueError:
+        return 0
 
 
 def _stem(path: Path) -> str:

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from localspec.commands.doctor import machine
+from localspec.commands.doctor.costs import bytes_per_token
 from localspec.commands.doctor.facts import MachineFacts
-from localspec.commands.doctor.header import bytes_per_token, read_header
+from localspec.commands.doctor.fit import need
+from localspec.commands.doctor.subject import of_path
 from localspec.model_files.gguf_file import GGUFFile
 from tests.conftest import TinyFiles
 from tests.support import ggufs
@@ -76,14 +78,15 @@ def test_bytes_read_for_a_token(tmp_path: Path, tiny: TinyFiles) -> None:
 
 
 def test_need_grows_with_context_and_cache_type(tiny: TinyFiles) -> None:
-    header = read_header(tiny.bpe)
+    model = of_path(tiny.bpe)
+    assert model.sizes is not None
     per_token = 2 * 2 * 2 * 32  # layers · (keys and values) · heads · width
-    f16 = header.need("x", 1000, "f16", "ik-llama")
+    f16 = need(model, 1000, "f16", "ik-llama")
     assert f16.weights_bytes == tiny.bpe.stat().st_size
     assert f16.kv_bytes == 1024 * per_token * 2  # engines round up to 256
-    assert header.need("x", 1000, "q8_0", "ik-llama").kv_bytes == 1024 * per_token * 34 // 32
-    assert header.need("x", 1000, "f16", "reference").kv_bytes == 1000 * per_token * 8
-    assert header.need("x", 1000, "f16", "reference").weights_bytes == 8 * header.n_params
+    assert need(model, 1000, "q8_0", "ik-llama").kv_bytes == 1024 * per_token * 34 // 32
+    assert need(model, 1000, "f16", "reference").kv_bytes == 1000 * per_token * 8
+    assert need(model, 1000, "f16", "reference").weights_bytes == 8 * model.sizes.n_params
 
 
 @pytest.mark.real
@@ -93,7 +96,7 @@ def test_memory_of_a_real_model(real_model: Callable[[str], Path]) -> None:
     from localspec.backends.noise import engine_log
 
     path = real_model("qwen2.5-coder-0.5b")
-    need = read_header(path).need("x", 2048, "f16", "ik-llama")
+    needed = need(of_path(path), 2048, "f16", "ik-llama")
     with ik_llama.load(path) as model:
         engine_log.recent.clear()
         with model.new_context(2048):
@@ -103,5 +106,5 @@ def test_memory_of_a_real_model(real_model: Callable[[str], Path]) -> None:
         for kind in ("KV", "compute")
         if (found := re.search(rf"CPU {kind} buffer size =\s+([\d.]+) MiB", said)) is not None
     )
-    assert need.kv_bytes == pytest.approx(kv, rel=0.01)
-    assert need.compute_bytes == pytest.approx(compute, rel=0.03)
+    assert needed.kv_bytes == pytest.approx(kv, rel=0.01)
+    assert needed.compute_bytes == pytest.approx(compute, rel=0.03)
