@@ -6,38 +6,32 @@ import hashlib
 import platform
 import shlex
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from localspec import __version__
 from localspec.commands.bench.facts import engine_facts
-from localspec.commands.bench.modes import Mode, affordable_tokens
+from localspec.commands.bench.plan import BenchPlan, affordable_tokens
 from localspec.commands.bench.record import Ending, Record, Settings, Sitting, differences
 from localspec.commands.bench.results import ratios
 from localspec.commands.bench.storage import RecordError
 from localspec.commands.bench.words import arm_name, time_text
 from localspec.commands.doctor import machine
 from localspec.commands.doctor.costs import Watch
-from localspec.commands.options import RunOptions, ensure_model
+from localspec.commands.options import ensure_model
 from localspec.commands.questions import Question
 from localspec.commands.timing.answer import TimedAnswer
-from localspec.commands.timing.arms import Arm
 from localspec.commands.timing.schedule import Block, Clock, blocks, is_tight
 from localspec.commands.timing.statistics import Values
 from localspec.commands.timing.subject import EngineUnderTest
-from localspec.commands.timing.turns import SLICE_TOKENS, Place, measure, places
+from localspec.commands.timing.turns import Place, measure, places
 from localspec.errors import Cancelled, UsageError
 from localspec.llm import LLM
-from localspec.model_files.catalog import Catalog
-from localspec.model_files.gguf_parts import model_bytes
 from localspec.model_files.sources.base import size_text
 from localspec.sampling.sampling import SamplingParams
-from localspec.spec_decode.drafters.free import FREE_DRAFTERS
-from localspec.spec_decode.drafters.names import NGRAM
 from localspec.system import power
 from localspec.system.interrupts import on_interrupt
 from localspec.system.memory import read_memory
@@ -47,65 +41,23 @@ from localspec.terminal.progress import Progress
 _CHANGES = ("memory_available_bytes", "busy_share", "on_battery", "throttled", "bandwidth_gb_per_s")
 """What is true of a machine at one moment only."""
 
-_TOP_K = 40
-"""Samples are drawn from so many tokens unless told otherwise: the tail of a large vocabulary only costs time."""
 
-
-@dataclass(slots=True)
-class Plan:
-    """What to measure.
-
-    Attributes:
-        options: models and how to run them; its ``backend`` is not used.
-        backends: the engines.
-        arms: ``plain`` first.
-        questions: in the order to ask them.
-        questions_name: where they came from; see ``Settings``.
-        categories: those that were named; empty: all.
-        questions_sha256: their digest.
-        mode: how thorough, with the command line's changes in it.
-        max_tokens: longest answer as asked for; None leaves it to the mode.
-        ignore_eos: whether answers go on behind an end token.
-        slice_tokens: the arms of a question take turns after so many tokens, where there is memory for it; 0: after
-            whole answers.
-        before: a run to go on with.
-        save: called with the record after every question.
-    """
-
-    options: RunOptions
-    backends: list[str]
-    arms: list[Arm]
-    questions: list[Question]
-    questions_name: str
-    categories: list[str]
-    questions_sha256: str
-    mode: Mode
-    max_tokens: int | None = None
-    ignore_eos: bool = False
-    slice_tokens: int = SLICE_TOKENS
-    before: Record | None = None
-    save: Callable[[Record], None] = field(default=lambda record: None)
-
-
-class Run:
-    """Measures a plan; ``record`` holds what was measured so far.
+class BenchRun:
+    """Measures a plan.
 
     Args:
         plan: what to measure.
         progress: where it is said how far it is.
     """
 
-    def __init__(self, plan: Plan, progress: Progress) -> None:
+    def __init__(self, plan: BenchPlan, progress: Progress) -> None:
         self.plan = plan
-        self.record: Record | None = None
         self._progress = progress
-        self._stop = threading.Event()
         self._watch = Watch(progress.report)
         self._began = time.monotonic()
-        self._model = ""
 
     def measure(self) -> Record | None:
-        """Everything, until it is enough, time is up, or somebody stops it.
+        """Everything, until it is enough, time is up, or Ctrl-C.
 
         Returns:
             The record; None where it was stopped before anything was measured.
@@ -113,7 +65,7 @@ class Run:
         Raises:
             LocalspecError: a pair cannot be loaded, or a run cannot be resumed.
         """
-        session = Sitting(
+        sitting = Sitting(
             started=round(time.time(), 1),
             seconds=0.0,
             localspec=__version__,
@@ -123,110 +75,84 @@ class Run:
             slow_clock=power.slow_clock(),
         )
         throttle = power.throttle_count()
-        self._check_room()
+        plan = self.plan
         with ExitStack() as stack:
-            engines = [stack.enter_context(self._open(backend)) for backend in self.plan.backends]
             subjects = []
-            for llm in engines:
+            for llm in self._load(stack):
                 subject = EngineUnderTest(
-                    llm, self.plan.arms, self._stop, self.plan.options.system, in_slices=self.plan.slice_tokens > 0
+                    llm,
+                    plan.arms,
+                    self._watch.stopped,
+                    plan.options.system,
+                    in_slices=plan.settings.slice_tokens > 0,
                 )
                 stack.callback(subject.restore)
                 subjects.append(subject)
-            settings = self._settings(subjects)
-            anew = self.plan.mode.name != "quick" and self.plan.before is None
+            settings = self._settled(subjects)
+            anew = plan.mode.name != "quick" and plan.before is None
             facts = [engine_facts(each, settings.kv_cache, self._watch, measure=anew) for each in subjects]
-            record = self._record(settings, facts, session)
-            with on_interrupt(self._stop_now):
+            record = self._record(settings, facts, sitting)
+            with on_interrupt(self._watch.stop):
                 try:
                     record.ended = self._ask(subjects, record)
                 except Cancelled:
                     record.ended = "interrupted"
             self._progress.clear()
-        self._note_time(session)
-        session.on_battery = session.on_battery or power.on_battery()
-        session.throttled = power.throttled(throttle, power.throttle_count())
+        self._note_time(sitting)
+        sitting.on_battery = sitting.on_battery or power.on_battery()
+        sitting.throttled = power.throttled(throttle, power.throttle_count())
         if not record.samples:
             return None
-        self.plan.save(record)
+        plan.save(record)
         return record
 
-    def _note_time(self, session: Sitting) -> None:
-        session.seconds = round(time.monotonic() - self._began, 1)
-        session.peak_memory_bytes = peak_memory_bytes()
-
-    def _stop_now(self) -> None:
-        self._stop.set()
-        self._watch.stop()
+    def _note_time(self, sitting: Sitting) -> None:
+        sitting.seconds = round(time.monotonic() - self._began, 1)
+        sitting.peak_memory_bytes = peak_memory_bytes()
 
     # -- loading -------------------------------------------------------------------------------------------------
 
-    def _open(self, backend: str) -> LLM:
-        options = self.plan.options
-        model = self._model = ensure_model(options.model, options.drafters())
-        self._progress.report(f"loading {model}" + (f" with {backend}" if len(self.plan.backends) > 1 else ""), None)
-        return replace(options, model=model).for_measuring(backend=backend).open(self._watch.report)
+    def _load(self, stack: ExitStack) -> list[LLM]:
+        """The engines, side by side."""
+        options, backends = self.plan.options, self.plan.settings.backends
+        self.plan.settings = replace(self.plan.settings, model=ensure_model(options.model, options.drafters()))
+        loaded: list[LLM] = []
+        for backend in backends:
+            if loaded:
+                self._check_room(loaded[0], len(backends) - len(loaded))
+            model = self.plan.settings.model
+            self._progress.report(f"loading {model}" + (f" with {backend}" if len(backends) > 1 else ""), None)
+            measuring = replace(options, model=model).for_measuring(backend=backend)
+            loaded.append(stack.enter_context(measuring.open(self._watch.report)))
+        return loaded
 
-    def _check_room(self) -> None:
-        """Refuse to load several engines side by side where memory lacks for it."""
-        options, n = self.plan.options, len(self.plan.backends)
-        if n == 1:
-            return
-        catalog = Catalog.load()
-        path = catalog.resolve(ensure_model(options.model, options.drafters()))
-        names = options.drafters()
-        if names == ["auto"]:
-            names = [str(catalog.draft_for(path) or NGRAM)]
-        paths = [path, *(catalog.resolve(name) for name in names if name not in FREE_DRAFTERS)]
-        need, free = round(1.2 * n * sum(map(model_bytes, paths))), read_memory().available
+    def _check_room(self, llm: LLM, n_more: int) -> None:
+        """Refuse to load more engines beside one where memory lacks for them."""
+        one = llm.run(lambda pair: sum(context.model.size_bytes for context in pair.state.contexts))
+        need, free = round(1.2 * n_more * one), read_memory().available
         if free is not None and need > free:
             raise UsageError(
-                f"{n} engines side by side need about {size_text(need)} and {size_text(free)} are free; measure one at "
-                "a time with --json, and set them against each other with bench compare"
+                f"{n_more} more engine{'s' * (n_more > 1)} beside {llm.backend_name} need about {size_text(need)} and "
+                f"{size_text(free)} are free; measure one at a time with --json, and set them against each other with "
+                "bench compare"
             )
 
-    def _settings(self, subjects: Sequence[EngineUnderTest]) -> Settings:
-        plan, options = self.plan, self.plan.options
+    def _settled(self, subjects: Sequence[EngineUnderTest]) -> Settings:
+        """The settings with what loading tells."""
         names = [subject.llm.backend_name for subject in subjects]
         if len(set(names)) < len(names):
             raise UsageError(f"--backend names the same engine twice: {', '.join(names)}")
-        tokens = plan.max_tokens
-        if tokens is None and plan.before is not None:
-            tokens = plan.before.settings.max_tokens
-        if tokens is None:
-            slowest = min(subject.llm.plain_tokens_per_second for subject in subjects)
-            left = (plan.mode.minutes or 0.0) * 60 - (time.monotonic() - self._began)
-            tokens = affordable_tokens(plan.mode, left, len(plan.arms) * len(subjects), slowest)
-        sampling = dict(options.sampling)
-        sampling.pop("max_tokens", None)
-        if sampling.get("temperature"):
-            sampling.setdefault("top_k", _TOP_K)
-        return Settings(
-            model=self._model,
-            draft=list(options.draft),
-            backends=names,
-            draft_backend=options.load.draft_backend,
-            arms=[arm.name for arm in plan.arms],
-            questions=plan.questions_name,
-            categories=list(plan.categories),
-            questions_sha256=plan.questions_sha256,
-            max_tokens=tokens,
-            sampling={name: list(value) if isinstance(value, tuple) else value for name, value in sampling.items()},
-            ignore_eos=plan.ignore_eos,
-            system=options.system,
-            ctx=options.load.n_ctx,
-            threads=options.load.n_threads,
-            gpu_layers=options.load.n_gpu_layers,
-            kv_cache=options.load.kv_cache_type,
-            light_draft=options.load.light_draft,
-            mode=plan.mode.name,
-            slice_tokens=plan.slice_tokens if all(subject.in_slices for subject in subjects) else 0,
-        )
+        slowest = min(subject.llm.plain_tokens_per_second for subject in subjects)
+        mode, settings = self.plan.mode, self.plan.settings
+        left = (mode.minutes or 0.0) * 60 - (time.monotonic() - self._began)
+        tokens = affordable_tokens(mode, left, len(self.plan.arms) * len(subjects), slowest)
+        slices = settings.slice_tokens if all(subject.in_slices for subject in subjects) else 0
+        return replace(settings, backends=names, max_tokens=tokens, slice_tokens=slices)
 
-    def _record(self, settings: Settings, engines: list[Any], session: Sitting) -> Record:
+    def _record(self, settings: Settings, engines: list[Any], sitting: Sitting) -> Record:
         facts = asdict(machine.look_at_machine(settings.threads, measure=False))
         here = {key: value for key, value in facts.items() if key not in _CHANGES}
-        record = Record(here, settings, engines, [session])
+        record = Record(here, settings, engines, [sitting])
         before = self.plan.before
         if before is not None:
             for name, was, is_now in differences(before, record):
@@ -234,9 +160,8 @@ class Run:
                     raise RecordError(
                         f"cannot resume: it was measured with {name} {was!r}, and this would be {is_now!r}"
                     )
-            record.sessions = [*before.sessions, session]
+            record.sessions = [*before.sessions, sitting]
             record.samples, record.skipped, record.engines = before.samples, before.skipped, before.engines
-        self.record = record
         return record
 
     # -- asking --------------------------------------------------------------------------------------------------
@@ -284,7 +209,7 @@ class Run:
         fitting: list[Question] = []
         skipped: list[Question] = []
         for number, question in enumerate(self.plan.questions):
-            if self._stop.is_set():
+            if self._watch.stopped.is_set():
                 raise Cancelled("measuring was stopped")
             self._progress.report("counting tokens", number / len(self.plan.questions))
             # The answers to earlier turns are part of the prompt.

@@ -40,11 +40,14 @@ class Watch:
 
     Args:
         report: where progress is shown.
+
+    Attributes:
+        stopped: set by ``stop``.
     """
 
     def __init__(self, report: Progress) -> None:
         self._report = report
-        self._stop = threading.Event()
+        self.stopped = threading.Event()
 
     def report(self, what: str, fraction: float | None) -> None:
         """Show progress.
@@ -57,12 +60,12 @@ class Watch:
 
     def check(self) -> None:
         """Raise ``KeyboardInterrupt`` after ``stop``."""
-        if self._stop.is_set():
+        if self.stopped.is_set():
             raise KeyboardInterrupt
 
     def stop(self) -> None:
         """Ask to stop; may be called from a signal handler."""
-        self._stop.set()
+        self.stopped.set()
 
     def call(self, llm: LLM, work: Callable[[Pair], _Result]) -> _Result:
         """``LLM.run``; Ctrl-C ends it between two passes."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from localspec.commands.bench.compare import comparison
-from localspec.commands.bench.modes import DEFAULT, LEAST_TOKENS, QUICK, affordable_tokens
+from localspec.commands.bench.plan import DEFAULT, LEAST_TOKENS, QUICK, affordable_tokens
 from localspec.commands.bench.record import Engine, ModelFile, Record, Settings, Sitting
 from localspec.commands.bench.reliability import reliability, wilson
 from localspec.commands.bench.results import analyse
