@@ -1,0 +1,100 @@
+"""A pair under test, on tiny models: every arm starts from the same knowledge, and reads the prompt itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from localspec import LLM, SamplingParams
+from localspec.commands.questions import Question
+from localspec.commands.timing.answer import Sample
+from localspec.commands.timing.arms import PLAIN, parse_arms
+from localspec.commands.timing.schedule import Block
+from localspec.commands.timing.subject import EngineUnderTest
+from localspec.commands.timing.turns import measure, places
+from localspec.errors import Cancelled
+from localspec.runtime.pair import Pair
+from tests.conftest import TinyFiles
+
+QUESTION = Question("q", "code", ("a b c d a b c d a b",))
+PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
+ARMS = parse_arms(["model:3", "ngram:4", "auto"])
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: TinyFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCALSPEC_HOME", str(tmp_path_factory.mktemp("home")))
+        draft = ["ngram", str(tiny.quick.draft)]
+        with LLM(tiny.quick.target, draft, backend="reference", remember=False, idle=False) as loaded:
+            yield loaded
+
+
+@pytest.fixture(params=[True, False], ids=["slices", "whole"])
+def subject(llm: LLM, request: pytest.FixtureRequest) -> Iterator[EngineUnderTest]:
+    found = EngineUnderTest(llm, ARMS, threading.Event(), in_slices=request.param)
+    yield found
+    found.restore()
+
+
+def answers(subject: EngineUnderTest, repeat: int = 0) -> dict[str, Sample]:
+    block = Block(repeat, 0, QUESTION, ends_cycle=True)
+    samples = measure(block, places([subject], block), PARAMS, 4 if subject.in_slices else 0)
+    return {sample.arm: sample for sample in samples}
+
+
+def test_all_arms_answer_and_say_the_same(subject: EngineUnderTest) -> None:
+    found = answers(subject)
+    assert set(found) == {arm.name for arm in ARMS}
+    assert {sample.tokens for sample in found.values()} == {12}
+    assert len({sample.token_sha256 for sample in found.values()}) == 1
+    assert set(found["model:3"].by_source) == {"model"}
+    assert found["plain"].num_draft_tokens == 0
+
+
+def test_an_arm_begins_with_nothing_read_by_its_drafters(subject: EngineUnderTest) -> None:
+    """So reading the prompt is in the arm that needs it, and the target's reading in none."""
+    answers(subject)
+    asked = subject.read(QUESTION, PARAMS)
+    for arm in subject.arms:
+
+        def begin(pair: Pair, arm=arm) -> tuple[list[int], int]:  # type: ignore[no-untyped-def]
+            subject.become(arm, pair)
+            asked.put_into(pair.context)
+            return [draft.context.n_past for draft in pair.state.models], pair.context.n_past
+
+        read_by_drafts, read_by_target = subject.llm.run(begin)
+        assert set(read_by_drafts) <= {0}
+        assert read_by_target == len(asked.tokens) - 1
+
+
+def test_arms_learn_apart_and_forget(subject: EngineUnderTest) -> None:
+    first, second = answers(subject), answers(subject)
+    assert first["ngram:4"].judged
+    # What an arm learned shows in its predictions; a fresh start has those of the first time again.
+    assert [row[2] for row in first["ngram:4"].judged] != [row[2] for row in second["ngram:4"].judged]
+    subject.forget()
+    assert answers(subject)["ngram:4"].judged == first["ngram:4"].judged
+
+
+def test_the_pair_is_left_as_it_was(llm: LLM) -> None:
+    before = llm.run(lambda pair: pair.state)
+    subject = EngineUnderTest(llm, ARMS, threading.Event(), in_slices=True)
+    answers(subject)
+    assert llm.run(lambda pair: pair.state) is not before
+    subject.restore()
+    assert llm.run(lambda pair: pair.state) is before
+    assert llm.generate("a b c", SamplingParams(max_tokens=2)).text
+
+
+def test_a_stop_ends_a_question_as_a_whole(llm: LLM) -> None:
+    stop = threading.Event()
+    subject = EngineUnderTest(llm, [PLAIN], stop)
+    block = Block(0, 0, QUESTION, ends_cycle=True)
+    try:
+        with pytest.raises(Cancelled):
+            measure(block, places([subject], block), PARAMS, 4, lambda answer, fraction: stop.set())
+    finally:
+        subject.restore()
