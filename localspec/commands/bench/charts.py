@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from localspec.commands.bench.record import Record
 from localspec.commands.bench.reliability import wilson
-from localspec.commands.bench.results import ALL, Judgement, Passes, Results, Row
+from localspec.commands.bench.results import ALL, Passes, PredictionQuality, Results, Row
 from localspec.commands.bench.words import arm_name, interval_text, seconds_text, times_text, title
 from localspec.commands.report.svg import N_COLOURS, Axis, Drawing, Point, Scale, Series, chart, label, ticks
 from localspec.commands.timing.answer import Sample
@@ -139,7 +139,7 @@ def position_plot(record: Record, rows: Sequence[Row]) -> Drawing:
     return chart("Acceptance by position in the draft", x, Axis("accepted of sent", 0, 1, percent=True), series)
 
 
-def reliability_plot(judgements: Sequence[Judgement]) -> Drawing:
+def reliability_plot(judgements: Sequence[PredictionQuality]) -> Drawing:
     """Predicted against observed acceptance of the first arm that predicts: all its drafters together, and each."""
     found = [each for each in judgements if (each.backend, each.arm) == (judgements[0].backend, judgements[0].arm)]
     bins = found[0].reliability.bins

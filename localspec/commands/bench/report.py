@@ -280,7 +280,7 @@ def _acceptance(record: Record, results: Results) -> Iterator[Part]:
     longest = max(len(row.by_position) for row in rows)
     shares = [[share_text(each.rate) for each in row.by_position] for row in rows]
     yield Table(
-        "Acceptance by position in the draft, and by drafter",
+        "Acceptance by position in the draft",
         ["position", *map(str, range(1, longest + 1))],
         [[name, *each, *["–"] * (longest - len(each))] for name, each in zip(names, shares, strict=True)],
     )
@@ -289,7 +289,7 @@ def _acceptance(record: Record, results: Results) -> Iterator[Part]:
         for name, row in zip(names, rows, strict=True)
         for source, each in row.by_source.items()
     ]
-    yield Table("", ["arm", "drafter", "sent", "accepted", "share"], counts, left=2)
+    yield Table("Acceptance by drafter", ["arm", "drafter", "sent", "accepted", "share"], counts, left=2)
     yield Figure(
         "",
         partial(charts.position_plot, record, rows),

@@ -121,7 +121,7 @@ class Passes:
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class PredictionQuality:
     """How well an arm's predictions of acceptance held: of all its guesses, or of one drafter's."""
 
     backend: str
@@ -162,7 +162,7 @@ class Results:
     rows: list[Row]
     duels: list[Duel]
     passes: list[Passes]
-    judgements: list[Judgement]
+    judgements: list[PredictionQuality]
     drift: list[Drift]
     remarks: list[str]
 
@@ -338,7 +338,7 @@ def _passes(engine: Engine, samples: Iterable[Sample]) -> Passes:
     return Passes(engine.backend, widths, steps, even)
 
 
-def _judgements(record: Record) -> Iterable[Judgement]:
+def _judgements(record: Record) -> Iterable[PredictionQuality]:
     for backend in record.settings.backends:
         for arm in record.settings.arms:
             if arm.rpartition(":")[2] != "auto":
@@ -349,7 +349,7 @@ def _judgements(record: Record) -> Iterable[Judgement]:
             for name in [ALL, *(sources if len(sources) > 1 else [])]:
                 found = reliability((p, right) for source, p, right in judged if name in (ALL, source))
                 if found is not None:
-                    yield Judgement(backend, arm, name, found)
+                    yield PredictionQuality(backend, arm, name, found)
 
 
 def _drift(backend: str, samples: Iterable[Sample]) -> Drift:

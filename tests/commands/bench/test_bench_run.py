@@ -131,11 +131,6 @@ def test_only_an_arm_s_own_drafters_guess(measured: Record) -> None:
     assert sources["ngram:4"] == {"ngram"}
     longest = {arm: max(len(s.drafted_per_position) for s in measured.samples if s.arm == arm) for arm in ARMS}
     assert (longest["plain"], longest["model:3"], longest["ngram:4"]) == (0, 3, 4)
-    # The draft model reads the prompt in its own arm: in its first round it takes longer than in most others.
-    firsts = [
-        s.rounds[0][0] / statistics.median(row[0] for row in s.rounds) for s in measured.samples if s.arm == "model:3"
-    ]
-    assert statistics.median(firsts) > 1
 
 
 def test_an_arm_is_the_same_alone_as_among_others(measured: Record, made: Path, pair: list[str], bench: Bench) -> None:
@@ -443,13 +438,13 @@ def test_a_complete_run_has_nothing_to_resume(made: Path, tmp_path: Path, bench:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--max-tokens", "5"], "max tokens 20"),
+        (["--max-tokens", "5"], "max tokens 20, and this would be 5"),
         (["--arm", "auto,2"], "arms"),
         (["--draft", "ngram"], "no drafter 'model'"),
         (["--temperature", "1.0"], "sampling"),
         (["--category", "code"], "categories"),
-        (["--set", "report"], "categories"),
-        (["--ctx", "64"], "ctx"),
+        (["--set", "report"], "questions"),
+        (["--ctx", "64"], "context [64]"),
     ],
 )
 def test_another_run_is_not_resumed(arguments: list[str], said: str, made: Path, tmp_path: Path, bench: Bench) -> None:
@@ -457,7 +452,7 @@ def test_another_run_is_not_resumed(arguments: list[str], said: str, made: Path,
     status, out, errors = bench("--resume", stored, *arguments)
     line = [line for line in errors.splitlines() if line.startswith("localspec: ")]
     assert (status in (1, 2), out, len(line)) == (True, "", 1)
-    assert "resume" in line[0] or said in line[0]
+    assert said in line[0]
     assert (tmp_path / "run.json").read_bytes() == (made / "run.json").read_bytes()
 
 
@@ -562,7 +557,7 @@ def test_files_that_are_there_stay(made: Path, pair: list[str], bench: Bench) ->
 def test_show_and_compare_say_how_many_files_they_take(words: list[str], bench: Bench) -> None:
     status, out, errors = bench(*words)
     assert (status, out) == (2, "")
-    assert "bench show takes" in errors or "bench compare takes" in errors
+    assert f"bench {words[0]} takes" in errors
 
 
 def test_a_disk_that_refuses_is_one_line(
