@@ -126,7 +126,7 @@ def run_options(model: str | None, given: dict[str, Any], **sampling: Any) -> Ru
     from localspec.runtime.load_options import LoadOptions
 
     rest = {"idle": False} | given
-    load = LoadOptions(**{keyword: rest.pop(option) for option, keyword in LOADING.items()})
+    load = LoadOptions(**{keyword: rest.pop(option) for option, keyword in LOADING.items() if option in rest})
     sampling |= {name: value for name in SAMPLING if (value := rest.pop(name)) is not None}
     if stop := rest.pop("stop"):
         sampling["stop"] = tuple(stop)

@@ -444,7 +444,7 @@ def test_a_complete_run_has_nothing_to_resume(made: Path, tmp_path: Path, bench:
         (["--temperature", "1.0"], "sampling"),
         (["--category", "code"], "categories"),
         (["--set", "report"], "questions"),
-        (["--ctx", "64"], "context [64]"),
+        (["--ctx", "64"], "and this would be [64]"),
     ],
 )
 def test_another_run_is_not_resumed(arguments: list[str], said: str, made: Path, tmp_path: Path, bench: Bench) -> None:
