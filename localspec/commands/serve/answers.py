@@ -68,10 +68,7 @@ class ApiAnswer(ABC):
         async with aclosing(self.service.answers(self.options, self._tasks)) as happenings:
             async for happening in happenings:
                 pieces[happening.index] += [*self._opening(happening.index), *self._choices(happening)]
-        choices = [
-            {"index": i, "logprobs": None} | self.whole_choice(said) | {"finish_reason": said[-1]["finish_reason"]}
-            for i, said in enumerate(pieces)
-        ]
+        choices = [_choice(i, self.whole_choice(said), said[-1]["finish_reason"]) for i, said in enumerate(pieces)]
         return self._frame(self.kind) | {"choices": choices, "usage": self._usage(), "localspec": self._figures()}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -158,7 +155,7 @@ class ApiAnswer(ABC):
 
 
 def _choice(index: int, piece: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
-    return {"index": index, "logprobs": None, **piece, "finish_reason": finish_reason}
+    return {"index": index, **piece, "logprobs": piece.get("logprobs"), "finish_reason": finish_reason}
 
 
 def finite(logprob: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -71,6 +72,8 @@ class Runner(uvicorn.Server):
     def __init__(
         self, llm: LLM, settings: ServerSettings, *, verbose: bool = False, on_start: Callable[[], None] | None = None
     ) -> None:
+        if verbose:
+            _log_requests()
         self.service = Service(llm, settings)
         self._on_start = on_start
         self.signal: int | None = None
@@ -82,7 +85,8 @@ class Runner(uvicorn.Server):
                 loop="asyncio",
                 lifespan="off",
                 interface="asgi3",
-                log_config=_VERBOSE_LOG if verbose else _QUIET_LOG,
+                log_config=None,
+                log_level="info" if verbose else "critical",
                 access_log=verbose,
                 server_header=False,
                 date_header=True,
@@ -124,16 +128,8 @@ class Runner(uvicorn.Server):
         self.signal = sig
 
 
-_QUIET_LOG = {
-    "version": 1,
-    "disable_existing_loggers": False,
-    "handlers": {"none": {"class": "logging.NullHandler"}},
-    "loggers": {name: {"handlers": ["none"], "level": "CRITICAL", "propagate": False} for name in ("uvicorn",)},
-}
-_VERBOSE_LOG = {
-    "version": 1,
-    "disable_existing_loggers": False,
-    "formatters": {"line": {"format": "localspec: %(message)s"}},
-    "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line", "stream": "ext://sys.stderr"}},
-    "loggers": {"uvicorn.access": {"handlers": ["stderr"], "level": "INFO", "propagate": False}},
-}
+def _log_requests() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("localspec: %(message)s"))
+    access = logging.getLogger("uvicorn.access")
+    access.handlers, access.propagate = [handler], False
