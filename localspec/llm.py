@@ -15,7 +15,7 @@ from localspec.model_files.vocab import Vocab
 from localspec.prompts.prompts import Prompt, PromptEncoder
 from localspec.prompts.templates import ChatTemplate
 from localspec.runtime import arguments
-from localspec.runtime.answering import Request, answer, score
+from localspec.runtime.answering import AnswerRequest, answer, score
 from localspec.runtime.arguments import DraftLength, checked_length, checked_spec, draft_specs
 from localspec.runtime.asking import AskingModel
 from localspec.runtime.idle import PREPARATION, IdleWork, OnMains
@@ -98,18 +98,8 @@ class LLM(AskingModel, Tokenizing):
         cancel = arguments.checked_loading(progress, cancel)
         self._progress: Report = progress or (lambda what, fraction: None)
         self.draft_length = draft_length
-        options = LoadOptions(
-            backend,
-            draft_backend,
-            n_ctx,
-            n_threads,
-            n_gpu_layers,
-            kv_cache_type,
-            bool(light_draft),
-            bool(remember),
-            prefix_cache_bytes,
-            bool(idle),
-        )
+        engines, sizes = (backend, draft_backend), (n_ctx, n_threads, n_gpu_layers)
+        options = LoadOptions(*engines, *sizes, kv_cache_type, light_draft, remember, prefix_cache_bytes, idle)
         bound, drafts, name = _checked_bound(max_queue), draft_specs(draft), checked_spec("model", model)
         path = self._path = Catalog.load().resolve(name)
         self.model_name = name if not name.endswith(".gguf") else path.name.removesuffix(".gguf")
@@ -322,52 +312,42 @@ class LLM(AskingModel, Tokenizing):
         """
         return self._worker.call(lambda: work(self._pair), conversation=conversation)
 
-    def submitter(  # type: ignore[override] # each of the options by its name
+    def submitter(
         self,
         question: Prompt | Callable[[], Prompt],
         params: SamplingParams | None,
         *,
-        speculate: bool = True,
-        draft_length: DraftLength | None = None,
         deadline: float | None = None,
         conversation: Hashable | None = None,
-        logprobs: int | None = None,
-        drafters: Sequence[str] | None = None,
-        prediction: str | Sequence[int] | None = None,
+        **options: Any,
     ) -> Submit:
         """See ``Asking.submitter``; a question that is a function is called when its turn comes."""
-        wanted = self.draft_length if draft_length is None else checked_length(draft_length)
-        length: DraftLength = wanted if speculate else 0
-        params = arguments.checked_params(params)
-        n_logprobs = None if logprobs is None else checked_top(logprobs)
-        expected = self._encoder.ids("prediction", () if prediction is None else prediction)
-        names = arguments.drafter_names(drafters)
-        request = Request(question, params, length, n_logprobs, self.model_name, names, expected)
-
-        def submit(deliver: Callable[[Any], Any]) -> Job:
-            job = Job(
-                lambda job: answer(request, self._pair, self._encoder, job),
-                deliver,
-                abandoned=lambda job: request.never_ran(job, self._pair),
-                conversation=conversation,
-                deadline=deadline,
-            )
-            self._worker.queue.put(job)
-            return job
-
-        return submit
+        request = AnswerRequest.checked(question, params, self._encoder, self.draft_length, self.model_name, **options)
+        return self._submitter(
+            lambda job: answer(request, self._pair, self._encoder, job),
+            lambda job: request.never_ran(job, self._pair),
+            deadline,
+            conversation,
+        )
 
     def _scorer(self, prompt: Prompt, top: int, deadline: float | None, conversation: Hashable | None) -> Submit:
         n_top = checked_top(top)
+        return self._submitter(
+            lambda job: score(self._encoder.encode(prompt), n_top, self._pair, self._encoder, job),
+            lambda job: Cancelled(f"the request was cancelled by its {job.cancelled_by} while it waited"),
+            deadline,
+            conversation,
+        )
 
+    def _submitter(
+        self,
+        work: Callable[[Job], Any],
+        abandoned: Callable[[Job], Any],
+        deadline: float | None,
+        conversation: Hashable | None,
+    ) -> Submit:
         def submit(deliver: Callable[[Any], Any]) -> Job:
-            job = Job(
-                lambda job: score(self._encoder.encode(prompt), n_top, self._pair, self._encoder, job),
-                deliver,
-                abandoned=lambda job: Cancelled(f"the request was cancelled by its {job.cancelled_by} while it waited"),
-                conversation=conversation,
-                deadline=deadline,
-            )
+            job = Job(work, deliver, abandoned=abandoned, conversation=conversation, deadline=deadline)
             self._worker.queue.put(job)
             return job
 

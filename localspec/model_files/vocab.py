@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from localspec.errors import UnsupportedModel
 from localspec.model_files.gguf_file import GGUFFile, StringArray
+from localspec.values import shown
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
@@ -177,6 +178,12 @@ class Vocab:
         if found is None:
             found = self._bytes[token] = self._decode(token) if 0 <= token < self.n_tokens else b""
         return found
+
+    def display(self, token: int) -> str:
+        """A token on its own, for people: half of a character shows as U+FFFD, a special token as its name."""
+        if not 0 <= token < self.n_tokens:
+            return f"<{shown(token)}>"
+        return self.token_bytes(token).decode("utf-8", "replace") or self.token_text(token)
 
     def _decode(self, token: int) -> bytes:
         if self.is_control(token):

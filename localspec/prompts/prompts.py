@@ -11,7 +11,7 @@ from localspec.backends.base import Model
 from localspec.errors import Closed, UsageError
 from localspec.prompts.templates import ChatTemplate
 from localspec.system.forking import in_child
-from localspec.values import listed, shown, token_ids
+from localspec.values import listed, token_ids
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Messages | Sequence[int]
@@ -96,9 +96,7 @@ class PromptEncoder:
     def token_text(self, token: int) -> str:
         """A token on its own, for display."""
         (token,) = token_ids("the token", [token])
-        if not 0 <= token < self._vocab.n_tokens:
-            return f"<{shown(token)}>"
-        return self._vocab.token_bytes(token).decode("utf-8", "replace") or self._vocab.token_text(token)
+        return self._vocab.display(token)
 
     def close(self) -> None:
         """Wait for a tokenisation under way, and refuse later ones."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from localspec.errors import Cancelled, PromptTooLong, UsageError
 from localspec.prompts.prompts import Prompt, PromptEncoder
-from localspec.runtime.arguments import DraftLength
+from localspec.runtime.arguments import DraftLength, checked_length, checked_params, drafter_names
 from localspec.runtime.jobs import Job
 from localspec.runtime.pair import Pair
 from localspec.runtime.stream import Reply
-from localspec.sampling.logprobs import ScoredToken, token_logprobs
+from localspec.sampling.logprobs import ScoredToken, checked_top, token_logprobs
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.rounds import EmittedToken, FinishReason, SpecStats
 
@@ -21,7 +21,7 @@ SCORING_CHUNK = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class AnswerRequest:
     """What is asked of a pair.
 
     Attributes:
@@ -41,6 +41,37 @@ class Request:
     drafters: Sequence[str] | None = None
     prediction: Sequence[int] = ()
 
+    @classmethod
+    def checked(
+        cls,
+        prompt: Prompt | Callable[[], Prompt],
+        params: SamplingParams | None,
+        encoder: PromptEncoder,
+        default_length: DraftLength,
+        model_name: str,
+        *,
+        speculate: bool = True,
+        draft_length: DraftLength | None = None,
+        logprobs: int | None = None,
+        drafters: Sequence[str] | None = None,
+        prediction: str | Sequence[int] | None = None,
+    ) -> AnswerRequest:
+        """A request of the options that ``Asking.rounds`` explains.
+
+        Raises:
+            UsageError: one makes no sense.
+        """
+        length = default_length if draft_length is None else checked_length(draft_length)
+        return cls(
+            prompt,
+            checked_params(params),
+            length if speculate else 0,
+            None if logprobs is None else checked_top(logprobs),
+            model_name,
+            drafter_names(drafters),
+            encoder.ids("prediction", () if prediction is None else prediction),
+        )
+
     def never_ran(self, job: Job, pair: Pair) -> Reply:
         """The reply to a request that was cancelled, or too late, while it waited."""
         return Reply(
@@ -56,7 +87,7 @@ class Request:
         )
 
 
-def answer(request: Request, pair: Pair, encoder: PromptEncoder, job: Job) -> Reply:
+def answer(request: AnswerRequest, pair: Pair, encoder: PromptEncoder, job: Job) -> Reply:
     """Answer a request, giving every Round to the job as it happens.
 
     Raises:

@@ -132,13 +132,13 @@ class Pair:
         names = state.names
         return [names[drafter.source] for drafter in state.drafters if not drafter.failed]
 
-    def set_draft(self, names: Sequence[str], report: Report, *, renew: Path | None = None) -> None:
+    def set_draft(self, names: Sequence[str], report: Report, *, renew: DraftModel | None = None) -> None:
         """Replace the drafters; on an error the ones in use stay.
 
         Args:
             names: what drafts, as ``arguments.draft_specs`` returns it.
             report: takes progress.
-            renew: path of a draft model that is loaded again even if it is in use.
+            renew: a draft model that is loaded again though it is in use.
 
         Raises:
             VocabularyMismatch: a draft model numbers its tokens differently.
@@ -160,7 +160,7 @@ class Pair:
                     if any(is_same_file(path, other) for other, *_ in loaded):
                         continue
                     known = next((each for each in before.models if is_same_file(each.path, path)), None)
-                    if known is not None and not (renew and is_same_file(renew, path)):
+                    if known is not None and known is not renew:
                         loaded.append((path, known.model, known.context, known.times))
                         continue
                     model, context = self.loader.load_draft(path, before, report)
@@ -199,17 +199,16 @@ class Pair:
         key = {"target": fingerprint(self.target.path), "drafters": drafters}
         return AcceptanceStore(home() / "acceptance" if self.options.remember else None, key)
 
-    def drop_draft(self, draft: DraftModel) -> None:
-        """Draft with a model no more."""
-        self.set_draft(self._spec(but=draft), lambda what, fraction: None)
+    def reload_drafts(self, report: Report, *, drop: DraftModel | None = None, renew: DraftModel | None = None) -> None:
+        """Load the drafters anew that are in use, but for a draft model that is dropped.
 
-    def reload_draft(self, draft: DraftModel, report: Report) -> None:
-        """Load a draft model again, since it is known now which copy of it drafts faster."""
-        self.set_draft(self._spec(), report, renew=draft.path)
-
-    def _spec(self, but: DraftModel | None = None) -> list[str]:
-        paths = [str(draft.path) for draft in self.state.models if draft is not but]
-        return [*(drafter.source for drafter in self.state.free), *paths]
+        Args:
+            report: takes progress.
+            drop: drafts no more.
+            renew: is read again from its file, as it is known now which copy of it drafts faster.
+        """
+        paths = [str(draft.path) for draft in self.state.models if draft is not drop]
+        self.set_draft([*(drafter.source for drafter in self.state.free), *paths], report, renew=renew)
 
     def recalibrate(self, report: Report) -> None:
         """Measure the passes of target and draft models anew; what is broken off is measured at the next load."""
@@ -306,7 +305,7 @@ class Pair:
                 prompt, params, text, cancelled=cancelled, n_logprobs=n_logprobs, constraint=constraint
             ):
                 said += [token.id for token in round_.emitted]
-                round_.draft_texts = [self.token_text(token) for token in round_.draft.ids]
+                round_.draft_texts = [self.target.vocab.display(token) for token in round_.draft.ids]
                 n_rounds, ended = round_.index + 1, round_.finish_reason is not None
                 yield round_
         if not ended:
@@ -374,13 +373,6 @@ class Pair:
         """Contexts of the draft models that the next answer may use, going by the last one's controller."""
         models = self.state.models
         return [each.context for each in models if self._last is None or self._last[1].may_use(each.source)]
-
-    def token_text(self, token: int) -> str:
-        """A token on its own, for display."""
-        vocab = self.target.vocab
-        if token >= vocab.n_tokens:
-            return f"<{token}>"
-        return vocab.token_bytes(token).decode("utf-8", "replace") or vocab.token_text(token)
 
     def close(self) -> None:
         """Free everything; safe to call twice."""

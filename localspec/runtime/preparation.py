@@ -123,7 +123,7 @@ def checking_draft(pair: Pair, draft: DraftModel) -> Steps[None]:
             f"{model.engine} computes the draft {model.path.name} wrongly in batches: it is not drafted with now; the "
             "next start finds another way"
         )
-        pair.drop_draft(draft)
+        pair.reload_drafts(lambda what, fraction: None, drop=draft)
 
 
 def prepare_draft(pair: Pair, draft: DraftModel) -> None:
@@ -135,7 +135,7 @@ def prepare_draft(pair: Pair, draft: DraftModel) -> None:
         def choosing(stopped: Stopped) -> Steps[None]:
             report = giving_way(stopped)
             if (yield from pair.loader.choosing(draft.path, draft.model, pair.state, report)):
-                pair.reload_draft(draft, report)
+                pair.reload_drafts(report, renew=draft)
 
         pair.preparation.add("draft copy", choosing)
 

@@ -20,7 +20,7 @@ from localspec import LLM, Reply, SamplingParams
 from localspec.commands.chat.chat import Chat
 from localspec.commands.chat.screen import ChatScreen
 from localspec.commands.replay.recording import read
-from localspec.runtime.answering import Request, answer
+from localspec.runtime.answering import AnswerRequest, answer
 from localspec.runtime.jobs import Job
 from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.rounds import Round
@@ -128,7 +128,7 @@ def test_answers_of_a_model_wherever_they_end(llm: LLM, data: st.DataObject) -> 
         if len(rounds) == give_up_after:
             job.cancel()
 
-    request = Request(prompt, params, length, None, "tiny")
+    request = AnswerRequest(prompt, params, length, None, "tiny")
     job = Job(lambda job: answer(request, llm._pair, llm._encoder, job), deliver)
     with late_after(10**9 if looks is None else looks):
         llm._worker.call(job.run)

@@ -246,7 +246,7 @@ class Audit:
             "arm": seen.arm,
             "prompt": seen.plain.name,
             "position": seen.position,
-            **{name: {"id": token, "text": self.pair.token_text(token)} for name, token in ids.items()},
+            **{name: {"id": token, "text": self.target.vocab.display(token)} for name, token in ids.items()},
             "gap": seen.gap,
             "deviation": seen.deviation.rms,
         }
@@ -294,7 +294,7 @@ class Audit:
 
     def _in_words(self, token: int) -> str:
         """A token for a sentence."""
-        return f"{self.pair.token_text(token)!r} ({token})"
+        return f"{self.target.vocab.display(token)!r} ({token})"
 
     def _step(self, what: str, share: float = 1 / STEPS) -> Literal[False]:
         self._check()
