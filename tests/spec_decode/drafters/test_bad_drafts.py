@@ -17,7 +17,7 @@ from localspec.backends.base import Forward
 from localspec.backends.trust import CHECK_TEXT
 from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.fixed import FixedController
-from localspec.runtime.draft_choice import DraftCopy, measuring, top_tokens
+from localspec.runtime.draft_choice import DraftCopy, measuring, reading
 from localspec.sampling.sampling import Noise
 from localspec.spec_decode.drafters.base import DrafterFailed
 from localspec.spec_decode.proposer import SamplingProposer
@@ -121,7 +121,7 @@ def test_padding_does_not_count_against_a_copy(wide: ggufs.Pair) -> None:
     times = PassTimes({1: 1.0, 8: 2.0})
     with reference.load(wide.target) as target, reference.load(wide.draft) as draft:
         tokens = target.tokenize(CHECK_TEXT)[:64]
-        tops = top_tokens(target, tokens)
+        tops = exhaust(reading(target, tokens))
 
         def over(n_vocab: int) -> DraftCopy:
             return exhaust(measuring(draft, tokens, tops, times, n_vocab))
