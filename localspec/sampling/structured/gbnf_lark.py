@@ -28,6 +28,7 @@ class _Writer:
     def __init__(self, rules: Mapping[str, Node]) -> None:
         self.rules = rules
         self.numbers = {name: i for i, name in enumerate(rules)}
+        self.start = f"r{self.numbers['root']}"
         self.regular: set[str] = set()
         self._nullable: set[str] = set()
         for name in _regular(rules):
@@ -38,67 +39,55 @@ class _Writer:
         self._prefix_free: dict[Node, bool] = {}
         self.refused: set[Node] = set()
         self.lexemes: dict[Node, None] = {}
+        self.named: dict[str, str] = {}  # rules and parts of lexemes that are referred to: name here -> GBNF's
 
     def write(self) -> str:
-        if "root" in self.regular:
-            self.lexemes[Rule("root")] = None
-            lines = [f"start: {self.lexeme(Rule('root'))}"]
-            return "\n".join([*lines, *self.lexeme_lines()]) + "\n"
         while True:
-            self.lexemes = {}
-            lines = self.rule_lines()
+            self.lexemes, self.named = {}, {"start": "root"}
+            if "root" in self.regular:
+                self.lexemes[Rule("root")] = None
+                lines = [f"start: {self.lexeme(Rule('root'))}"]
+            else:
+                lines = self.definitions(0, in_lexeme=False)
             mistakable = self.mistakable()
             if not mistakable:
-                return "\n".join([*lines, *self.lexeme_lines()]) + "\n"
+                break
             self.refused |= mistakable
+        n_rules = len(self.named)
+        lexemes = [(i, node) for i, node in enumerate(self.lexemes) if not isinstance(node, Chars)]
+        lines += [f"L{i}: {self.expression(node, in_lexeme=True)}" for i, node in lexemes]
+        return "\n".join([*lines, *self.definitions(n_rules, in_lexeme=True)]) + "\n"
 
-    # -- rules ---------------------------------------------------------------------------------------------------
-
-    def rule_lines(self) -> list[str]:
-        lines, done, queue = [], {"root"}, ["root"]
-        while queue:
-            name = queue.pop()
-            lines.append(f"{self.rule(name)}: {self.as_rule(self.rules[name])}")
-            for used in self.rules_used(self.rules[name]):
-                if used not in done:
-                    done.add(used)
-                    queue.append(used)
+    def definitions(self, start: int, *, in_lexeme: bool) -> list[str]:
+        """Of all that is referred to from the ``start``-th on; grows with what those refer to."""
+        lines: list[str] = []
+        while start + len(lines) < len(self.named):
+            for name, rule in list(self.named.items())[start + len(lines) :]:
+                lines.append(f"{name}: {self.expression(self.rules[rule], in_lexeme=in_lexeme)}")
         return lines
 
-    def rule(self, name: str) -> str:
-        return "start" if name == "root" else f"r{self.numbers[name]}"
-
-    def rules_used(self, node: Node) -> Iterator[str]:
-        match node:
-            case _ if self.is_lexeme(node):
-                return
-            case Rule(name):
-                yield name
-            case Sequence():
-                for part in self.grouped(node):
-                    yield from self.rules_used(part)
-            case Choice(options):
-                for option in options:
-                    yield from self.rules_used(option)
-            case Repeat(body):
-                yield from self.rules_used(body)
-
-    def as_rule(self, node: Node) -> str:
-        if self.is_lexeme(node):
+    def expression(self, node: Node, *, in_lexeme: bool) -> str:
+        """A part as rules of lexemes, or as a regular expression within one."""
+        if not in_lexeme and self.is_lexeme(node):
             self.lexemes[node] = None
             return self.lexeme(node)
         match node:
+            case Chars():
+                return _regex(node)
             case Rule(name):
-                return self.rule(name)
-            case Sequence():
-                return " ".join(self.as_rule(part) for part in self.grouped(node)) or '""'
+                own = f"{'T' if in_lexeme else 'r'}{self.numbers[name]}"
+                own = "start" if own == self.start else own
+                self.named[own] = name
+                return own
+            case Sequence(parts):
+                parts = parts if in_lexeme else self.grouped(node)
+                return " ".join(self.expression(part, in_lexeme=in_lexeme) for part in parts) or '""'
             case Choice(options):
-                return "(" + " | ".join(self.as_rule(option) for option in options) + ")"
+                return "(" + " | ".join(self.expression(each, in_lexeme=in_lexeme) for each in options) + ")"
             case Repeat(body, least, most):
-                return f"({self.as_rule(body)}){_times(least, most)}"
-        raise AssertionError(node)
+                return f"({self.expression(body, in_lexeme=in_lexeme)}){_times(least, most)}"
 
-    def grouped(self, sequence: Sequence) -> list[Node]:
+    def grouped(self, sequence: Sequence) -> tuple[Node, ...]:
         """The parts, with the longest runs that can be one lexeme made one part."""
         parts, result, at = sequence.parts, list[Node](), 0
         while at < len(parts):
@@ -108,7 +97,7 @@ class _Writer:
                     result.append(run)
                     at = end
                     break
-        return result
+        return tuple(result)
 
     # -- lexemes -------------------------------------------------------------------------------------------------
 
@@ -129,30 +118,6 @@ class _Writer:
         if isinstance(node, Chars):
             return _regex(node)
         return f"L{list(self.lexemes).index(node)}"
-
-    def lexeme_lines(self) -> list[str]:
-        lines = [f"L{i}: {self.as_regex(node)}" for i, node in enumerate(self.lexemes) if not isinstance(node, Chars)]
-        used, queue = set[str](), [name for node in self.lexemes for name in names_in(node)]
-        while queue:
-            name = queue.pop()
-            if name not in used:
-                used.add(name)
-                lines.append(f"T{self.numbers[name]}: {self.as_regex(self.rules[name])}")
-                queue += names_in(self.rules[name])
-        return lines
-
-    def as_regex(self, node: Node) -> str:
-        match node:
-            case Chars():
-                return _regex(node)
-            case Rule(name):
-                return f"T{self.numbers[name]}"
-            case Sequence(parts):
-                return " ".join(map(self.as_regex, parts)) or '""'
-            case Choice(options):
-                return "(" + " | ".join(self.as_regex(option) for option in options) + ")"
-            case Repeat(body, least, most):
-                return f"({self.as_regex(body)}){_times(least, most)}"
 
     # -- what texts of a regular node look like --------------------------------------------------------------------
 
