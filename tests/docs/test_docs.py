@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import pkgutil
 import re
 import tomllib
 from pathlib import Path
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from localspec import LLM, SamplingParams
+from localspec import LLM, Draft, DraftToken, EmittedToken, Round, SamplingParams, SpecStats, Verdict
+from localspec.commands.chat.commands import COMMANDS
+from localspec.commands.chat.views import VIEWS
 from localspec.commands.cli import app
 from scripts import make_docs
 from tests.conftest import TinyFiles
@@ -80,6 +83,47 @@ def test_every_option_that_is_named_exists(page: str) -> None:
 def test_every_make_target_that_is_named_exists(page: str) -> None:
     targets = set(re.findall(r"^([a-z-]+):", text_of("Makefile"), re.MULTILINE))
     assert set(re.findall(r"(?:`|^)make ([a-z-]+)", text_of(page), re.MULTILINE)) <= targets
+
+
+@pytest.mark.parametrize("page", OF_TODAY)
+def test_every_python_name_that_is_named_exists(page: str) -> None:
+    for name in set(re.findall(r"`(localspec(?:\.\w+){2,})", text_of(page))):
+        pkgutil.resolve_name(name)
+
+
+def test_the_environment_variables_that_are_named_are_those_that_are_read() -> None:
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "localspec").rglob("*.py"))
+    read = set(re.findall(r"""["'](LOCALSPEC_[A-Z_]+)["']""", sources))
+    assert read == set(re.findall(r"^\| `(LOCALSPEC_[A-Z_]+)", text_of("docs/cli.md"), re.MULTILINE))
+
+
+def test_every_slash_command_is_on_the_page_of_the_chat() -> None:
+    named = set(re.findall(r"`/(\w+)", text_of("docs/chat.md")))
+    assert set(COMMANDS) == named
+    assert {f"/view {view}" for view in VIEWS} <= set(re.findall(r"`(/view \w+)`", text_of("docs/chat.md")))
+
+
+def test_every_figure_is_on_the_page_of_formats() -> None:
+    _, _, stats = text_of("docs/formats.md").partition("\n## Stats\n")
+    rows = re.findall(r"^\| (`.*?`(?:, `\w+`)*) \|", stats, re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(\w+)", row)}
+    named |= {f"seconds{name}" for name in named if name.startswith("_")}
+    assert {name for name in named if not name.startswith("_")} == set(SpecStats())
+
+
+def test_every_field_of_a_round_is_on_the_page_of_formats() -> None:
+    rounds = text_of("docs/formats.md").partition("\n## Events\n")[2].partition("\n## ")[0]
+    guess, token = DraftToken(1, "ngram", 0.5), EmittedToken(1, "accepted")
+    event = Round(0, Draft([guess]), Verdict(1, 2, "bonus"), [token], 1.0, 1.0).as_event()
+    keys = set(event) | set(event["draft"][0]) | set(event["emitted"][0])
+    assert keys <= set(re.findall(r"`(\w+)", rounds))
+
+
+def test_every_address_is_on_the_page_of_the_server() -> None:
+    source = (ROOT / "localspec/commands/serve/app.py").read_text(encoding="utf-8")
+    page = text_of("docs/server.md")
+    for address in re.findall(r'Route\("(/[\w/]*)', source):
+        assert f"{address}`" in page or f"{address}NAME`" in page, address
 
 
 def test_every_page_is_linked_from_the_readme() -> None:
