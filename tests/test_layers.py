@@ -24,7 +24,7 @@ ROOMS = {
     "runtime": "system model_files backends prompts sampling spec_decode controllers",
     "api": "system model_files backends prompts sampling spec_decode runtime",
     "commands.files": "system terminal model_files",
-    "commands.options": "system model_files backends sampling spec_decode runtime api commands.files",
+    "commands.options": "system terminal model_files backends sampling spec_decode runtime api commands.files",
     "commands.report": "system terminal",
     "commands.questions": "",
     "commands.chat": "system terminal model_files sampling spec_decode runtime api commands.options commands.report",

@@ -232,7 +232,7 @@ def doctor(
 def serve(
     model: Model = None,
     host: Annotated[str, typer.Option(help="Address to listen at; any but a loopback one needs a key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen at; 0 finds a free one.")] = 8642,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 finds a free one.")] = 8642,
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -243,9 +243,13 @@ def serve(
             show_default="$LOCALSPEC_API_KEY",
         ),
     ] = None,
-    queue: Annotated[int, typer.Option(help="Requests that may wait; more are told to come back.")] = 32,
-    prefix_cache: Annotated[int, typer.Option(metavar="MB", help="Memory for conversations that are put aside.")] = 512,
-    time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="From a request to its answer's end.")] = 3600.0,
+    queue: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are told to come back.")] = 32,
+    prefix_cache: Annotated[
+        int, typer.Option(min=0, max=1 << 20, metavar="MB", help="Memory for conversations that are put aside.")
+    ] = 512,
+    time_limit: Annotated[
+        float, typer.Option(min=1, max=1e6, metavar="SECONDS", help="From a request to its answer's end.")
+    ] = 3600.0,
     alias: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Another name of the model.")] = None,
     allow_origin: Annotated[
         list[str] | None, typer.Option(metavar="URL", help="Let the web pages of this origin in; repeatable.")

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from localspec.commands.options import RunOptions, check_text
 from localspec.errors import UsageError
 from localspec.system.interrupts import on_interrupt
-from localspec.terminal.progress import Progress
 from localspec.terminal.stdin import read_all
 from localspec.terminal.text import visible
 
@@ -46,11 +45,7 @@ def generate_command(options: RunOptions, prompt: str | None, *, raw: bool = Fal
     check_text(prompt, "the prompt")
     if not prompt.strip() and not (raw and prompt):
         raise UsageError("the prompt is empty: give -p TEXT, or text on standard input")
-    with Progress() as progress:
-        llm = options.open(progress.report)
-    with llm:
-        for warning in llm.warnings:
-            print(f"localspec: {warning}", file=sys.stderr)
+    with options.opened() as llm:
         stream = llm.rounds(_messages(llm, options, prompt, raw), options.params({} if raw else llm.chat_defaults))
         with stream, on_interrupt(stream.close):
             _print_answer(stream, format)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from localspec.runtime.model_loading import Report
 from localspec.sampling.sampling import CHAT_SETTINGS, SamplingParams
 from localspec.spec_decode.drafters.names import NGRAM
 from localspec.system.home import offline
+from localspec.terminal.progress import Progress
 
 if TYPE_CHECKING:
     from localspec.llm import LLM
@@ -99,6 +101,20 @@ class RunOptions:
         drafters = self.drafters() if late is None else [NGRAM]
         model = ensure_model(self.model, drafters)
         return LLM(model, drafters, draft_length=self.length(), progress=report, **asdict(self.load))
+
+    @contextmanager
+    def opened(self) -> Iterator[LLM]:
+        """The pair, loaded with progress and remarks on standard error; closed when the block ends.
+
+        Raises:
+            LocalspecError: it cannot be had.
+        """
+        with Progress() as progress:
+            llm = self.open(progress.report)
+        with llm:
+            for warning in llm.warnings:
+                print(f"localspec: {warning}", file=sys.stderr)
+            yield llm
 
     def set_up_logging(self) -> None:
         """Show what the engines log, if that was asked for."""

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from localspec.commands.options import RunOptions
 from localspec.commands.serve.settings import ServerSettings
-from localspec.terminal.progress import Progress
 
 INTERRUPTED = 130
 
@@ -26,19 +25,14 @@ def serve_command(options: RunOptions, settings: ServerSettings) -> int:
     """
     from localspec.commands.serve.runner import Runner, listen, url_of
 
-    with listen(settings.host, settings.port) as sock:
-        with Progress() as progress:
-            llm = options.open(progress.report)
-        with llm:
-            for warning in llm.warnings:
-                print(f"localspec: {warning}", file=sys.stderr)
-            llm.prefix_cache_bytes = settings.prefix_cache << 20
-            settings = replace(settings, params=options.params(llm.chat_defaults), system=options.system)
-            url = url_of(sock)
-            draft = " + ".join(llm.draft_names) or "none"
-            print(f"localspec: {llm.model_name} · {llm.backend_name} · draft: {draft}", file=sys.stderr)
-            print(f"localspec: chat page at {url}/, OpenAI's API at {url}/v1 · Ctrl-C stops", file=sys.stderr)
-            runner = Runner(llm, settings, verbose=options.verbose, on_start=lambda: print(url, flush=True))
-            runner.run(sockets=[sock])
+    with listen(settings.host, settings.port) as sock, options.opened() as llm:
+        llm.prefix_cache_bytes = settings.prefix_cache << 20
+        settings = replace(settings, params=options.params(llm.chat_defaults), system=options.system)
+        url = url_of(sock)
+        draft = " + ".join(llm.draft_names) or "none"
+        print(f"localspec: {llm.model_name} · {llm.backend_name} · draft: {draft}", file=sys.stderr)
+        print(f"localspec: chat page at {url}/, OpenAI's API at {url}/v1 · Ctrl-C stops", file=sys.stderr)
+        runner = Runner(llm, settings, verbose=options.verbose, on_start=lambda: print(url, flush=True))
+        runner.run(sockets=[sock])
     print("localspec: stopped", file=sys.stderr)
     return INTERRUPTED if runner.signal == signal.SIGINT else 0

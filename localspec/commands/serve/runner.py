@@ -47,10 +47,9 @@ def listen(host: str, port: int) -> socket.socket:
         raise
 
 
-def url_of(sock: socket.socket, host: str | None = None) -> str:
+def url_of(sock: socket.socket) -> str:
     """The address of a listening socket, for a browser."""
-    address, port = sock.getsockname()[:2]
-    name = host or address
+    name, port = sock.getsockname()[:2]
     if name in ("0.0.0.0", "::"):
         name = "127.0.0.1" if name == "0.0.0.0" else "::1"
     return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -56,11 +55,7 @@ def verify_command(
         raise UsageError(f"--prompts must be over 0, not {prompts}")
     if options.sampling.get("max_tokens", TOKENS) < LEAST_TOKENS:
         raise UsageError(f"--max-tokens must be at least {LEAST_TOKENS} here: shorter answers show too little")
-    with Progress() as progress:
-        llm = options.open(progress.report)
-    with llm:
-        for warning in llm.warnings:
-            print(f"localspec: {warning}", file=sys.stderr)
+    with options.opened() as llm:
         stop = threading.Event()
         with Progress() as progress, on_interrupt(stop.set):
             audited, show = audit_options(options, llm, prompts, quick), _shown_on(progress)
