@@ -90,12 +90,8 @@ class Chat:
             except KeyboardInterrupt:  # a second Ctrl-C: the engine is busy, and we do not wait for it
                 record.stats = status.stats.as_dict()
                 self.session = self.llm.session(params=self.session.params)
-                self.session.messages = before
-                if text := "".join(pieces):
-                    self.session.messages += [
-                        {"role": "user", "content": question},
-                        {"role": "assistant", "content": text},
-                    ]
+                turn = [{"role": "user", "content": question}, {"role": "assistant", "content": "".join(pieces)}]
+                self.session.messages = [*before, *(turn if any(pieces) else [])]
             finally:
                 view.finish()
         except BrokenPipeError:

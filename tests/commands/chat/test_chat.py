@@ -15,11 +15,11 @@ from localspec.commands.chat.figures import histogram
 from localspec.commands.chat.saved_chat import AnswerRecord
 from localspec.commands.chat.screen import ChatScreen
 from localspec.commands.chat.status import status_line
-from localspec.commands.chat.views import round_line
+from localspec.commands.chat.views import TextView, round_line
 from localspec.errors import PromptTooLong, UsageError
 from localspec.model_files.catalog import short_name
 from localspec.sampling.sampling import SamplingParams
-from localspec.spec_decode.rounds import SpecStats
+from localspec.spec_decode.rounds import Round, SpecStats
 from localspec.terminal.text import width
 from tests.support.saved_chats import write_chat
 from tests.support.scripted_llm import ScriptedLLM, make_round, speak
@@ -200,6 +200,24 @@ def test_retry_asks_the_same_again_and_replaces_the_answer() -> None:
     it.run("/retry")
     assert it.llm.asked[-1] == it.llm.asked[-2]
     assert answers(it) == ["a1", "a3"]
+
+
+def test_a_second_ctrl_c_keeps_what_was_shown_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Scripted("one two three four five six seven", "again")
+    shown: list[str] = []
+
+    def interrupt_twice(view: TextView, round_: Round) -> None:
+        shown.append(round_.text)
+        if len(shown) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TextView, "round", interrupt_twice)
+        with pytest.raises(KeyboardInterrupt):
+            it.chat.ask("q1")
+    assert (questions(it), answers(it), len(it.chat.records)) == (["q1"], ["".join(shown)], 1)
+    assert it.chat.ask("q2")
+    assert questions(it) == ["q1", "q2"]
 
 
 def test_an_error_in_a_turn_is_one_line_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
