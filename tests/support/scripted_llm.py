@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+from localspec.runtime.arguments import checked_length
 from localspec.runtime.asking import AskingModel
 from localspec.runtime.jobs import Job
 from localspec.runtime.stream import Reply, Submit
@@ -78,6 +79,9 @@ class ScriptedLLM(AskingModel):
     asked: list[Any] = field(default_factory=list)
     options: list[dict[str, Any]] = field(default_factory=list)
     params: list[SamplingParams | None] = field(default_factory=list)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, checked_length(value) if name == "draft_length" else value)
 
     def submitter(self, question: Any, params: SamplingParams | None, **options: Any) -> Submit:
         def submit(deliver: Callable[[Any], Any]) -> Job:
