@@ -28,46 +28,27 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class ComparedFigure:
-    """One figure in both runs.
+    """One figure in both runs."""
 
-    Attributes:
-        figure: ``tok/s`` or ``speed-up``.
-        category: or ``all``.
-        arm: with the engines' names where they differ.
-        a, b: the medians.
-        ratio: B over A, with its 95 % interval.
-        paired: whether the runs asked the same questions.
-        verdict: ``B is higher``, ``B is lower``, ``no difference can be told``, or ``too few questions``.
-    """
-
-    figure: str
-    category: str
-    arm: str
+    figure: str  # tok/s or speed-up
+    category: str  # or all
+    arm: str  # with the engines' names where they differ
     a: float
     b: float
-    ratio: Estimate
-    paired: bool
+    ratio: Estimate  # of B over A
+    paired: bool  # whether the runs asked the same questions
     verdict: str
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two runs.
+    """Two runs."""
 
-    Attributes:
-        names: the files.
-        titles: the models.
-        differences: what is not the same in both, in clauses.
-        doubts: why the verdicts may be wrong all the same.
-        levels: the level that a verdict takes, over all categories and in a single one.
-        lines: the figures.
-    """
-
-    names: tuple[str, str]
-    titles: tuple[str, str]
-    differences: list[str]
-    doubts: list[str]
-    levels: tuple[float, float]
+    names: tuple[str, str]  # the files
+    titles: tuple[str, str]  # the models
+    differences: list[str]  # what is not the same in both, in clauses
+    doubts: list[str]  # why the verdicts may be wrong all the same
+    levels: tuple[float, float]  # what a verdict takes: over all categories, in a single one
     lines: list[ComparedFigure]
 
 

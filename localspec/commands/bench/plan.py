@@ -70,33 +70,21 @@ def affordable_tokens(mode: Mode, seconds: float, n_answers: int, tokens_per_sec
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """What the command line asks for; None and empty are what was not said.
+    """What the command line asks for; None and empty are what was not said, and commas separate several names."""
 
-    Attributes:
-        options: models and how to run them; without a backend.
-        backends, arms, categories: as given; commas separate several.
-        prompts: a file of questions.
-        which: our own set of questions.
-        quick, full: the mode.
-        minutes, repeats: in place of the mode's.
-        slice_tokens: how far an arm goes before the next has its turn.
-        ignore_eos: go on behind end tokens.
-        resume: a file to go on with.
-    """
-
-    options: RunOptions
+    options: RunOptions  # without a backend
     backends: Sequence[str] = ()
     arms: Sequence[str] = ()
     categories: Sequence[str] = ()
-    prompts: str | None = None
-    which: str | None = None
+    prompts: str | None = None  # a file of questions
+    which: str | None = None  # our own set of questions
     quick: bool = False
     full: bool = False
     minutes: float | None = None
     repeats: int | None = None
     slice_tokens: int | None = None
     ignore_eos: bool = False
-    resume: str | None = None
+    resume: str | None = None  # a file to go on with
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Everything that a run measured, as data. SCHEMA.md, next to this file, documents what ``storage`` makes of it."""
+"""Everything that a run measured, as data; SCHEMA.md, next to this file, documents every field."""
 
 from __future__ import annotations
 
@@ -16,89 +16,47 @@ Ending = Literal["running", "complete", "tight", "time", "interrupted"]
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """A model that took part.
+    """A model that took part."""
 
-    Attributes:
-        source: ``target``, or the name under which its guesses are counted.
-        name: for people.
-        file: name of the file that ran; a draft may be a lighter copy of the one asked for.
-        bytes: its size.
-        sha256: its digest.
-        kv_bytes: what its context takes.
-    """
-
-    source: str
-    name: str
-    file: str
+    source: str  # target, or the name under which its draft tokens are counted
+    name: str  # for people
+    file: str  # what ran; a draft may be a lighter copy of the one asked for
     bytes: int
     sha256: str
-    kv_bytes: int
+    kv_bytes: int  # what its context takes
 
 
 @dataclass(slots=True)
 class Engine:
-    """One engine with its models, loaded.
-
-    Attributes:
-        backend: ``ik-llama``, ``llama-cpp``, …
-        version: the engine's own name and version.
-        device: ``cpu``, ``gpu`` or ``mixed``.
-        threads: CPU threads.
-        n_ctx: context size [tokens].
-        models: the target first.
-        sources: drafters, in the order in which they are asked.
-        pass_ms: t(w) of the target by width, as text [milliseconds].
-        draft_ms: by source, time of a one-token pass of a draft model.
-        passes_measured: whether these were measured for this run (``now``) or when the pair was first loaded here
-            (``before``).
-        warnings: remarks from loading.
-    """
+    """One engine with its models, loaded."""
 
     backend: str
-    version: str
-    device: str
+    version: str  # its own name and version
+    device: str  # cpu, gpu or mixed
     threads: int
     n_ctx: int
-    models: list[ModelFile]
-    sources: list[str]
-    pass_ms: dict[str, float]
-    draft_ms: dict[str, float]
-    passes_measured: Literal["now", "before"]
+    models: list[ModelFile]  # the target first
+    sources: list[str]  # drafters, in the order in which they are asked
+    pass_ms: dict[str, float]  # t(w) of the target, by width
+    draft_ms: dict[str, float]  # a one-token pass of a draft model, by source
+    passes_measured: Literal["now", "before"]  # before: when the pair was first loaded here
     warnings: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What decides what is measured; a run is only resumed with the same.
-
-    Attributes:
-        model: as named on the command line.
-        draft: ``--draft`` as given; empty is ``auto``.
-        backends: engines, in the order asked for.
-        draft_backend: the engine for draft models; None: each target's own.
-        arms: ``plain`` first.
-        questions: ``own:report``, ``own:tuning``, or a file as named on the command line.
-        categories: those that were named; empty: all.
-        questions_sha256: digest over the ids, categories and texts of all questions chosen, in order.
-        max_tokens: longest answer.
-        slice_tokens: the arms of a question take turns after so many tokens; 0: after whole answers.
-        sampling: what was given of temperature and its like; empty is greedy.
-        ignore_eos: whether answers go on behind an end token.
-        system: the system prompt.
-        ctx, threads, gpu_layers, kv_cache, light_draft: as given.
-        mode: ``quick``, ``default`` or ``full``.
-    """
+    """What decides what is measured; a run is only resumed with the same."""
 
     model: str
-    draft: list[str]
+    draft: list[str]  # as given; empty is auto
     backends: list[str]
-    draft_backend: str | None
-    arms: list[str]
-    questions: str
-    categories: list[str]
-    questions_sha256: str
+    draft_backend: str | None  # None: each target's own
+    arms: list[str]  # plain first
+    questions: str  # own:report, own:tuning, or a file
+    categories: list[str]  # those that were named; empty: all
+    questions_sha256: str  # of all questions chosen
     max_tokens: int
-    sampling: dict[str, Any]
+    sampling: dict[str, Any]  # empty is greedy
     ignore_eos: bool
     system: str | None
     ctx: int | None
@@ -107,57 +65,35 @@ class Settings:
     kv_cache: str
     light_draft: bool
     mode: str
-    slice_tokens: int = 0
+    slice_tokens: int = 0  # arms take turns after so many tokens; 0: after whole answers
 
 
 @dataclass(slots=True)
 class Sitting:
-    """One process's part of a run.
+    """One process's part of a run."""
 
-    Attributes:
-        started: seconds since 1970.
-        seconds: how long it took, loading included.
-        localspec, python: versions.
-        command: the command line.
-        on_battery: whether it ran on battery, at the start or at the end.
-        slow_clock: a setting that keeps the clock low, in words.
-        throttled: whether heat or a power limit slowed a CPU.
-        peak_memory_bytes: the most memory resident.
-    """
-
-    started: float
-    seconds: float
+    started: float  # seconds since 1970
+    seconds: float  # loading included
     localspec: str
     python: str
     command: str
-    on_battery: bool | None = None
-    slow_clock: str | None = None
-    throttled: bool | None = None
+    on_battery: bool | None = None  # at the start or at the end
+    slow_clock: str | None = None  # a setting that keeps the clock low, in words
+    throttled: bool | None = None  # whether heat or a power limit slowed a CPU
     peak_memory_bytes: int | None = None
 
 
 @dataclass(slots=True)
 class Record:
-    """A run.
+    """A run."""
 
-    Attributes:
-        machine: what it ran on; fields of ``doctor``'s ``MachineFacts`` that do not change while it runs.
-        settings: what was asked for.
-        engines: in the order of ``settings.backends``.
-        sessions: the processes that measured; several if the run was resumed.
-        ended: ``running``, ``complete`` (everything was measured), ``tight`` (the intervals were narrow enough),
-            ``time`` or ``interrupted``.
-        skipped: questions that do not fit into the context.
-        samples: every answer, in the order measured.
-    """
-
-    machine: dict[str, Any]
+    machine: dict[str, Any]  # the doctor's MachineFacts, but for what changes
     settings: Settings
-    engines: list[Engine]
-    sessions: list[Sitting]
+    engines: list[Engine]  # in the order of settings.backends
+    sessions: list[Sitting]  # several if the run was resumed
     ended: Ending = "running"
-    skipped: list[str] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)  # questions that do not fit into the context
+    samples: list[Sample] = field(default_factory=list)  # in the order measured
 
     def __post_init__(self) -> None:
         names = [engine.backend for engine in self.engines]

@@ -11,42 +11,28 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """Guesses of about the same predicted acceptance.
-
-    Attributes:
-        low, high: predictions in [low, high), the last bin up to 1.
-        n: guesses.
-        predicted: their mean predicted acceptance.
-        observed: the share that was accepted.
-        observed_low, observed_high: 95 % Wilson interval of that share, guesses taken as independent.
-    """
+    """Draft tokens of about the same predicted acceptance."""
 
     low: float
-    high: float
+    high: float  # predictions in [low, high), the last bin up to 1
     n: int
-    predicted: float
-    observed: float
-    observed_low: float
+    predicted: float  # the mean
+    observed: float  # the share that was accepted
+    observed_low: float  # 95 % Wilson interval of that share, draft tokens taken as independent
     observed_high: float
 
 
 @dataclass(frozen=True, slots=True)
 class Reliability:
-    """Predicted against observed acceptance.
+    """Predicted against observed acceptance."""
 
-    Attributes:
-        n: guesses that the target judged: all before them in their draft were accepted.
-        expected_calibration_error: mean over the guesses of |predicted - observed| of their bin (Guo et al. 2017).
-        bins: those of ten that have guesses.
-    """
-
-    n: int
-    expected_calibration_error: float
-    bins: list[Bin]
+    n: int  # draft tokens that the target judged: all before them in their draft were accepted
+    expected_calibration_error: float  # mean of |predicted - observed| of their bin (Guo et al. 2017)
+    bins: list[Bin]  # those of ten that have draft tokens
 
 
 def reliability(judged: Iterable[tuple[float, bool]], n_bins: int = 10) -> Reliability | None:
-    """How well predicted acceptances agree with what the target did; None of no guesses."""
+    """How well predicted acceptances agree with what the target did; None of no draft tokens."""
     pairs = np.array([(predicted, float(accepted)) for predicted, accepted in judged])
     if not len(pairs):
         return None

@@ -40,26 +40,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One arm in one category, or in all.
-
-    Attributes:
-        category: or ``all``.
-        backend, arm: what ran.
-        n_questions, n_samples: how many.
-        tokens: of all answers.
-        tokens_per_second: decoding speed.
-        speedup: speed over plain's, same engine, question and repeat; None for plain itself.
-        n_slower: questions on which the speed-up's median over repeats is under 1.
-        worst_question, worst_speedup: where it was lowest.
-        mean_acceptance_length: tokens per round; plain decoding is 1.
-        acceptance_rate: accepted guesses over guesses sent; None where none was.
-        by_source: for each drafter, guesses sent and accepted.
-        by_position: for each position of a draft.
-        time_to_first_token: seconds, median over questions.
-        seconds_per_token: where the time went: ``draft``, ``verify``, ``other``, over all tokens.
-        n_same: answers equal to plain's, token by token.
-        n_compared: answers that have one of plain's to be compared with.
-    """
+    """One arm in one category, or in all."""
 
     category: str
     backend: str
@@ -68,18 +49,18 @@ class Row:
     n_samples: int
     tokens: int
     tokens_per_second: Estimate
-    speedup: Estimate | None
-    n_slower: int
+    speedup: Estimate | None  # over plain, same engine, question and repeat; None for plain itself
+    n_slower: int  # questions whose speed-up is under 1
     worst_question: str | None
     worst_speedup: float | None
-    mean_acceptance_length: float
-    acceptance_rate: float | None
+    mean_acceptance_length: float  # tokens per round; plain decoding is 1
+    acceptance_rate: float | None  # of the draft tokens sent
     by_source: dict[str, Position]
     by_position: list[Position]
     time_to_first_token: Estimate
-    seconds_per_token: dict[str, float]
-    n_same: int
-    n_compared: int
+    seconds_per_token: dict[str, float]  # draft, verify, other
+    n_same: int  # answers equal to plain's, token by token
+    n_compared: int  # answers that have one of plain's to be compared with
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +76,7 @@ class Duel:
 
 @dataclass(frozen=True, slots=True)
 class Width:
-    """A pass over so many tokens: t(w) as calibrated, and the median of the passes in this run [milliseconds]."""
+    """A pass over so many tokens: t(w) as calibrated, and the median of the passes in this run."""
 
     width: int
     calibrated_ms: float | None
@@ -105,24 +86,17 @@ class Width:
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """What passes of one engine cost, and what acceptance guesses need.
-
-    Attributes:
-        backend: the engine.
-        widths: t(w).
-        step_ms: by drafter, the time of one guess; 0 for n-grams.
-        break_even: by drafter and draft length, the acceptance at which drafting equals plain decoding; None: never.
-    """
+    """What passes of one engine cost, and what acceptance draft tokens need."""
 
     backend: str
     widths: list[Width]
-    step_ms: dict[str, float]
-    break_even: dict[str, dict[str, float | None]]
+    step_ms: dict[str, float]  # the time of one draft token by drafter; 0 for n-grams
+    break_even: dict[str, dict[str, float | None]]  # by drafter and draft length, see ``break_even``; None: never
 
 
 @dataclass(frozen=True, slots=True)
 class PredictionQuality:
-    """How well an arm's predictions of acceptance held: of all its guesses, or of one drafter's."""
+    """How well an arm's predictions of acceptance held: of all its draft tokens, or of one drafter's."""
 
     backend: str
     arm: str
@@ -148,23 +122,14 @@ class Drift:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """Everything that a record says.
+    """Everything that a record says."""
 
-    Attributes:
-        rows: ``all`` first, then the categories; within each the arms.
-        duels: ``auto`` against the fixed arm that was best in hindsight, and engines against each other.
-        passes: by engine.
-        judgements: by engine and arm that predicts.
-        drift: by engine.
-        remarks: what makes the figures doubtful, in sentences.
-    """
-
-    rows: list[Row]
-    duels: list[Duel]
+    rows: list[Row]  # all categories first; within each the arms
+    duels: list[Duel]  # auto against the fixed arm that was best in hindsight, and engines
     passes: list[Passes]
     judgements: list[PredictionQuality]
     drift: list[Drift]
-    remarks: list[str]
+    remarks: list[str]  # what makes the figures doubtful, in sentences
 
     def row(self, category: str, backend: str, arm: str) -> Row | None:
         """One row, if it is there."""

@@ -25,41 +25,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One answer of one arm. Times are seconds unless the name says otherwise.
-
-    Attributes:
-        question, category: what was asked.
-        backend: the engine's name.
-        arm: how it was decoded.
-        repeat: from 0.
-        order: place of this answer among those to the same question in this repeat, from 0; of its first slice.
-        started: when, in seconds since 1970.
-        prompt_tokens: tokens of the prompt.
-        tokens: tokens of the answer as the engine counted them, an end token included.
-        token_sha256: first 16 hexadecimal digits of the SHA-256 of the token ids: equal answers have equal ones.
-        finish_reason: ``stop`` or ``length``.
-        num_rounds, num_draft_tokens, num_accepted_tokens, drafted_per_position, accepted_per_position, by_source: as
-            in ``SpecStats``.
-        seconds_prompt: the target's reading of the whole prompt, measured once for all arms of a question and repeat.
-        seconds_draft, seconds_verify, seconds_other: as in ``SpecStats``; a draft model's reading of the prompt is in
-            ``seconds_draft``.
-        time_to_first_token: ``seconds_prompt`` and what this arm took from there to the end of its first round.
-        rounds: by round: milliseconds drafting, verifying, other; draft tokens, accepted ones, emitted tokens.
-        judged: draft tokens that the target judged (all before them in their draft were accepted): source, position in
-            the draft, predicted acceptance, 1 if accepted, else 0.
-        others_share: share of the CPUs' time that other programs used meanwhile.
-    """
+    """One answer of one arm; times are seconds unless the name says otherwise. SCHEMA.md of ``bench`` documents all."""
 
     question: str
     category: str
     backend: str
     arm: str
     repeat: int
-    order: int
-    started: float
+    order: int  # place of its first slice among the answers to this question
+    started: float  # seconds since 1970
     prompt_tokens: int
-    tokens: int
-    token_sha256: str
+    tokens: int  # as the engine counted them, an end token included
+    token_sha256: str  # equal answers have equal ones
     finish_reason: str
     num_rounds: int
     num_draft_tokens: int
@@ -67,14 +44,14 @@ class Sample:
     drafted_per_position: list[int]
     accepted_per_position: list[int]
     by_source: dict[str, dict[str, int]]
-    seconds_prompt: float
-    seconds_draft: float
+    seconds_prompt: float  # the target's reading, measured once for all arms of a question and repeat
+    seconds_draft: float  # a draft model's reading of the prompt included
     seconds_verify: float
     seconds_other: float
-    time_to_first_token: float
-    rounds: list[list[float]]
-    judged: list[list[Any]]
-    others_share: float | None = None
+    time_to_first_token: float  # seconds_prompt, and from there to the end of the arm's first round
+    rounds: list[list[float]]  # milliseconds drafting, verifying, other; draft tokens, accepted ones, emitted tokens
+    judged: list[list[Any]]  # source, position, predicted acceptance, 1 if accepted: draft tokens the target judged
+    others_share: float | None = None  # of the CPUs' time, used by other programs meanwhile
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or not 0 < self.seconds < math.inf:
