@@ -28,7 +28,7 @@ Ratios = dict[str, list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """One position of a draft, from 0: guesses sent there, and those accepted."""
+    """One position of a draft, from 0: draft tokens sent there, and those accepted."""
 
     drafted: int
     accepted: int
