@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 from localspec.commands.bench.record import Engine, Record, Settings
 from localspec.commands.bench.reliability import Reliability, reliability
@@ -19,6 +18,7 @@ from localspec.commands.timing.answer import Sample
 from localspec.commands.timing.statistics import Estimate, estimate, middle
 from localspec.controllers.break_even import break_even
 from localspec.controllers.cost_model import PassTimes
+from localspec.spec_decode.rounds import SpecStats
 
 ALL = "all"
 """The row over all categories."""
@@ -211,8 +211,9 @@ def _row(category: str, own: Sequence[Sample], group: Sequence[Sample]) -> Row:
     worst = min(medians, key=lambda question: medians[question], default=None)
     plain = {(s.question, s.repeat): s.token_sha256 for s in group if (s.backend, s.arm) == (backend, "plain")}
     compared = [(s.token_sha256, plain[s.question, s.repeat]) for s in own if (s.question, s.repeat) in plain]
-    tokens, drafted = sum(sample.tokens for sample in own), sum(sample.num_draft_tokens for sample in own)
-    accepted = sum(sample.num_accepted_tokens for sample in own)
+    total = SpecStats.total(sample.stats for sample in own)
+    tokens = total.completion_tokens
+    positions = zip(total.drafted_per_position, total.accepted_per_position, strict=True)
     return Row(
         category=category,
         backend=backend,
@@ -225,36 +226,18 @@ def _row(category: str, own: Sequence[Sample], group: Sequence[Sample]) -> Row:
         n_slower=sum(value < 1 for value in medians.values()),
         worst_question=worst,
         worst_speedup=None if worst is None else medians[worst],
-        mean_acceptance_length=tokens / sum(sample.num_rounds for sample in own),
-        acceptance_rate=accepted / drafted if drafted else None,
-        by_source=_by_source(own),
-        by_position=_by_position(own),
-        time_to_first_token=_sure(by_question(own, lambda sample: sample.time_to_first_token)),
-        seconds_per_token={
-            "draft": sum(sample.seconds_draft for sample in own) / tokens,
-            "verify": sum(sample.seconds_verify for sample in own) / tokens,
-            "other": sum(sample.seconds_other for sample in own) / tokens,
+        mean_acceptance_length=total["mean_acceptance_length"],
+        acceptance_rate=total["acceptance_rate"] if total.num_draft_tokens else None,
+        by_source={
+            source: Position(counts["num_draft_tokens"], counts["num_accepted_tokens"])
+            for source, counts in total.by_source.items()
         },
+        by_position=[Position(drafted, accepted) for drafted, accepted in positions if drafted],
+        time_to_first_token=_sure(by_question(own, lambda sample: sample.time_to_first_token)),
+        seconds_per_token={part: total[f"seconds_{part}"] / tokens for part in ("draft", "verify", "other")},
         n_same=sum(one == other for one, other in compared),
         n_compared=len(compared),
     )
-
-
-def _by_source(samples: Iterable[Sample]) -> dict[str, Position]:
-    found: dict[str, Position] = {}
-    for sample in samples:
-        for source, counts in sample.by_source.items():
-            before = found.get(source, Position(0, 0))
-            found[source] = Position(
-                before.drafted + counts["num_draft_tokens"], before.accepted + counts["num_accepted_tokens"]
-            )
-    return found
-
-
-def _by_position(samples: Sequence[Sample]) -> list[Position]:
-    drafted = zip_longest(*(sample.drafted_per_position for sample in samples), fillvalue=0)
-    accepted = zip_longest(*(sample.accepted_per_position for sample in samples), fillvalue=0)
-    return [Position(sum(sent), sum(right)) for sent, right in zip(drafted, accepted, strict=True) if sum(sent)]
 
 
 # -- one against the other -------------------------------------------------------------------------------------------

@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     from localspec.commands.timing.subject import EngineUnderTest
 
 
+_COUNTS = ("num_rounds", "num_draft_tokens", "num_accepted_tokens", "drafted_per_position", "accepted_per_position",
+           "by_source")  # fmt: skip
+_TIMES = ("seconds_prompt", "seconds_draft", "seconds_verify", "seconds_other")
+"""Figures of ``SpecStats`` that a sample keeps."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One answer of one arm; times are seconds unless the name says otherwise. SCHEMA.md of ``bench`` documents all."""
@@ -68,6 +74,11 @@ class Sample:
     def speed(self) -> float:
         """Tokens per second of decoding."""
         return self.tokens / self.seconds
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """What of ``SpecStats`` is kept of it."""
+        return {name: getattr(self, name) for name in _COUNTS + _TIMES} | {"completion_tokens": self.tokens}
 
     @property
     def key(self) -> tuple[str, str, str, int]:
@@ -181,6 +192,7 @@ class TimedAnswer:
     def sample(self) -> Sample:
         """The answer as it was measured."""
         stats, (repeat, order), question = self._stats, self._place, self._asked.question
+        stats.seconds_prompt = self._asked.seconds
         ids = " ".join(str(token.id) for round_ in self._done for token in round_.emitted)
         assert stats.time_to_first_token_s is not None
         assert self.finish_reason is not None
@@ -196,16 +208,8 @@ class TimedAnswer:
             tokens=stats.completion_tokens,
             token_sha256=hashlib.sha256(ids.encode()).hexdigest()[:16],
             finish_reason=self.finish_reason,
-            num_rounds=stats.num_rounds,
-            num_draft_tokens=stats.num_draft_tokens,
-            num_accepted_tokens=stats.num_accepted_tokens,
-            drafted_per_position=stats.drafted_per_position,
-            accepted_per_position=stats.accepted_per_position,
-            by_source=stats.by_source,
-            seconds_prompt=round(self._asked.seconds, 6),
-            seconds_draft=round(stats.seconds_draft, 6),
-            seconds_verify=round(stats.seconds_verify, 6),
-            seconds_other=round(stats.seconds_other, 6),
+            **{name: getattr(stats, name) for name in _COUNTS},
+            **{name: round(getattr(stats, name), 6) for name in _TIMES},
             time_to_first_token=round(stats.time_to_first_token_s, 6),
             rounds=[_figures(each) for each in self._done],
             judged=[judged for each in self._done for judged in _judged(each)],
