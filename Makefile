@@ -12,7 +12,7 @@ export PYTHON NATIVE
 
 help:
 	@echo 'make chat       talk to a model and watch the guesses (ARGS="--temperature 0.7" passes options)'
-	@echo 'make test       the test suite, with every extra installed (ARGS="-k ngram" passes options)'
+	@echo 'make test       the test suite, with every extra installed (ARGS="-k ngram -n 0" passes options)'
 	@echo 'make test-real  the tests on real models; fetches them first (2 GB)'
 	@echo 'make docs       write docs/cli.md and docs/models.md anew'
 	@echo 'make fuzz       random cases for every surface (MINUTES=10; ARGS="--only requests" passes options)'
@@ -28,7 +28,7 @@ chat:
 
 test:
 	@scripts/venv $(VENV_TEST) dev all
-	@$(VENV_TEST)/bin/python -m pytest $(ARGS)
+	@$(VENV_TEST)/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-real:
 	@scripts/venv $(VENV_TEST) dev all

@@ -573,7 +573,7 @@ def test_token_ids_are_a_prompt(llm: LLM) -> None:
 
 @pytest.mark.parametrize(
     "prompt",
-    [None, 5, 1.5, b"bytes", {}, {0: 1}, {"role": "user"}, [1, "x"], [1, None], [-1], [2**70], [[1]], object()],
+    [None, 5, 1.5, b"bytes", {}, {0: 1}, {"role": "user"}, [1, "x"], [1, None], [-1], [2**70], [[1]], ...],
     ids=repr,
 )
 def test_what_is_no_prompt_is_refused_in_one_line(llm: LLM, prompt: Any) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -473,22 +473,3 @@ def test_the_engine_is_named_in_reports(model: MLXModel) -> None:
     assert model.bytes_per_token < model.network.size_bytes
     with GGUFFile(model.path) as file:
         assert model.architecture == file.architecture
-
-
-# Real models.
-
-
-@pytest.mark.real
-def test_gemma3_past_its_window(real_model: Callable[[str], Path]) -> None:
-    """512 tokens of window: guesses rejected after it has wrapped, then on, as a fresh context would."""
-    with mlx.load(real_model("gemma3-270m")) as model:
-        tokens = model.tokenize(Path(__file__).read_text(), add_special=True)[:560]
-        with model.new_context(600) as context:
-            context.decode(tokens[:540], "none")
-            context.decode(tokens[5:9])
-            context.truncate(538)
-            ours = context.decode(tokens[538:541]).logits.copy()
-        with model.new_context(600) as context:
-            context.decode(tokens[:538], "none")
-            wanted = context.decode(tokens[538:541]).logits.copy()
-    assert divergence(wanted, ours) < 1e-3
