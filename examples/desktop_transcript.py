@@ -1,4 +1,4 @@
-"""The conversation of ``desktop_chat.py``: tokens in the ink of their origin, and rejected guesses struck through."""
+"""The conversation of ``desktop_chat.py``: tokens in the ink of their origin, rejected draft tokens struck through."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def is_dark(widget: QtWidgets.QWidget) -> bool:
 
 
 def pieces(round_: Round) -> list[Piece]:
-    """What a round looks like: accepted guesses, rejected ones, the target's own token."""
+    """What a round looks like: accepted draft tokens, rejected ones, the target's own token."""
     spoken = [(span.text, _ink_of(span)) for span in round_.spans]
     rejected = [(text, "rejected") for text in round_.draft_texts[round_.verdict.n_accepted :]]
     own = 1 if spoken and spoken[-1][1] == "recovered" else 0
@@ -120,7 +120,7 @@ class Transcript(QtWidgets.QTextEdit):
             bar.setValue(bar.maximum())
 
     def show_rejected(self, shown: bool) -> None:
-        """Draw it all again with rejected guesses, or without."""
+        """Draw it all again with rejected draft tokens, or without."""
         self._shows_rejected = shown
         written, self._pieces = self._pieces, []
         super().clear()
@@ -131,7 +131,7 @@ class Transcript(QtWidgets.QTextEdit):
         super().clear()
 
     def createMimeDataFromSelection(self) -> QtCore.QMimeData:
-        """What is copied is what was said, without the rejected guesses."""
+        """What is copied is the text, without rejected draft tokens."""
         chosen = QtGui.QTextDocument()
         QTextCursor(chosen).insertFragment(self.textCursor().selection())
         lines, block = [], chosen.begin()

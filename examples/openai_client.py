@@ -38,7 +38,7 @@ def main(url: str = "http://127.0.0.1:8642") -> int:
             if chunk.usage:
                 report("\n", chunk.usage)
 
-        # An edit says again most of what it was given. OpenAI's `prediction` says so, and the guesses are free.
+        # An edit repeats most of what it was given. OpenAI's `prediction` says so; copying from it costs nothing.
         for name, extra in (
             ("plain", {"localspec": {"off": True}}),
             ("speculative", {}),
