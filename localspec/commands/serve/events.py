@@ -16,6 +16,7 @@ from localspec.commands.serve.disconnects import while_connected
 from localspec.commands.serve.errors import as_api_error, log_failure
 
 KEEP_ALIVE_SECONDS = 10.0
+"""Longest silence: proxies commonly give up a connection after 30 to 60 s without a byte."""
 
 _HEADERS = {"Cache-Control": "no-cache, no-store", "X-Accel-Buffering": "no"}
 
@@ -57,12 +58,18 @@ class EventStream(Response):
             refusal = as_api_error(error)
             if not self._begun:
                 await refusal.response()(scope, receive, send)
-                return
-            if not self._ended:
-                await send({"type": "http.response.body", "body": event(refusal.as_dict()), "more_body": False})
+            elif not self._ended:
+                await self._send(send, event(refusal.as_dict()), last=True)
+
+    async def _send(self, send: Send, body: bytes, *, last: bool = False) -> None:
+        if not self._begun:
+            self._begun = True
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        self._ended = last
+        await send({"type": "http.response.body", "body": body, "more_body": not last})
 
     async def _send_all(self, send: Send) -> None:
-        queue: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue()
+        queue: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
         # Read apart from sending: a client that reads slowly must not hold the engine.
         reader = asyncio.ensure_future(self._read_into(queue))
         try:
@@ -73,20 +80,17 @@ class EventStream(Response):
                         item = await queue.get()
                 except TimeoutError:
                     item = b": waiting\n\n"
-                if item is None:
-                    break
-                if isinstance(item, BaseException):
+                if isinstance(item, Exception):
                     raise item
-                await self._begin(send)
-                await send({"type": "http.response.body", "body": item, "more_body": True})
-            await self._begin(send)
-            self._ended = True
-            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+                if item is None:
+                    await self._send(send, b"data: [DONE]\n\n", last=True)
+                    return
+                await self._send(send, item)
         finally:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
 
-    async def _read_into(self, queue: asyncio.Queue[bytes | BaseException | None]) -> None:
+    async def _read_into(self, queue: asyncio.Queue[bytes | Exception | None]) -> None:
         try:
             async with aclosing(self._events) as encoded:
                 async for item in encoded:
@@ -94,8 +98,3 @@ class EventStream(Response):
             queue.put_nowait(None)
         except Exception as error:
             queue.put_nowait(error)
-
-    async def _begin(self, send: Send) -> None:
-        if not self._begun:
-            self._begun = True
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

@@ -17,6 +17,7 @@ STALL_SECONDS = 30.0
 """Longest time in which a client may take nothing of what is sent to it."""
 
 MAX_CONNECTIONS = 256
+"""A quarter of the 1,024 files that a process may commonly have open."""
 
 
 class ServerProtocol(H11Protocol):

@@ -13,12 +13,8 @@ from localspec.commands.serve.tools import ToolUse
 from localspec.errors import UsageError
 from localspec.sampling.sampling import SamplingParams
 
-MAX_CHOICES = 16
-MAX_STOPS = 16
-MAX_TOP_LOGPROBS = 20
-MAX_MESSAGES = 10_000
-MAX_TOOLS = 128
-MAX_COUNT = 1 << 31
+MAX_CHOICES, MAX_STOPS, MAX_MESSAGES, MAX_COUNT = 16, 16, 10_000, 1 << 31
+MAX_TOP_LOGPROBS, MAX_TOOLS = 20, 128  # OpenAI's own limits
 
 # The sampling parameters, under OpenAI's names and those that local servers add to them, and what each may be.
 _NUMBERS = {
