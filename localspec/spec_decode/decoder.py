@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from localspec.backends.base import Context
@@ -15,8 +16,8 @@ from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.drafters.base import Drafter
 from localspec.spec_decode.drafters.group import DrafterGroup
 from localspec.spec_decode.proposer import SamplingProposer
-from localspec.spec_decode.rounds import EmittedToken, FinishReason, Round, TokenKind
-from localspec.spec_decode.verification import verify
+from localspec.spec_decode.rounds import Draft, EmittedToken, FinishReason, Round, Span, TokenKind, Verdict
+from localspec.spec_decode.verification import Rows, verify
 
 if TYPE_CHECKING:
     from localspec.sampling.structured.constraint import Constraint
@@ -28,8 +29,8 @@ PREFILL_CHUNK = 128
 class SpeculativeDecoder:
     """Decodes with a target context and any number of drafters.
 
-    Between calls the target context holds a prefix of everything said so far, so a prompt that continues it costs only
-    what is new. Plain decoding is the same loop with an empty draft.
+    Between calls the target context holds a prefix of all settled tokens, so a prompt that continues it costs only what
+    is new. Plain decoding is the same loop with an empty draft.
 
     Args:
         target: the target's context.
@@ -58,7 +59,7 @@ class SpeculativeDecoder:
         """Bring the target up to all of the prompt but its last token.
 
         Returns:
-            How many prompt tokens were in the memory already.
+            How many prompt tokens were in its memory already.
 
         Raises:
             UsageError: the prompt is empty.
@@ -105,77 +106,88 @@ class SpeculativeDecoder:
         Yields:
             One ``Round`` per target pass; the last one carries ``finish_reason``.
         """
+        target, controller, drafters = self.target, self.controller, self.drafters
         tokens, noise = list(prompt), Noise(params.seed)
-        proposer = SamplingProposer(params, noise, constraint, self.target.model.n_vocab)
-        end_tokens = frozenset() if params.ignore_eos else self.target.model.vocab.eog
-        budget = min(params.max_tokens or self.target.n_ctx, self.target.n_ctx - len(tokens))
-        self.drafters.begin(tokens)
-        self.controller.begin(params, len(tokens))
-        index = 0
-        while not cancelled():
+        proposer = SamplingProposer(params, noise, constraint, target.model.n_vocab)
+        end_tokens = frozenset() if params.ignore_eos else target.model.vocab.eog
+        budget = min(params.max_tokens or target.n_ctx, target.n_ctx - len(tokens))
+        answer = _Answer(text, end_tokens, budget, constraint, n_logprobs)
+        keeps_rows = n_logprobs is not None and target.model.capabilities.rollback == "replay"
+        drafters.begin(tokens)
+        controller.begin(params, len(tokens))
+        index, finish = 0, None
+        while not finish and not cancelled():
             started = time.perf_counter()
-            plan = self.controller.plan(room=budget - 1, n_past=self.target.n_past)
-            draft = self.drafters.draft(tokens, plan, proposer, end_tokens)
+            plan = controller.plan(room=answer.budget - 1, n_past=target.n_past)
+            draft = drafters.draft(tokens, plan, proposer, end_tokens)
             drafted = time.perf_counter()
-            forward = self.target.decode([tokens[-1], *draft.ids])
-            passed = time.perf_counter()
+            forward = target.decode([tokens[-1], *draft.ids])  # logits [k + 1, n_vocab]
+            verified = time.perf_counter()
             masked = constraint.rows(forward.logits, draft.ids, params) if constraint else forward.logits
             try:
                 verdict = verify(draft, masked, tokens, params, noise)
             except NotNumbers:
-                model = self.target.model
+                model = target.model
                 raise EngineError(f"{model.engine} computes logits of {model.path.name} that are not numbers") from None
-            self.controller.watch(forward.logits[verdict.n_accepted])
-            self.drafters.process([tokens[-1], *draft.ids], forward)
-            rows = forward.logits  # a rollback may decode again and overwrite them
-            if n_logprobs is not None and self.target.model.capabilities.rollback == "replay":
-                rows = rows.copy()
-            self.target.truncate(len(tokens) + verdict.n_accepted)
-
-            kinds: list[tuple[int, TokenKind, str]] = [
-                (guess.id, "accepted", guess.source) for guess in draft[: verdict.n_accepted]
-            ]
-            kinds.append((verdict.next_token, verdict.kind, "target"))
-            emitted, spans, finish = [], [], None
-            for i, (token, kind, source) in enumerate(kinds):
-                budget -= 1
-                ends = token in end_tokens
-                if not ends:
-                    spans += text.push(token, kind, source)
-                whole = constraint.settle(token) if constraint else False
-                logprobs = None if n_logprobs is None else token_logprobs(rows[i], token, n_logprobs)
-                emitted.append(EmittedToken(token, kind, source, "" if ends else text.token_text, logprobs))
-                finish = _finish_reason(ends or whole or text.stopped, budget)
-                if finish:
-                    spans += text.finish()
-                    if text.stopped:  # complete before, but a longer one might still have come
-                        finish = "stop"
-                    break
+            controller.watch(forward.logits[verdict.n_accepted])
+            drafters.process([tokens[-1], *draft.ids], forward)
+            rows = forward.logits.copy() if keeps_rows else forward.logits  # a replay would overwrite them
+            target.truncate(len(tokens) + verdict.n_accepted)  # rejected draft tokens leave the target's memory
+            emitted, spans, finish = answer.emit(draft, verdict, rows)
             settled = [token.id for token in emitted]
             tokens += settled
-            if self.target.n_past >= len(tokens):  # cut at an end: the target had gone further
-                self.target.truncate(len(tokens) - 1)
-            self.drafters.accept(settled)
+            if target.n_past >= len(tokens):  # the answer ended within the draft
+                target.truncate(len(tokens) - 1)
+            drafters.accept(settled)
             round_ = Round(
                 index=index,
                 draft=draft,
                 verdict=verdict,
                 emitted=emitted,
                 ms_draft=(drafted - started) * 1e3,
-                ms_verify=(passed - drafted) * 1e3,
+                ms_verify=(verified - drafted) * 1e3,
                 n_past=len(tokens) - len(settled) - 1,
                 spans=spans,
                 finish_reason=finish,
             )
-            self.controller.update(round_)
-            round_.ms_other = (time.perf_counter() - passed) * 1e3
+            controller.update(round_)
+            round_.ms_other = (time.perf_counter() - verified) * 1e3
             yield round_
-            if finish:
-                return
             index += 1
 
 
-def _finish_reason(ended: bool, budget: int) -> FinishReason | None:
-    if ended:
-        return "stop"
-    return "length" if budget <= 0 else None
+@dataclass(slots=True)
+class _Answer:
+    """Verified tokens -> emitted ones, with their text, up to the end of the answer.
+
+    Attributes:
+        budget: tokens that may still be emitted.
+    """
+
+    text: TextAssembler
+    end_tokens: frozenset[int]
+    budget: int
+    constraint: Constraint | None
+    n_logprobs: int | None
+
+    def emit(
+        self, draft: Draft, verdict: Verdict, rows: Rows
+    ) -> tuple[list[EmittedToken], list[Span], FinishReason | None]:
+        """The accepted draft tokens and the target's own: emitted, the text that may be shown, why the answer ends."""
+        verified: list[tuple[int, TokenKind, str]] = [(t.id, "accepted", t.source) for t in draft[: verdict.n_accepted]]
+        verified.append((verdict.next_token, verdict.kind, "target"))
+        emitted: list[EmittedToken] = []
+        spans: list[Span] = []
+        for i, (token, kind, source) in enumerate(verified):
+            self.budget -= 1
+            is_end = token in self.end_tokens
+            if not is_end:
+                spans += self.text.push(token, kind, source)
+            is_whole = self.constraint.settle(token) if self.constraint else False
+            logprobs = None if self.n_logprobs is None else token_logprobs(rows[i], token, self.n_logprobs)
+            emitted.append(EmittedToken(token, kind, source, "" if is_end else self.text.token_text, logprobs))
+            if is_end or is_whole or self.text.stopped or self.budget <= 0:
+                spans += self.text.finish()
+                # A stop string that was complete, while a longer one might still have come, ends the answer after all.
+                return emitted, spans, "stop" if is_end or is_whole or self.text.stopped else "length"
+        return emitted, spans, None
