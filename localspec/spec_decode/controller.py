@@ -32,7 +32,7 @@ class Controller(ABC):
         """The logits [n_vocab] that the target just chose a token from; ``update`` follows."""
 
     def lose(self, source: str) -> None:  # noqa: B027 - optional hook
-        """A drafter failed and will make no more guesses."""
+        """A drafter failed and will draft no more."""
 
     @abstractmethod
     def update(self, round_: Round) -> None:

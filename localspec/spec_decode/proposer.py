@@ -1,4 +1,4 @@
-"""How a draft model's logits become a guess."""
+"""How a draft model's logits become a draft token."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 
 class SamplingProposer:
-    """Turns logits into guesses in the way that the request's verification accepts most often.
+    """Turns logits into draft tokens in the way that the request's verification accepts most often.
 
     * Greedy: the argmax.
     * With a fixed seed: the draft's own distribution q, drawn with the *target's* noise. Where q and p are alike, the
-      same noise picks the same token (a Gumbel coupling); and since the target's draw does not depend on the guess,
-      the text is a function of the seed alone.
+      same noise picks the same token (a Gumbel coupling); and since the target's draw does not depend on the draft, the
+      text is a function of the seed alone.
     * Without a seed: a sample from q with noise of its own, for rejection sampling, which accepts it with probability
       sum(min(p, q)); or the most probable token, accepted with p(x). Which is more depends on how alike p and q are and
       how peaked; the plan says which to take.
 
-    Where the answer follows a grammar, q is masked by it as the target's p is: a guess never breaks it, and a sampled
+    Where the answer follows a grammar, q is masked by it as the target's p is: a draft never breaks it, and a sampled
     one stays honest about its law. For the same reason what the target has no row for is cut off before q is made: a
     draft's logits can be wider, by padding or by tokens that only it has.
 
@@ -54,59 +54,59 @@ class SamplingProposer:
         self.noise = noise
         self.constraint = constraint
         self.n_vocab = n_vocab
-        self._guess: int | Distribution = 0
+        self._choice: int | Distribution = 0
         self._n_sampled = 0
 
-    def n_legal(self, guesses: Sequence[int]) -> int:
-        """How many of these guesses, from the first, may follow the draft so far."""
-        if self.n_vocab is not None and guesses and not 0 <= min(guesses) <= max(guesses) < self.n_vocab:
+    def n_legal(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens, from the first, may follow the draft so far."""
+        if self.n_vocab is not None and tokens and not 0 <= min(tokens) <= max(tokens) < self.n_vocab:
             n_vocab = self.n_vocab
-            guesses = guesses[: next(i for i, guess in enumerate(guesses) if not 0 <= guess < n_vocab)]
-        return len(guesses) if self.constraint is None else self.constraint.n_legal(guesses)
+            tokens = tokens[: next(i for i, token in enumerate(tokens) if not 0 <= token < n_vocab)]
+        return len(tokens) if self.constraint is None else self.constraint.n_legal(tokens)
 
-    def extend(self, guess: int) -> bool:
-        """The guess is part of the draft. Returns whether no other can follow it."""
+    def extend(self, token: int) -> bool:
+        """The token is part of the draft. Returns whether no other can follow it."""
         if self.constraint is None:
             return False
-        self.constraint.advance(guess)
+        self.constraint.advance(token)
         return self.constraint.complete
 
-    def confidence(self, row: Row, history: Sequence[int], behind: int = 0) -> float:
+    def confidence(self, row: Row, history: Sequence[int], n_known: int = 0) -> float:
         """The draft's probability for its most probable token, in [0, 1]; see ``drafters.base.Proposer``."""
         row = row[: self.n_vocab]
         if not math.isfinite(row.max()):  # NaN anywhere is the maximum
             raise DrafterFailed("computed logits that are not numbers")
         if self.constraint is not None:
-            row = self.constraint.masked(row, behind)
+            row = self.constraint.masked(row, n_known)
         if self.params.greedy:
             row = edit_logits(row, history, self.params)
-            self._guess = int(np.argmax(row))
-            return top_probability(row) if row[self._guess] > -math.inf else 0.0
+            self._choice = int(np.argmax(row))
+            return top_probability(row) if row[self._choice] > -math.inf else 0.0
         try:
             q = distribution(row, history, self.params)
         except UsageError:  # banned, all of them; the target may have more
             return 0.0
-        self._guess = q
+        self._choice = q
         return float(q.probs.max())
 
     def best(self) -> int:
         """The most probable token of the row last given to ``confidence``."""
-        return self._guess if isinstance(self._guess, int) else self._guess.argmax()
+        return self._choice if isinstance(self._choice, int) else self._choice.argmax()
 
     @property
     def has_fresh_noise(self) -> bool:
         return not self.params.greedy and self.params.seed is None
 
     def choose(self, position: int, *, sampled: bool = True) -> tuple[int, Distribution | None]:
-        """The guess for the row last given to ``confidence``, and the law it was sampled from, if it was."""
-        guess = self._guess
-        if isinstance(guess, int):
-            return guess, None
+        """The draft token for the row last given to ``confidence``, and the law it was sampled from, if it was."""
+        choice = self._choice
+        if isinstance(choice, int):
+            return choice, None
         if self.params.seed is not None:
-            return guess.sample(self.noise, position, STREAM_TARGET), None
+            return choice.sample(self.noise, position, STREAM_TARGET), None
         if not sampled:
-            return guess.argmax(), None
+            return choice.argmax(), None
         # Addressed by count: after a rejection a position is drafted again, perhaps only because of what the controller
-        # learned from the guess before. Drawn with the same noise, the new guess would not follow q given that.
+        # learned from the token before. Drawn with the same noise, the new one would not follow q given that.
         self._n_sampled += 1
-        return guess.sample(self.noise, self._n_sampled, STREAM_DRAFT), guess
+        return choice.sample(self.noise, self._n_sampled, STREAM_DRAFT), choice

@@ -16,7 +16,7 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 @dataclass(frozen=True, slots=True)
 class DraftToken:
-    """One guess.
+    """One token of a draft.
 
     Attributes:
         id: token id.
@@ -34,7 +34,7 @@ class DraftToken:
 
 
 class Draft(Sequence[DraftToken]):
-    """The guesses of one round, in order; empty means plain decoding."""
+    """The draft tokens of one round, in order; empty means plain decoding."""
 
     __slots__ = ("_tokens",)
 
@@ -60,12 +60,12 @@ class Draft(Sequence[DraftToken]):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the target said of a draft.
+    """What the target made of a draft.
 
     Attributes:
-        n_accepted: how many guesses, from the first, the target accepted.
+        n_accepted: how many draft tokens, from the first, the target accepted.
         next_token: the token that the target itself adds after them.
-        kind: ``recovered`` replaces a rejected guess, ``bonus`` follows a fully accepted draft, ``plain`` had no draft.
+        kind: ``recovered`` replaces a rejected draft token, ``bonus`` follows an accepted draft, ``plain`` had none.
     """
 
     n_accepted: int
@@ -77,7 +77,7 @@ class Verdict:
 class EmittedToken:
     """One verified token. ``text`` is what it adds to the text (a half-finished character adds nothing yet).
 
-    ``logprobs`` is what the target thought of it, for requests that ask for that.
+    ``logprobs`` is the target's, for requests that ask for it.
     """
 
     id: int
@@ -106,16 +106,16 @@ class Span:
 
 @dataclass(slots=True)
 class Round:
-    """One round: the guesses, their fate, what was emitted and what it took.
+    """One round: the draft, its fate, what was emitted and what it took.
 
-    ``draft`` holds the rejected guesses too. ``emitted`` ends early at an end token, a stop string or the token budget,
+    ``draft`` holds the rejected tokens too. ``emitted`` ends early at an end token, a stop string or the token budget,
     so it can be shorter than ``verdict.n_accepted + 1``. ``spans`` is the text that became safe to show in this round:
     text that may still turn out to be a stop string, or half of a character, waits for a later one. Where an answer is
-    broken off while text waits, one more round brings it; it has no guesses and no tokens, and statistics do not count
+    broken off while text waits, one more round brings it; it has no draft and no tokens, and statistics do not count
     it.
 
-    Times are in milliseconds. ``ms_verify`` is the target's pass; ``ms_verify_expected`` is what the cost model said it
-    would take, None where there is none.
+    Times are in milliseconds. ``ms_verify`` is the target's pass; ``ms_verify_expected`` is what the cost
+    model expected, None where there is none.
     """
 
     index: int
@@ -134,7 +134,7 @@ class Round:
 
     @classmethod
     def of_rest(cls, index: int, spans: list[Span], finish_reason: FinishReason) -> Round:
-        """What closes an answer that was broken off while some of its text was held back: no guesses, no tokens."""
+        """What closes an answer that was broken off while some of its text was held back: no draft, no tokens."""
         nothing = Verdict(0, -1, "plain")
         return cls(index, Draft(), nothing, [], 0.0, 0.0, spans=spans, finish_reason=finish_reason)
 
@@ -147,8 +147,8 @@ class Round:
     def tokens_expected(self) -> float:
         """Tokens that the round was expected to emit, the target's own included: 1 + a_1 + a_1·a_2 + …"""
         total = reach = 1.0
-        for guess in self.draft:
-            reach *= guess.expected
+        for token in self.draft:
+            reach *= token.expected
             total += reach
         return total
 
@@ -205,12 +205,12 @@ class SpecStats(Mapping[str, Any]):
     Denominators:
 
     * ``num_rounds``: target passes that emitted at least one token (prefill is not a round).
-    * ``num_draft_tokens``: guesses sent to the target; ``num_accepted_tokens``: those it accepted. A guess that was
-      accepted but lies behind an end token, stop string or the budget counts as accepted: the target did accept it.
+    * ``num_draft_tokens``: those sent to the target; ``num_accepted_tokens``: those it accepted. One that was accepted
+      but lies beyond an end token, stop string or the budget counts as accepted: the target did accept it.
     * ``acceptance_rate``: accepted / drafted tokens; 0 when nothing was drafted.
     * ``mean_acceptance_length``: completion tokens / rounds, the target's own token included: plain decoding is 1.
-    * ``accepted_per_position[i]``: rounds in which the guess at position i was accepted;
-      ``drafted_per_position[i]``: rounds that had a guess there.
+    * ``accepted_per_position[i]``: rounds in which the draft token at position i was accepted;
+      ``drafted_per_position[i]``: rounds that had a draft token there.
     * ``tokens_per_second``: completion tokens / (seconds_draft + seconds_verify + seconds_other); prompt excluded.
     * ``estimated_plain_tokens_per_second``: 1 / t(1), t(1) being the time of a one-token pass as this answer's own
       passes went: what they took, by the cost model's ratio of their widths to one token. ``estimated_speedup`` is the

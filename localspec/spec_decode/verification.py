@@ -1,14 +1,14 @@
-"""Which guesses the target accepts, and what it says instead: pure functions on arrays.
+"""Which draft tokens the target accepts, and what it emits instead of a rejected one: pure functions on arrays.
 
-Greedy (temperature 0): a guess is accepted while it is the target's argmax.
+Greedy (temperature 0): a draft token is accepted while it is the target's argmax.
 
-Sampled: two exact rules, chosen per guess.
+Sampled: two exact rules, chosen per draft token.
 
-* A guess x drawn from a known q is accepted with probability min(1, p(x) / q(x)); on rejection the token is drawn from
+* A token x drawn from a known q is accepted with probability min(1, p(x) / q(x)); on rejection one is drawn from
   normalise(max(p - q, 0)) (Leviathan et al. 2023; Chen et al. 2023). Expected acceptance: sum(min(p, q)).
-* A guess that does not depend on fresh randomness (an argmax, an n-gram match, or a draft token chosen with the very
+* A token that does not depend on fresh randomness (an argmax, an n-gram match, or a token chosen with the very
   noise of the target's own draw) is compared with a draw from p: equal, it is accepted. The emitted token *is* that
-  draw, so its law is p whatever the guess was. For a point mass this is the same law as rejection: acceptance p(x),
+  draw, so its law is p whatever the draft was. For a point mass this is the same law as rejection: acceptance p(x),
   and on rejection p with x removed. It also makes the text a function of the seed alone, however far the draft ran.
 """
 
@@ -36,11 +36,11 @@ class Rows(Protocol):
 def verify(draft: Draft, logits: Rows, tokens: Sequence[int], params: SamplingParams, noise: Noise) -> Verdict:
     """Compare a draft with the target's pass over it.
 
-    Rows are looked at in order, and only as far as guesses are accepted.
+    Rows are looked at in order, and only as far as draft tokens are accepted.
 
     Args:
-        draft: k guesses; may be empty.
-        logits: [k + 1, n_vocab]; row i is the target's prediction after the first i guesses.
+        draft: k draft tokens; may be empty.
+        logits: [k + 1, n_vocab]; row i is the target's prediction after the first i draft tokens.
         tokens: everything settled, the last token included (penalties look at it; its length addresses the noise).
         params: the sampling parameters.
         noise: the request's randomness.
@@ -50,22 +50,22 @@ def verify(draft: Draft, logits: Rows, tokens: Sequence[int], params: SamplingPa
     """
     history = list(tokens[-params.repeat_last_n :]) if params.edits_logits else []
     position = len(tokens)
-    for i, guess in enumerate(draft):
+    for i, token in enumerate(draft):
         if params.greedy:
             chosen = greedy_token(logits[i], history, params)
         else:
             p = distribution(logits[i], history, params)
-            if guess.dist is None:
+            if token.dist is None:
                 chosen = p.sample(noise, position + i, STREAM_TARGET)
-            elif noise.uniform(position + i, STREAM_ACCEPT) * guess.dist.prob(guess.id) < p.prob(guess.id):
-                chosen = guess.id
+            elif noise.uniform(position + i, STREAM_ACCEPT) * token.dist.prob(token.id) < p.prob(token.id):
+                chosen = token.id
             else:
-                chosen = p.minus(guess.dist).sample(noise, position + i, STREAM_RESIDUAL)
+                chosen = p.minus(token.dist).sample(noise, position + i, STREAM_RESIDUAL)
                 return Verdict(i, chosen, "recovered")
-        if chosen != guess.id:
+        if chosen != token.id:
             return Verdict(i, chosen, "recovered")
         if params.edits_logits:
-            history.append(guess.id)
+            history.append(token.id)
     k = len(draft)
     if params.greedy:
         final = greedy_token(logits[k], history, params)

@@ -1,9 +1,9 @@
-"""What a drafter must provide. A drafter guesses; it can never change what is said, only how fast.
+"""What a drafter must provide. A drafter proposes tokens; it can never change the answer, only how fast it comes.
 
-Being wrong is cheap, being *dishonest about randomness* is not: whether a guess that was **sampled** is sent to the
-target must not depend on which token came out (dropping unlikely samples would skew the law of what remains). So
-``Plan.keep`` is asked before a sample is drawn, with a confidence computed from the distribution alone. Guesses made
-deterministically, or with the target's own noise, may be dropped at will.
+Being wrong is cheap, being *dishonest about randomness* is not: whether a draft token that was **sampled** is sent to
+the target must not depend on which token came out (dropping unlikely samples would skew the law of what remains). So
+``Plan.keep`` is asked before a sample is drawn, with a confidence computed from the distribution alone. Draft tokens
+made deterministically, or with the target's own noise, may be dropped at will.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class DrafterFailed(Exception):
 
 
 class Plan(Protocol):
-    """The controller's permission to guess in this round; drafters ask it token by token."""
+    """The controller's permission to draft in this round; drafters ask it token by token."""
 
     @property
     def room(self) -> int:
@@ -40,16 +40,16 @@ class Plan(Protocol):
         """How many of ``pending`` tokens to read before ``more`` is asked again for the rest; 1 to ``pending``."""
 
     def spent(self, source: str, n_tokens: int, ms: float) -> None:
-        """A pass over ``n_tokens`` tokens of the drafter's own model, and a guess made of it, took so long."""
+        """A pass over ``n_tokens`` tokens of the drafter's own model, and a draft token made of it, took so long."""
 
     def samples(self, source: str, confidence: float) -> bool:
-        """Whether a guess should be sampled from the draft's distribution, or be its most probable token.
+        """Whether a draft token should be sampled from the draft's distribution, or be its most probable token.
 
         Asked before ``keep``, and only where a request samples with fresh noise. Both are verified exactly.
         """
 
     def nothing(self, source: str) -> None:
-        """The drafter, asked for a guess, has none."""
+        """The drafter, asked for a draft token, has none."""
 
     def counterfactual(self, source: str, confidence: float, right: bool) -> None:
         """A counterfactual draft token: one never sent, scored against the token already emitted in its place."""
@@ -60,7 +60,7 @@ class Plan(Protocol):
         Args:
             source: the drafter's name.
             confidence: its own estimate, in [0, 1], that its most probable token is right.
-            sampled: whether the guess will be a sample instead.
+            sampled: whether the draft token will be a sample instead.
 
         Returns:
             The calibrated probability of acceptance if the token should be sent, else None.
@@ -68,33 +68,33 @@ class Plan(Protocol):
 
 
 class Proposer(Protocol):
-    """How a draft model's logits become a guess, so that drafters need not know about sampling.
+    """How a draft model's logits become a draft token, so that drafters need not know about sampling.
 
     Attributes:
         params: the request's sampling parameters.
         noise: the request's randomness.
-        n_vocab: how many token ids the target takes; no other may be guessed.
+        n_vocab: how many token ids the target takes; no other may be drafted.
     """
 
     params: SamplingParams
     noise: Noise
     n_vocab: int | None
 
-    def n_legal(self, guesses: Sequence[int]) -> int:
-        """How many of these guesses, from the first, the target takes and a grammar, if there is one, allows here."""
+    def n_legal(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens, from the first, the target takes and a grammar, if there is one, allows here."""
 
-    def extend(self, guess: int) -> bool:
-        """The guess is part of the draft. Returns whether no other can follow it."""
+    def extend(self, token: int) -> bool:
+        """The token is part of the draft. Returns whether no other can follow it."""
 
-    def confidence(self, row: Row, history: Sequence[int], behind: int = 0) -> float:
-        """The draft's confidence [0, 1] in the guess that ``choose`` would make; independent of fresh randomness.
+    def confidence(self, row: Row, history: Sequence[int], n_known: int = 0) -> float:
+        """The draft's confidence [0, 1] in the draft token that ``choose`` would make; independent of fresh randomness.
 
-        0 is no guess at all: what the request bans leaves the draft model nothing to say.
+        0 is none at all: the request bans all that the draft model could propose.
 
         Args:
             row: the draft model's logits [n], which can be more or fewer than the target's.
-            history: the tokens before the one to guess.
-            behind: how many tokens are known already from that one on; 0 guesses the next.
+            history: the tokens before the one to draft.
+            n_known: how many tokens are known already from that one on; 0 drafts the next.
 
         Raises:
             DrafterFailed: the logits are not numbers.
@@ -105,10 +105,10 @@ class Proposer(Protocol):
 
     @property
     def has_fresh_noise(self) -> bool:
-        """Whether guesses may be sampled with noise of their own: at a temperature, without a seed."""
+        """Whether draft tokens may be sampled with noise of their own: at a temperature, without a seed."""
 
     def choose(self, position: int, *, sampled: bool = True) -> tuple[int, Distribution | None]:
-        """The guess for the row last given to ``confidence``, and the law it was sampled from (None: deterministic)."""
+        """The draft token for the row last given to ``confidence``, and the law it was sampled from, if it was."""
 
 
 class Drafter(ABC):
@@ -150,10 +150,10 @@ class Drafter(ABC):
 
     @abstractmethod
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
-        """Guess what follows ``tokens``: everything settled, then what other drafters guessed already in this round.
+        """Draft what follows ``tokens``: everything settled, then what other drafters drafted already in this round.
 
         Returns:
-            At most ``plan.room`` guesses; empty when this drafter has nothing worth trying.
+            At most ``plan.room`` draft tokens; empty when this drafter has nothing worth trying.
 
         Raises:
             DrafterFailed: it cannot go on; it is not asked again.

@@ -22,18 +22,18 @@ MAX_ABRIDGED = 144
 """Of a new prompt of up to ``MAX_ABRIDGED`` tokens only the first ``N_HEAD`` and the last ``N_TAIL`` are read, where
 reading it all is not worth its time.
 
-Reading is most of what a draft costs in a short answer, and after a few words it is mostly the answer that guesses are
-made from. On the tuning prompts of 83 to 112 tokens (code, mathematics, chat, stories; Qwen2.5-Coder) 0.80 of the
-guesses were right after the whole and 0.77 so. Longer prompts bring a text that the answer reworks, and what is missing
+Reading is most of what a draft costs in a short answer, and after a few words it is mostly the answer that drafts are
+made from. On the tuning prompts of 83 to 112 tokens (code, mathematics, chat, stories; Qwen2.5-Coder) 0.80 of the draft
+tokens were right after the whole and 0.77 so. Longer prompts bring a text that the answer reworks, and what is missing
 is what matters: 0.64 and 0.36 in translations of 187 to 253 tokens, 0.96 and 0.73 in edits and extractions.
 """
 
 
 class DraftModelDrafter(Drafter):
-    """Guesses one token a call, from a context that first decodes whatever it has not seen.
+    """Draft tokens one token a call, from a context that first decodes whatever it has not seen.
 
-    That catch-up is all there is to it: the token after a fully accepted draft, the guesses of another drafter and a
-    whole prompt are the same case. Nothing is decoded until the controller wants a guess, so a draft model that does
+    That catch-up is all there is to it: the token after a fully accepted draft, the draft of another drafter and a
+    whole prompt are the same case. Nothing is decoded until the controller wants a draft, so a draft model that does
     not pay costs nothing.
 
     Args:
@@ -61,7 +61,7 @@ class DraftModelDrafter(Drafter):
         if known is None:
             return []
         started = time.perf_counter()
-        # What it would have guessed for the last settled tokens that it is reading only now shows how it is doing here.
+        # What it would have drafted for the last settled tokens, read only now, shows how it is doing here.
         n_settled, n_prompt = self._n_settled - self._n_hidden, self._n_prompt - self._n_hidden
         n_counterfactual = min(n_settled - max(known, n_prompt - 1) - 1, MAX_COUNTERFACTUAL)
         row = self._read(tokens, known, n_counterfactual if len(tokens) - known > 2 else 0, plan, proposer)
@@ -102,7 +102,7 @@ class DraftModelDrafter(Drafter):
         return known
 
     def _read(self, tokens: Sequence[int], known: int, n_counterfactual: int, plan: Plan, proposer: Proposer) -> Row:
-        """Decode ``tokens[known:]`` and return the logits behind the last; judge guesses for settled ones on the way.
+        """Decode ``tokens[known:]`` and return the logits after the last; on the way, score counterfactual ones.
 
         Args:
             n_counterfactual: how many of the last settled tokens to score a draft token for; none if not positive.
@@ -118,11 +118,11 @@ class DraftModelDrafter(Drafter):
         for start in range(first, len(tokens), FEW_ROWS):
             logits = self._decode(tokens[start : start + FEW_ROWS], "all")
             for at in range(start + 1, min(start + FEW_ROWS, first + n_counterfactual) + 1):
-                confidence = proposer.confidence(logits[at - start - 1], tokens[:at], behind=len(tokens) - at)
+                confidence = proposer.confidence(logits[at - start - 1], tokens[:at], n_known=len(tokens) - at)
                 if confidence:
                     plan.counterfactual(self.source, confidence, proposer.best() == tokens[at])
-        behind_last: Row = logits[-1]
-        return behind_last
+        after_last: Row = logits[-1]
+        return after_last
 
     # The answer does not need a draft model: where its engine fails, it is done without.
 

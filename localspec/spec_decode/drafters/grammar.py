@@ -1,4 +1,4 @@
-"""Guesses that the grammar leaves no choice about: field names, punctuation, the rest of a literal."""
+"""Draft tokens that the grammar leaves no choice about: field names, punctuation, the rest of a literal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
 from localspec.spec_decode.rounds import DraftToken
 
 SURE, INSIDE, BEFORE_TEXT, LAST = range(4)
-"""What is known of a guess: no other token is allowed; more forced text follows it; it ends the forced text with the
+"""What is known of a draft token: no other is allowed; more forced text follows it; it ends the forced text with the
 quotation mark of a string; it ends it otherwise, often with a blank that belongs to the next word's token."""
 
 _PRIORS = (1.0, 0.97, 0.9, 0.5)
@@ -25,11 +25,11 @@ N_CONTEXT = 4
 
 
 class GrammarDrafter(Drafter):
-    """Guesses the tokens of a text that the grammar forces; that costs no pass of a model.
+    """Drafts the tokens of a text that the grammar forces; that costs no pass of a model.
 
-    Where one token alone is allowed, the guess is right for certain. Mostly the forced text can be cut into tokens in
-    several ways, and the model may choose: the guess is then the tokenizer's way. Like every guess it is checked, so it
-    cannot change the law of the answer. How often such guesses were right is learned in this answer, on top of a prior.
+    Where one token alone is allowed, it is right for certain. Mostly the forced text can be cut into tokens in
+    several ways, and the model may choose: the draft is then the tokenizer's way. Like every draft it is checked, so it
+    cannot change the law of the answer. How often such drafts were right is learned in this answer, on top of a prior.
 
     Args:
         constraint: of this request; the decoder keeps it where the draft stands.
@@ -42,7 +42,7 @@ class GrammarDrafter(Drafter):
         self.constraint = constraint
         self._tokenize = tokenize
         self._n_settled = 0
-        self._guessed: dict[int, tuple[int, int]] = {}
+        self._drafted: dict[int, tuple[int, int]] = {}
         self._right = [prior * PRIOR_WEIGHT for prior in _PRIORS]
         self._total = [PRIOR_WEIGHT] * len(_PRIORS)
 
@@ -58,7 +58,7 @@ class GrammarDrafter(Drafter):
             plan.nothing(self.source)
             return []
         before = constraint.drafted
-        guesses: list[DraftToken] = []
+        drafted: list[DraftToken] = []
         for token in self._cut(forced)[: plan.room]:
             if not constraint.n_legal([token]):
                 break
@@ -69,16 +69,16 @@ class GrammarDrafter(Drafter):
             expected = plan.keep(self.source, confidence)
             if expected is None:
                 break
-            self._guessed[len(tokens) + len(guesses)] = token, kind
-            guesses.append(DraftToken(token, self.source, confidence, None, expected))
+            self._drafted[len(tokens) + len(drafted)] = token, kind
+            drafted.append(DraftToken(token, self.source, confidence, None, expected))
             constraint.advance(token)
         constraint.place(before)
-        return guesses
+        return drafted
 
     def _cut(self, forced: bytes) -> list[int]:
         """Forced text as tokens: as the tokenizer has it after the last tokens of the answer.
 
-        Where it has a token that spans the border between the two, the first guess is the longest token that fits.
+        Where it has a token that spans the border between the two, the draft begins with the longest token that fits.
         """
         lengths = self.constraint.vocabulary.lengths
         whole = self.constraint.text(N_CONTEXT).lstrip(_INSIDE_A_CHARACTER) + forced
@@ -96,7 +96,7 @@ class GrammarDrafter(Drafter):
         return [int(allowed[np.argmax(sizes)])] if sizes.any() else []
 
     def _kind(self, text: bytes, rest: bytes) -> int:
-        """What is known of a guess, the constraint standing before it; ``rest`` is the forced text behind it."""
+        """What is known of a draft token, the constraint standing before it; ``rest`` is the forced text after it."""
         if len(text) == 1 and self.constraint.n_allowed() == 1:  # of a longer one, the first byte would be allowed too
             return SURE
         if rest:
@@ -106,9 +106,9 @@ class GrammarDrafter(Drafter):
     def accept(self, emitted: Sequence[int]) -> None:
         fade = 1.0 - 1.0 / MEMORY
         for position, token in enumerate(emitted, self._n_settled):
-            if position in self._guessed:
-                guess, kind = self._guessed[position]
-                self._right[kind] = self._right[kind] * fade + (guess == token)
+            if position in self._drafted:
+                drafted, kind = self._drafted[position]
+                self._right[kind] = self._right[kind] * fade + (drafted == token)
                 self._total[kind] = self._total[kind] * fade + 1.0
         self._n_settled += len(emitted)
-        self._guessed.clear()
+        self._drafted.clear()

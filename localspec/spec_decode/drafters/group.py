@@ -1,4 +1,4 @@
-"""Several drafters as one: the cheapest that is confident enough guesses next, token by token."""
+"""Several drafters as one: the cheapest that is confident enough drafts next, token by token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from localspec.spec_decode.rounds import Draft, DraftToken
 
 
 class DrafterGroup:
-    """Asks its drafters in order, before every guess: whoever has one the plan wants continues the draft.
+    """Asks its drafters in order, token by token: the first with one that the plan wants continues the draft.
 
     So a run that an n-gram recognises is copied for free in the middle of what a model began, and the model takes over
     again where the copy ends.
@@ -38,21 +38,21 @@ class DrafterGroup:
     def draft(
         self, tokens: list[int], plan: Plan, proposer: Proposer, end_tokens: frozenset[int] = frozenset()
     ) -> Draft:
-        """Guess what follows ``tokens`` (left as it was on return), up to an end token: nothing counts behind one."""
+        """Draft what follows ``tokens`` (left as it was on return), up to an end token: nothing after one counts."""
         settled = len(tokens)
         draft = Draft()
         try:
             while plan.room > 0:
                 for drafter in list(self.drafters):
-                    guesses = _legal(self._ask(drafter, tokens, plan, proposer), proposer)
-                    if guesses:
+                    found = _legal(self._ask(drafter, tokens, plan, proposer), proposer)
+                    if found:
                         break
                 else:
                     break
-                for guess in guesses:
-                    draft.append(guess)
-                    tokens.append(guess.id)
-                    if proposer.extend(guess.id) or guess.id in end_tokens:
+                for token in found:
+                    draft.append(token)
+                    tokens.append(token.id)
+                    if proposer.extend(token.id) or token.id in end_tokens:
                         return draft
         finally:
             del tokens[settled:]
@@ -76,13 +76,13 @@ class DrafterGroup:
             drafter.close()
 
 
-def _legal(guesses: list[DraftToken], proposer: Proposer) -> list[DraftToken]:
-    """Guesses up to the first that the target does not take or the grammar forbids.
+def _legal(draft: list[DraftToken], proposer: Proposer) -> list[DraftToken]:
+    """Draft tokens up to the first that the target does not take or the grammar forbids.
 
-    Dropping a guess for what it is leaves the law alone only if it was not sampled; a sample comes from a masked
+    Dropping a draft token for what it is leaves the law alone only if it was not sampled; a sample comes from a masked
     distribution and cannot be forbidden.
     """
-    n = proposer.n_legal([guess.id for guess in guesses]) if guesses else 0
-    if n < len(guesses) and guesses[n].dist is not None:
-        raise EngineError(f"the drafter {guesses[n].source} sampled a token that may not come")
-    return guesses[:n]
+    n = proposer.n_legal([token.id for token in draft]) if draft else 0
+    if n < len(draft) and draft[n].dist is not None:
+        raise EngineError(f"the drafter {draft[n].source} sampled a token that may not come")
+    return draft[:n]

@@ -1,4 +1,4 @@
-"""Guesses copied from what was said before: the n-gram drafter."""
+"""Drafts copied from earlier text: the n-gram drafter."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _BREAK = 1 << 40
 class NgramDrafter(Drafter):
     """Copies what followed the longest recent suffix when it occurred earlier, in prompt or conversation.
 
-    The suffix automaton has the match at hand, so a guess costs no search and no pass of a model (about 5 µs). Every
-    guess carries an estimate of being right: how often guesses with such a match were, counted in this conversation on
-    top of a prior. Every settled token is compared with the guess for it, whether that was drafted or only would have
-    been; so the estimate is learned even while the controller does not draft.
+    The suffix automaton has the match at hand, so a token costs no search and no pass of a model (about 5 µs). Each
+    carries an estimate of being right: how often those with such a match were, counted in this conversation on top of a
+    prior. Every settled token is compared with the draft token for it, real or counterfactual; so the estimate is
+    learned even while the controller does not draft.
 
     Args:
         min_match: shortest suffix, in tokens, that is worth looking up.
@@ -81,28 +81,28 @@ class NgramDrafter(Drafter):
         self._tokens = tokens
 
     def accept(self, emitted: Sequence[int]) -> None:
-        """Read what was settled, and learn from every token whether the guess for it was, or would have been, right."""
+        """Read what was settled, and learn whether the draft token for each was, or would have been, right."""
         for token in emitted:
-            guess = self._automaton.continuation(*self._automaton.match())
-            if guess is not None and guess[0] != _BREAK:
-                self._hits.learn(_kind(*guess[1:]), guess[0] == token)
+            found = self._automaton.continuation(*self._automaton.match())
+            if found is not None and found[0] != _BREAK:
+                self._hits.learn(_kind(*found[1:]), found[0] == token)
             self._automaton.push(token)
             self._tokens.append(token)
 
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
-        """Guess on from the end of ``tokens``; those after the settled ones are others' guesses of this round."""
+        """Draft on from the end of ``tokens``; those after the settled ones are others' drafts of this round."""
         automaton = self._automaton
         state, length = automaton.match()
         for token in tokens[len(self._tokens) - self._n_ahead :]:
             state, length = automaton.step(state, length, token)
-        guesses: list[DraftToken] = []
+        draft: list[DraftToken] = []
         while plan.room > 0 and plan.more(self.source):
             found = automaton.continuation(state, length)
             if found is None or found[3] < self.min_match or found[0] == _BREAK:
                 plan.nothing(self.source)
                 break
             token = found[0]
-            run = [*(guess.id for guess in guesses), token]
+            run = [*(each.id for each in draft), token]
             if proposer.n_legal(run) < len(run):
                 plan.nothing(self.source)
                 break
@@ -110,9 +110,9 @@ class NgramDrafter(Drafter):
             expected = plan.keep(self.source, confidence)
             if expected is None:
                 break
-            guesses.append(DraftToken(token, self.source, confidence, None, expected))
+            draft.append(DraftToken(token, self.source, confidence, None, expected))
             state, length = automaton.step(state, length, token)
-        return guesses
+        return draft
 
     def close(self) -> None:
         self._automaton, self._tokens = SuffixAutomaton(), []
@@ -120,7 +120,7 @@ class NgramDrafter(Drafter):
 
 
 class _HitRates:
-    """How often guesses of each kind were right; old evidence fades, a prior stands in for missing evidence."""
+    """How often draft tokens of each kind were right; old evidence fades, a prior stands in for missing evidence."""
 
     def __init__(self) -> None:
         self._right = [[prior * PRIOR_WEIGHT for prior in row] for row in _PRIORS]

@@ -7,7 +7,7 @@ is at hand at any time, without a search. A token is added in amortised constant
 token.
 
 On top of it every state knows how often it was followed by a token at all, and its best continuation: a token takes
-the place of a more frequent one when it is seen at least half as often, for what was said last counts double (measured
+the place of a more frequent one when it is seen at least half as often, for what came last counts double (measured
 on code and prose: right more often than the most frequent, and no less often than the most recent). Keeping that takes
 a walk over the suffixes of the text that are states, a handful in prose; text that repeats itself endlessly has more,
 and the walk stops after ``MAX_WALK`` of them.

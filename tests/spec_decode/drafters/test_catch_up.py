@@ -95,9 +95,9 @@ def test_a_guess_is_charged_for_what_is_made_of_its_logits_too(
     now = [0.0]
 
     class Slow(SamplingProposer):
-        def confidence(self, row: Row, history: Sequence[int], behind: int = 0) -> float:
+        def confidence(self, row: Row, history: Sequence[int], n_known: int = 0) -> float:
             now[0] += 0.05
-            return super().confidence(row, history, behind)
+            return super().confidence(row, history, n_known)
 
     with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=256) as llm:
         (drafter,) = llm._pair.state.drafters
