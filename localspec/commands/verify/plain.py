@@ -14,8 +14,9 @@ from typing import Literal
 import numpy as np
 
 from localspec.backends.base import Context, FloatArray, Model
+from localspec.backends.trust import agreement
 from localspec.errors import EngineError
-from localspec.sampling.sampling import Ids, Probs, SamplingParams, edit_logits
+from localspec.sampling.sampling import Ids, SamplingParams, edit_logits
 from localspec.spec_decode.decoder import PREFILL_CHUNK
 
 TOP = 20
@@ -67,7 +68,7 @@ class KeptRow:
     """
 
     ids: Ids
-    logits: Probs
+    logits: FloatArray
     digest: bytes
 
     @classmethod
@@ -83,7 +84,7 @@ class KeptRow:
         # All that equal the last one kept are candidates, so that ties are cut by id and not by chance.
         candidates = np.flatnonzero(row >= np.partition(row, len(row) - n)[len(row) - n])
         ids = candidates[np.argsort(-row[candidates], kind="stable")][:n]
-        return cls(ids, row[ids].astype(np.float64), digest_of(row))
+        return cls(ids, row[ids], digest_of(row))
 
     @property
     def best(self) -> int:
@@ -93,30 +94,22 @@ class KeptRow:
     def gap(self, token: int) -> float:
         """How far a token lies under the most probable one, in logits; at least that, where it was not kept."""
         at = np.flatnonzero(self.ids == token)
-        return float(self.logits[0] - self.logits[int(at[0]) if len(at) else -1])
+        return float(self.logits[0]) - float(self.logits[int(at[0]) if len(at) else -1])
 
     def compared(self, row: FloatArray) -> Deviation:
         """Compare another computation of the same row [n_vocab] with this one."""
         if digest_of(row) == self.digest:
             return Deviation()
-        change = row[self.ids].astype(np.float64) - self.logits
-        top = change[:TOP]
-        log_p, log_q = _log_softmax(self.logits), _log_softmax(self.logits + change)
-        kl = float((np.exp(log_p) * (log_p - log_q)).sum())
-        rms = float(np.sqrt(np.mean((top - top.mean()) ** 2)))
+        change = (row[self.ids].astype(np.float64) - self.logits)[:TOP]
+        rms, swing = float(change.std()), float(np.abs(change - change[0]).max())
+        kl = agreement(self.logits[None], row[self.ids][None]).mean_kl
         # Not equal to the bit, but all by the same amount, or only far down: the smallest number that says so.
-        rms, swing = max(rms, 1e-12), float(np.abs(top - top[0]).max())
-        return Deviation(rms, swing, max(0.0, kl), int(np.argmax(row)) != self.best)
+        return Deviation(max(rms, 1e-12), swing, kl, int(np.argmax(row)) != self.best)
 
 
 def digest_of(row: FloatArray) -> bytes:
     """Equal for rows that are equal to the bit."""
     return blake2b(row.tobytes(), digest_size=16).digest()
-
-
-def _log_softmax(logits: Probs) -> Probs:
-    shifted = logits - logits.max()
-    return np.asarray(shifted - np.log(np.exp(shifted).sum()))
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------

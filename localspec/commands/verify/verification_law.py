@@ -74,15 +74,12 @@ class Window:
         ids = np.unique(np.concatenate(kept))
         return cls(np.stack([row[ids] for row in edited]), [law and _restricted(law, ids) for law in laws])
 
-    def drafted(self, params: SamplingParams) -> list[Distribution]:
-        """The laws of the draft tokens; a poor draft's where no law is known."""
-        poor = self.poorly_drafted(params)
-        return [law or other for law, other in zip(self.laws, poor, strict=True)]
-
-    def poorly_drafted(self, params: SamplingParams) -> list[Distribution]:
-        """A poor draft's laws: the target's own at twice the temperature, mixed with another row of the text."""
+    def drafted(self, params: SamplingParams, *, poorly: bool = False) -> list[Distribution]:
+        """The laws of the draft tokens; where none is known, or ``poorly``, a poor draft's: the target's own at twice
+        the temperature, mixed with another row of the text."""
         hot = SamplingParams(temperature=2 * params.temperature)
-        return [distribution(0.7 * row + 0.3 * self.rows[-1], (), hot) for row in self.rows[:-1]]
+        poor = [distribution(0.7 * row + 0.3 * self.rows[-1], (), hot) for row in self.rows[:-1]]
+        return poor if poorly else [law or other for law, other in zip(self.laws, poor, strict=True)]
 
     def telling(self, params: SamplingParams) -> float:
         """How much a draw would tell if verification were wrong, in nats: by the suspicion about the residual, which is
@@ -175,16 +172,16 @@ class _Trial:
         self.laws = [distribution(row, (), params) for row in window.rows]
         self._rows, self._params, self._coupled = window.rows, params, kind == "coupled"
         self._n_sampled = 0
-        drafted = window.poorly_drafted(params) if kind == "mixed" else window.drafted(params)
-        # The law of each draft token, and whether verification is told of it.
+        # The law of each draft token, and whether the draft says so.
         self._drafted: list[tuple[Distribution, bool]] = []
-        for place, (q, p) in enumerate(zip(drafted, self.laws, strict=False)):
+        for place, q in enumerate(window.drafted(params, poorly=kind == "mixed")):
             if kind == "sampled" or (kind == "mixed" and place % 2 == 0):
                 self._drafted.append((q, True))
             elif kind == "coupled":
                 self._drafted.append((q, False))
             else:
-                self._drafted.append((_ranked(p, 2) if kind == "seldom right" else _ranked(q, 0), False))
+                law, rank = (self.laws[place], 2) if kind == "seldom right" else (q, 0)
+                self._drafted.append((_point_mass(law, rank), False))
 
     def law_to_bet_with(self, place: int) -> Distribution | None:
         """The law of the draft token for a place; None where there is none, or it knows the target's noise."""
@@ -201,16 +198,16 @@ class _Trial:
         return tokens
 
     def _draft_token(self, place: int, noise: Noise) -> DraftToken:
-        q, told = self._drafted[place]
+        q, sampled = self._drafted[place]
         if self._coupled:
             token = q.sample(noise, place + 1, STREAM_TARGET)
         else:
             self._n_sampled += 1
             token = q.sample(noise, self._n_sampled, STREAM_DRAFT)
-        return DraftToken(token, "audit", 0.5, q if told else None)
+        return DraftToken(token, "audit", 0.5, q if sampled else None)
 
 
-def _ranked(law: Distribution, rank: int) -> Distribution:
+def _point_mass(law: Distribution, rank: int) -> Distribution:
     """A point mass on a law's most probable token (rank 0), or one of the next."""
     order = np.argsort(-law.probs, kind="stable")
     return law_of(int(law.ids[order[min(rank, len(order) - 1)]]), None)
