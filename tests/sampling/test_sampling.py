@@ -74,6 +74,11 @@ def dense(d: Distribution, n: int) -> np.ndarray:
     return p
 
 
+def exponential(noise: Noise, position: int, ids: Any, stream: int = 0) -> Any:
+    """The standard exponential numbers that a draw compares, one per token id [n]."""
+    return -np.log(noise.uniforms(position, ids, stream))
+
+
 class TestChain:
     @settings(max_examples=150, deadline=None)
     @given(
@@ -203,23 +208,23 @@ class TestNoise:
 
     @pytest.mark.parametrize(("seed", "position", "stream"), [(0, 0, 0), (0, 1, 0), (7, 123, 3)])
     def test_exponential_over_tokens(self, seed: int, position: int, stream: int) -> None:
-        sample = Noise(seed).exponential(position, np.arange(self.N), stream)
+        sample = exponential(Noise(seed), position, np.arange(self.N), stream)
         assert stats.kstest(sample, "expon").pvalue > 1e-4
 
     def test_exponential_over_positions_for_one_token(self) -> None:
-        sample = [float(Noise(5).exponential(position, np.array([42]))[0]) for position in range(self.N)]
+        sample = [float(exponential(Noise(5), position, np.array([42]))[0]) for position in range(self.N)]
         assert stats.kstest(sample, "expon").pvalue > 1e-4
 
     @pytest.mark.parametrize("other", ["stream", "position", "token", "seed"])
     def test_independent_of_its_neighbours(self, other: str) -> None:
         """Rank correlation, and a chi-square test of a 10 x 10 table of deciles: dependence of any form."""
         ids = np.arange(self.N)
-        a = Noise(3).exponential(10, ids, 0)
+        a = exponential(Noise(3), 10, ids, 0)
         b = {
-            "stream": lambda: Noise(3).exponential(10, ids, 1),
-            "position": lambda: Noise(3).exponential(11, ids, 0),
-            "token": lambda: Noise(3).exponential(10, ids + 1, 0),
-            "seed": lambda: Noise(4).exponential(10, ids, 0),
+            "stream": lambda: exponential(Noise(3), 10, ids, 1),
+            "position": lambda: exponential(Noise(3), 11, ids, 0),
+            "token": lambda: exponential(Noise(3), 10, ids + 1, 0),
+            "seed": lambda: exponential(Noise(4), 10, ids, 0),
         }[other]()
         assert stats.spearmanr(a, b).pvalue > 1e-4
         deciles = [np.quantile(sample, np.linspace(0, 1, 11)) for sample in (a, b)]
@@ -252,13 +257,14 @@ class TestDistribution:
         row = row_of(8, 20_000, 1.0)
         d = distribution(row, [], SamplingParams(temperature=1.0))
         for position in range(200):
-            race = Noise(2).exponential(position, d.ids) / d.probs
+            race = exponential(Noise(2), position, d.ids) / d.probs
             assert d.sample(Noise(2), position) == int(d.ids[np.argmin(race)])
 
     def test_prob_and_minus(self) -> None:
         p = Distribution(np.array([2, 5, 9]), np.array([0.5, 0.3, 0.2]))
         q = Distribution(np.array([1, 5, 9]), np.array([0.2, 0.1, 0.7]))
         assert [p.prob(i) for i in (1, 2, 5, 9, 10)] == [0.0, 0.5, 0.3, 0.2, 0.0]
+        assert p.probs_of(np.array([1, 2, 5, 9, 10])).tolist() == [0.0, 0.5, 0.3, 0.2, 0.0]
         rest = p.minus(q)
         assert rest.ids.tolist() == [2, 5]
         np.testing.assert_allclose(rest.probs, [0.5 / 0.7, 0.2 / 0.7])
