@@ -37,10 +37,9 @@ class Copy:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        for name in ("localspec", "tests", "models", "scripts", "docs", "benchmarks"):
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
-        for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "pyproject.toml", "Makefile"):
-            shutil.copy(ROOT / name, folder)
+        for name in ("localspec", "tests", "models", "scripts", "docs"):
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", folder)
         self.said = ""
 
     def follow(self, title: str, **values: str) -> Copy:
@@ -123,7 +122,6 @@ def test_a_backend_is_added_as_the_page_says(copy: Copy, tiny: TinyFiles) -> Non
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     server = Server()
     monkeypatch.setenv("HF_ENDPOINT", server.url)
-    monkeypatch.setenv("no_proxy", "*")
     monkeypatch.delenv("LOCALSPEC_OFFLINE")
     yield server
     server.close()
