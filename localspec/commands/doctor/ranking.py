@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -75,7 +74,7 @@ def rank(llm: LLM, drafts: Sequence[Subject], params: SamplingParams, watch: Wat
         KeyboardInterrupt: Ctrl-C.
     """
     started = time.monotonic()
-    deadline, stop = started + seconds, threading.Event()
+    deadline = started + seconds
     sources = _load(llm, drafts, watch, deadline)
     candidates = [[NGRAM], *([draft.name] for draft in drafts), *([NGRAM, draft.name] for draft in drafts[:1])]
     arms = [
@@ -88,15 +87,10 @@ def rank(llm: LLM, drafts: Sequence[Subject], params: SamplingParams, watch: Wat
     n_tokens = int(0.75 * (deadline - time.monotonic()) / n_answers * llm.plain_tokens_per_second)
     n_tokens = min(MOST_TOKENS, max(LEAST_TOKENS, n_tokens))
     params = replace(params, max_tokens=n_tokens)
-
-    def interrupt() -> None:
-        watch.stop()
-        stop.set()
-
     samples: list[Sample] = []
     took = 0.0
-    with on_interrupt(interrupt):
-        subject = EngineUnderTest(llm, [_AGAIN, *arms], stop, in_slices=True)
+    with on_interrupt(watch.stop):
+        subject = EngineUnderTest(llm, [_AGAIN, *arms], watch.stopped, in_slices=True)
         try:
             for i, question in enumerate(tuning_questions()):
                 began = time.monotonic()
