@@ -1,6 +1,6 @@
 """Long work in steps: a generator that yields after every pass of a model, or about so much, and returns a result.
 
-Whoever has time exhausts it; in idle time it is taken a step at a time, see ``preparation``.
+A command takes all steps at once; in idle time they are taken one at a time, see ``runtime.preparation``.
 """
 
 from __future__ import annotations

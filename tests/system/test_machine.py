@@ -153,20 +153,8 @@ def test_cpu_features(tmp_path: Path) -> None:
     assert machine.cpu_features(root) == ["NEON", "FP16", "DOTPROD", "I8MM"]
 
 
-@pytest.mark.skipif(sys.platform == "darwin", reason="read from sysctl there")
-def test_all_last_level_caches_count(tmp_path: Path) -> None:
-    """Two CPUs share each cache of the third level; there are two of these."""
-    files = {}
-    for cpu in range(4):
-        for index, (level, size, shared) in enumerate((("1", "32K", f"{cpu}"), ("3", "16384K", f"{cpu // 2 * 2}-"))):
-            folder = f"sys/devices/system/cpu/cpu{cpu}/cache/index{index}"
-            files |= {f"{folder}/level": level, f"{folder}/size": size, f"{folder}/shared_cpu_list": shared}
-    assert bandwidth.last_level_cache_bytes(tree(tmp_path, files)) == 32 * MIB
-    assert bandwidth.last_level_cache_bytes(tmp_path / "nothing") == 32 * MIB
-
-
 def test_bandwidth() -> None:
-    speed = bandwidth.measure_bandwidth(2, seconds=0.05)
+    speed = bandwidth.measure_bandwidth(2, available=8 * bandwidth.MOST, seconds=0.05)
     assert speed is not None
     assert 1e8 < speed < 1e13
-    assert bandwidth.measure_bandwidth(2, seconds=0.05, available=1 << 20) is None  # no room for an honest array
+    assert bandwidth.measure_bandwidth(2, available=1 << 30, seconds=0.05) is None  # no room for an honest array

@@ -7,20 +7,20 @@ from collections.abc import Mapping
 from localspec.commands.doctor.facts import CostFacts, PayoffFacts, RankFacts, Recommendation
 
 EASY, HARD = 0.55, 0.85
-"""Acceptance of the guesses of a small model of the target's family: what it is on free chat, and on code.
+"""Acceptance rate of the draft tokens of a small model of the target's family: what it is on free chat, and on code.
 (Qwen2.5-Coder 0.5B for 1.5B, greedy: chat 0.55, translation 0.70, code 0.85, more on editing and extraction.)"""
 
 TYPICAL, HIGH = 0.7, 0.9
-"""Acceptances for which a speed-up is named: where guesses pay nearly everywhere, and where only easy ones do."""
+"""Acceptance rates for which a speed-up is named: where drafting pays nearly everywhere, and on easy text only."""
 
 _LEAST_MARGIN = 0.02
-"""Gain over plain decoding that is worth a word."""
+"""Gains below this are called none: nobody would notice them."""
 
 
 def recommend(
     cost: CostFacts, payoffs: list[PayoffFacts], target: str, drafts: Mapping[str, str], *, automatic: bool = False
 ) -> Recommendation:
-    """By the theory, from measured passes.
+    """By the speed-up formula, from measured passes.
 
     Args:
         cost: the passes.

@@ -35,7 +35,7 @@ class Subjects:
     Attributes:
         target: the model that answers.
         drafts: draft models, in the order in which they were named.
-        ngram: whether n-grams guess as well.
+        ngram: whether n-grams draft as well.
         automatic: whether the drafts are ``--draft auto``'s.
     """
 
@@ -122,7 +122,7 @@ class Doctor:
             self._show(screen.recommendation_parts(found.recommendation))
         return found
 
-    # -- what was asked about ------------------------------------------------------------------------------------
+    # -- the models ----------------------------------------------------------------------------------------------
 
     def _subjects(self) -> Subjects | None:
         catalog, options = Catalog.load(), self.options

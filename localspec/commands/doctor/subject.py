@@ -1,4 +1,4 @@
-"""A model that was asked about: on this disk or not, whole or damaged."""
+"""A model to examine: on this disk or not, whole or damaged."""
 
 from __future__ import annotations
 

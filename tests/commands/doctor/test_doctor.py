@@ -47,6 +47,7 @@ def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         bandwidth, "measure_bandwidth", lambda *args, **options: measure(*args, **options, seconds=0.02)
     )
+    monkeypatch.setattr(bandwidth, "MOST", 16 << 20)
     monkeypatch.setattr(power, "busy_share", lambda: busy(0.02))
 
 
