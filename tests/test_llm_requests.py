@@ -109,7 +109,7 @@ def test_cancelled_jobs_do_not_pile_up() -> None:
         fair.put(job)
         job.cancel()
     assert len(fair) == 0
-    assert sum(len(lane) for lane in fair._lanes.values()) <= 2
+    assert sum(map(len, fair._conversations.values())) <= 2
 
 
 def test_cancelled_jobs_of_the_conversation_that_is_served_do_not_pile_up() -> None:

@@ -158,7 +158,7 @@ class FairQueue:
 
     def __init__(self, max_waiting: int | None = None) -> None:
         self.max_waiting = max_waiting
-        self._lanes: dict[Hashable, deque[Job]] = {}
+        self._conversations: dict[Hashable, deque[Job]] = {}
         self._served: tuple[Hashable, deque[Job]] | None = None
         self._changed = threading.Condition()
         self._closed: str | None = None
@@ -175,15 +175,15 @@ class FairQueue:
             if self._closed:
                 raise Closed(self._closed)
             served = self._served is not None and self._served[0] == job.conversation
-            if bounded and self.max_waiting is not None and not served and job.conversation not in self._lanes:
-                waiting = sum(any(map(_waits, lane)) for lane in self._lanes.values())
+            if bounded and self.max_waiting is not None and not served and job.conversation not in self._conversations:
+                waiting = sum(any(map(_waits, jobs)) for jobs in self._conversations.values())
                 # What finds nothing before it does not wait.
                 if waiting >= self.max_waiting and (waiting or self._served is not None):
                     raise QueueFull(f"{waiting} requests are waiting already; try again later")
             if self._served is not None and served:
                 self._served[1].append(job)
             else:
-                self._lanes.setdefault(job.conversation, deque()).append(job)
+                self._conversations.setdefault(job.conversation, deque()).append(job)
             self._prune()
             self._stir()
 
@@ -198,13 +198,13 @@ class FairQueue:
                 seconds, at_rest = pause()  # before the look at what came: it is long enough for something to come
                 if self._served is not None and self._served[1]:
                     # Its conversation had its turn, and lines up behind those that came meanwhile.
-                    self._lanes[self._served[0]] = self._served[1]
+                    self._conversations[self._served[0]] = self._served[1]
                 self._served = None
-                if self._lanes:
-                    conversation = next(iter(self._lanes))
-                    lane = self._lanes.pop(conversation)
-                    self._served = conversation, lane
-                    return lane.popleft()
+                if self._conversations:
+                    conversation = next(iter(self._conversations))
+                    jobs = self._conversations.pop(conversation)
+                    self._served = conversation, jobs
+                    return jobs.popleft()
                 if self._closed:
                     return None
                 if seconds == 0:
@@ -231,18 +231,18 @@ class FairQueue:
     @property
     def presses(self) -> bool:
         """Whether somebody waits for the consumer, while it has no job: a job came, or the queue was closed."""
-        return bool(self._lanes) or self._closed is not None
+        return bool(self._conversations) or self._closed is not None
 
     @property
     def ended(self) -> bool:
         """Whether the queue was closed and has nothing left."""
-        return self._closed is not None and not self._lanes and not (self._served and self._served[1])
+        return self._closed is not None and not self._conversations and not (self._served and self._served[1])
 
     def waiting(self) -> list[Job]:
         """The jobs that wait and were not cancelled."""
         with self._changed:
-            lanes = [*([self._served[1]] if self._served else []), *self._lanes.values()]
-            return [job for lane in lanes for job in lane if _waits(job)]
+            queues = [*([self._served[1]] if self._served else []), *self._conversations.values()]
+            return [job for jobs in queues for job in jobs if _waits(job)]
 
     def __len__(self) -> int:
         return len(self.waiting())
@@ -257,20 +257,20 @@ class FairQueue:
         """Drop jobs that were cancelled while they waited: a long answer must not let them pile up."""
         if self._served is not None:
             self._served = self._served[0], _alive(self._served[1])
-        for conversation, lane in list(self._lanes.items()):
-            alive = _alive(lane)
+        for conversation, jobs in list(self._conversations.items()):
+            alive = _alive(jobs)
             if not alive:
-                del self._lanes[conversation]
-            elif len(alive) < len(lane):
-                self._lanes[conversation] = alive
+                del self._conversations[conversation]
+            elif len(alive) < len(jobs):
+                self._conversations[conversation] = alive
 
 
 def _waits(job: Job) -> bool:
     return job.state == "waiting" and not job.stopped()
 
 
-def _alive(lane: deque[Job]) -> deque[Job]:
-    return deque(job for job in lane if job.cancelled_by is None)
+def _alive(jobs: deque[Job]) -> deque[Job]:
+    return deque(job for job in jobs if job.cancelled_by is None)
 
 
 def wait_for(items: queue.SimpleQueue[Any], job: Job | None = None) -> Any:
