@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 from localspec.commands.timing.answer import Sample
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+READABLE_VERSIONS = (1, 2)
+"""1 had figures besides that are no longer measured: energy, clock, temperature, load average."""
 TYPE = "localspec bench"
 
 Ending = Literal["running", "complete", "tight", "time", "interrupted"]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from localspec.commands.bench.record import Record
-from localspec.commands.timing.schedule import needed_for_an_interval
+from localspec.commands.timing.statistics import FEWEST
 
 if TYPE_CHECKING:
     from localspec.commands.bench.results import Drift, Row
@@ -78,6 +78,6 @@ def _thin(record: Record, rows: Sequence[Row]) -> Iterator[str]:
     thin = {row.category for row in rows if row.speedup is not None and not row.speedup.is_firm}
     if thin:
         yield (
-            f"A 95 % interval takes {needed_for_an_interval()} questions; where there are fewer, their range stands, "
+            f"A 95 % interval takes {FEWEST} questions; where there are fewer, their range stands, "
             "and how often such a range covers the true median."
         )

@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from localspec.commands.bench.record import SCHEMA_VERSION, TYPE, Record
+from localspec.commands.bench.record import READABLE_VERSIONS, TYPE, Record
 from localspec.errors import LocalspecError
 from localspec.terminal.text import on_one_line
 
@@ -52,8 +52,9 @@ def read_record(path: Path) -> Record:
     if not isinstance(stored, dict) or stored.get("type") != TYPE:
         raise RecordError(f"{path} is not a run of localspec bench --json")
     version = stored.get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise RecordError(f"{path} has schema version {version!r}; this localspec reads version {SCHEMA_VERSION}")
+    if version not in READABLE_VERSIONS:
+        known = " and ".join(map(str, READABLE_VERSIONS))
+        raise RecordError(f"{path} has schema version {version!r}; this localspec reads {known}")
     try:
         record: Record = _build(Record, {key: stored[key] for key in stored if key in _NAMES}, "the run")
     except (ValueError, OverflowError) as error:

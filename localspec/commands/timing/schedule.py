@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from localspec.commands.questions import Question
-from localspec.commands.timing.statistics import Values, estimate, range_level
+from localspec.commands.timing.statistics import Values, estimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,3 @@ class Clock:
             return by_budget
         by_work = statistics.fmean(self._took[-16:]) * (self.n_blocks - n_done)
         return by_work if by_budget is None else min(by_work, by_budget)
-
-
-def needed_for_an_interval() -> int:
-    """Questions that a 95 % interval takes."""
-    return next(n for n in range(2, 20) if range_level(n) >= 0.95)

@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 LEVEL = 0.95
+FEWEST = 6
+"""Questions that an interval of this level takes; see ``range_level``."""
 
 Values = Mapping[str, Sequence[float]]
 """By question, what was measured in each repeat."""

@@ -231,7 +231,7 @@ def test_a_file_of_before_still_loads(measured: Record, made: Path, tmp_path: Pa
     for sitting in stored["sessions"]:
         sitting |= {"load_before": 0.5, "others_before": 0.1}
     path = tmp_path / "before.json"
-    path.write_text(json.dumps(stored), encoding="utf-8")
+    path.write_text(json.dumps(stored | {"schema_version": 1}), encoding="utf-8")
     assert read_record(path) == measured
     assert bench("compare", path, made / "run.json")[0] == 0
 

@@ -11,7 +11,15 @@ import pytest
 from localspec.commands.questions import Question, in_turns
 from localspec.commands.timing.arms import PLAIN, Arm, parse_arm, parse_arms
 from localspec.commands.timing.schedule import Block, Clock, blocks, is_tight
-from localspec.commands.timing.statistics import estimate, estimate_quotient, middle, order_statistics, range_level
+from localspec.commands.timing.statistics import (
+    FEWEST,
+    LEVEL,
+    estimate,
+    estimate_quotient,
+    middle,
+    order_statistics,
+    range_level,
+)
 from localspec.commands.timing.turns import take_turns, turns
 from localspec.errors import UsageError
 
@@ -174,6 +182,7 @@ def test_the_range_of_few_questions_covers_as_often_as_it_says(n: int) -> None:
         assert found.level == range_level(n)
         hits += found.low <= np.exp(0.3) <= found.high
     level = range_level(n)
+    assert level < LEVEL <= range_level(FEWEST)
     assert abs(hits / 3000 - level) < 4 * np.sqrt(level * (1 - level) / 3000)
 
 
