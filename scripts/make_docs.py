@@ -53,8 +53,8 @@ MODELS = """
 
 The models that localspec knows by name, from [`models/catalog.toml`](../models/catalog.toml). Any other GGUF file works
 by its path or its hub address, `hf:OWNER/REPO/FILE.gguf`. `localspec list` says which of these are on the disk,
-`localspec pull NAME` fetches one, `localspec rm NAME` removes it. How to add one:
-[CONTRIBUTING](../CONTRIBUTING.md#a-model).
+`localspec list --json` prints it as `{"models": [{"name", "path", "bytes", "present", …}]}`, `localspec pull NAME`
+fetches one, `localspec rm NAME` removes it. How to add one: [CONTRIBUTING](../CONTRIBUTING.md#a-model).
 """
 
 MODELS_END = """
