@@ -85,14 +85,14 @@ def _scope(record: Record, results: Results) -> str:
     settings = record.settings
     questions = len({sample.question for sample in record.samples})
     repeats = max(sample.repeat for sample in record.samples) + 1
-    given = {name: value for name, value in settings.sampling.items() if settings.sampling.get("temperature")}
+    given = settings.sampling if settings.sampling.get("temperature") else {}
     return ", ".join(
         [
             f"{questions} question{'s' * (questions != 1)}"
             + (f" of {len(results.categories)} categories" if results.categories else ""),
             f"{len(record.samples)} answers" + (f" in up to {repeats} repeats" if repeats > 1 else ""),
             f"of at most {settings.max_tokens} tokens",
-            ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in given.items()) or "greedy",
+            ", ".join(f"{name.replace('_', '-')} {value}" for name, value in given.items()) or "greedy",
             f"in turns of {settings.slice_tokens} tokens" if settings.slice_tokens else "in turns",
             f"{time_text(record.seconds)} in all",
         ]

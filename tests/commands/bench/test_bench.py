@@ -13,7 +13,9 @@ from localspec.commands.bench.compare import comparison
 from localspec.commands.bench.plan import DEFAULT, LEAST_TOKENS, QUICK, affordable_tokens
 from localspec.commands.bench.record import Engine, ModelFile, Record, Settings, Sitting
 from localspec.commands.bench.reliability import reliability, wilson
+from localspec.commands.bench.report import bench_report
 from localspec.commands.bench.results import analyse
+from localspec.commands.report.markdown import markdown
 from localspec.commands.timing.answer import Sample
 from localspec.errors import UsageError
 
@@ -113,6 +115,16 @@ def test_counts_add_up_over_answers() -> None:
     assert [each.rate for each in row.by_position] == [1.0, 0.5]
     assert (row.by_source["ngram"].drafted, row.by_source["ngram"].accepted) == (12, 10)
     assert (row.n_same, row.n_compared) == (1, 2)
+
+
+def test_the_report_says_how_it_was_sampled() -> None:
+    samples = [answer("a", "plain", 10.0), answer("a", "auto", 20.0)]
+    sampling = {"temperature": 0.8, "top_k": 40, "stop": ["END", "|"]}
+    record = run_of(samples, settings=replace(SETTINGS, sampling=sampling))
+    text = markdown(bench_report(record, analyse(record)))
+    assert "temperature 0.8, top-k 40, stop ['END', '|']" in text
+    assert "greedy" not in text
+    assert "at ×2.00 of plain's speed on the one question measured: too few" in text
 
 
 REMARKS: dict[str, tuple[Callable[[list[Sample]], Record], str]] = {
