@@ -25,7 +25,7 @@ def speedup_plot(record: Record, results: Results, *, heading: bool = False) -> 
     Args:
         record: what was measured.
         results: what it says.
-        heading: with the models' names, for where nothing else tells them.
+        heading: with the models' names, for a file of its own.
     """
     arms = results.arms
     rows = [row for row in results.rows if row.speedup is not None]

@@ -111,7 +111,7 @@ _Measured = tuple[str, str, str, Ratios, Ratios]
 
 
 def _figures(a: Record, b: Record, arm: str, engine: tuple[str, str], category: str) -> Iterator[_Measured]:
-    """What both runs tell of an arm in a category, by question."""
+    """Speed-ups and speeds of an arm in a category, by question, in both runs."""
     chosen: list[list[Sample]] = [
         [sample for sample in record.samples if category in (ALL, sample.category)] for record in (a, b)
     ]

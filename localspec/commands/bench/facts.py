@@ -28,7 +28,7 @@ def engine_facts(subject: EngineUnderTest, kv_type: str, watch: Watch, *, measur
         subject: the loaded pair.
         kv_type: type of the attention cache.
         watch: progress and interruption.
-        measure: measure t(w) now, rather than tell what was measured at the first load.
+        measure: measure t(w) now; else it is what was measured at the first load.
     """
     llm, own = subject.llm, subject.own
     loaded = [("target", llm.model_name, own.context)]

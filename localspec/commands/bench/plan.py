@@ -70,7 +70,7 @@ def affordable_tokens(mode: Mode, seconds: float, n_answers: int, tokens_per_sec
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """What the command line asks for; None and empty are what was not said, and commas separate several names."""
+    """What the command line asks for; None and empty leave it open, and commas separate several names."""
 
     options: RunOptions  # without a backend
     backends: Sequence[str] = ()
@@ -93,8 +93,8 @@ class BenchPlan:
 
     Attributes:
         options: models and how to run them; its ``backend`` is not used.
-        settings: as asked; what loading tells (the engines' own names, whether there is memory to answer in slices, in
-            a quick run the length of answers) is filled in then.
+        settings: as asked; once the engines are loaded, their own names, whether there is memory to answer in slices,
+            and in a quick run the length of answers are filled in.
         arms: ``plain`` first.
         questions: in the order to ask them.
         mode: how thorough, with the command line's changes in it.

@@ -47,7 +47,7 @@ class BenchRun:
 
     Args:
         plan: what to measure.
-        progress: where it is said how far it is.
+        progress: shows how far it is.
     """
 
     def __init__(self, plan: BenchPlan, progress: Progress) -> None:
@@ -138,7 +138,7 @@ class BenchRun:
             )
 
     def _settled(self, subjects: Sequence[EngineUnderTest]) -> Settings:
-        """The settings with what loading tells."""
+        """The settings with what is known once the engines are loaded."""
         names = [subject.llm.backend_name for subject in subjects]
         if len(set(names)) < len(names):
             raise UsageError(f"--backend names the same engine twice: {', '.join(names)}")

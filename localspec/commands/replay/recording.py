@@ -10,7 +10,7 @@ from typing import Any, get_args
 from localspec.commands.chat.saved_chat import FORMER_FORMAT, FORMER_VERSION, as_document
 from localspec.commands.replay.json_values import Values, check, entries, get, number, one_of
 from localspec.errors import LocalspecError
-from localspec.spec_decode.rounds import FinishReason, TokenKind
+from localspec.spec_decode.rounds import FinishReason, SpecStats, TokenKind
 from localspec.terminal.text import on_one_line, visible
 
 KINDS = get_args(TokenKind)
@@ -190,14 +190,14 @@ def _round(event: Any) -> dict[str, Any]:
     return {
         "draft": [
             {
-                "id": get(guess, "id", int, None),
-                "text": visible(get(guess, "text", str)),
-                "source": on_one_line(get(guess, "source", str)),
-                "prob": number(guess, "prob", 1),
-                "expected": number(guess, "expected", 1),
-                "accepted": get(guess, "accepted", bool),
+                "id": get(token, "id", int, None),
+                "text": visible(get(token, "text", str)),
+                "source": on_one_line(get(token, "source", str)),
+                "prob": number(token, "prob", 1),
+                "expected": number(token, "expected", 1),
+                "accepted": get(token, "accepted", bool),
             }
-            for guess in entries(event, "draft", dict)
+            for token in entries(event, "draft", dict)
         ],
         "emitted": [
             {
@@ -216,7 +216,7 @@ def _round(event: Any) -> dict[str, Any]:
 
 
 def _happened(round_: Mapping[str, Any]) -> bool:
-    """Whether there is anything to show: a round without guesses and tokens only brought the rest of the text."""
+    """Whether there is anything to show: a round without draft and tokens only brought the rest of the text."""
     return bool(round_["draft"] or round_["emitted"])
 
 
@@ -234,40 +234,32 @@ def _settle(rounds: Sequence[Mapping[str, Any]], text: str | None) -> str:
         The answer's text behind the tokens'.
     """
     tokens = [token for round_ in rounds for token in round_["emitted"]]
-    said = "".join(token["text"] for token in tokens)
-    left = len(text) if text is not None and said.startswith(text) else len(said)
+    whole = "".join(token["text"] for token in tokens)
+    left = len(text) if text is not None and whole.startswith(text) else len(whole)
     for token in tokens:
         kept, cut = token["text"][:left], token["text"][left:]
         left -= len(kept)
         token["text"] = visible(kept)
         if cut:
             token["cut"] = visible(cut)
-    return visible(text[len(said) :]) if text is not None and text.startswith(said) else ""
+    return visible(text[len(whole) :]) if text is not None and text.startswith(whole) else ""
+
+
+_UNCOUNTED = ("prompt_tokens", "cached_tokens", "time_to_first_token_s", "seconds_prompt",
+              "estimated_plain_tokens_per_second", "estimated_speedup")  # fmt: skip
+"""Figures that rounds do not have."""
 
 
 def _stats(rounds: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures that the page shows; a figure that is not given is counted. See ``SpecStats`` for their meaning."""
-    guesses = [guess for round_ in rounds for guess in round_["draft"]]
-    n_tokens = sum(len(round_["emitted"]) for round_ in rounds)
-    n_accepted = sum(guess["accepted"] for guess in guesses)
+    """The figures that the page shows; one that is not given is counted. See ``SpecStats`` for their meaning."""
+    drafted = [token for round_ in rounds for token in round_["draft"]]
+    counted = SpecStats()
+    counted.completion_tokens = sum(len(round_["emitted"]) for round_ in rounds)
+    counted.num_rounds = len(rounds)
+    counted.num_draft_tokens = len(drafted)
+    counted.num_accepted_tokens = sum(token["accepted"] for token in drafted)
     seconds = [sum(round_["ms"][part] for round_ in rounds) / 1e3 for part in range(3)]
-    counted = {
-        "prompt_tokens": None,
-        "cached_tokens": None,
-        "completion_tokens": n_tokens,
-        "num_rounds": len(rounds),
-        "num_draft_tokens": len(guesses),
-        "num_accepted_tokens": n_accepted,
-        "acceptance_rate": n_accepted / len(guesses) if guesses else 0.0,
-        "mean_acceptance_length": n_tokens / len(rounds) if rounds else 0.0,
-        "tokens_per_second": n_tokens / sum(seconds) if sum(seconds) else 0.0,
-        "time_to_first_token_s": None,
-        "seconds_prompt": None,
-        "seconds_draft": seconds[0],
-        "seconds_verify": seconds[1],
-        "seconds_other": seconds[2],
-        "estimated_plain_tokens_per_second": None,
-        "estimated_speedup": None,
-    }
-    stated = {name: number(given, name) for name in counted}
-    return {name: counted[name] if stated[name] is None else stated[name] for name in counted}
+    counted.seconds_draft, counted.seconds_verify, counted.seconds_other = seconds
+    figures: dict[str, Any] = {name: value for name, value in counted.items() if isinstance(value, int | float)}
+    figures |= dict.fromkeys(_UNCOUNTED)
+    return figures | {name: stated for name in figures if (stated := number(given, name)) is not None}

@@ -1,6 +1,6 @@
 """Reports as one HTML page that needs, and reaches, nothing else: no script, no font, no picture but its own plots.
 
-Everything is in the markup already, so the page also works where scripts are forbidden; hovering over a mark tells its
+Everything is in the markup already, so the page also works where scripts are forbidden; hovering over a mark shows its
 figures. All text is escaped, and the page's policy holds even if some were not.
 """
 

@@ -39,7 +39,7 @@ class EngineUnderTest:
     Args:
         llm: the pair; ``remember=False``, so that every run starts from the same knowledge.
         arms: what it will be asked to do; ``plain`` always is among it.
-        stop: set when somebody wants to stop.
+        stop: set, it ends an answer within a round.
         system: the system prompt.
         in_slices: whether arms are to take turns within an answer, for which each needs contexts of its own.
 
