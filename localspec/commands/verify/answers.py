@@ -36,14 +36,7 @@ class AuditArm:
 
 @dataclass(slots=True)
 class RunningSystem:
-    """The pair under audit, answering.
-
-    Attributes:
-        context: the target's.
-        name: turns a token into words.
-        log: takes what is found.
-        check: see ``plain.Check``.
-    """
+    """The pair under audit, answering in the target's ``context``; ``name`` turns a token into words."""
 
     context: Context
     name: Callable[[int], str]
@@ -87,15 +80,8 @@ class RunningSystem:
     def sample(
         self, plain: PlainAnswer, arm: AuditArm, params: SamplingParams, bets: Bets, windows: list[Window]
     ) -> None:
-        """Answer at a temperature; without a seed, bet against the claim that tokens follow their rows' distributions.
-
-        Args:
-            plain: the prompt comes from it; ``ignore_eos`` too.
-            arm: the way of drafting.
-            params: with the temperature, the longest answer and the seed.
-            bets: the evidence so far; grows.
-            windows: drafts with their rows, for ``verification_law``; grows.
-        """
+        """Answer the same prompt at a temperature. Without a seed, bet against the claim that tokens follow their rows'
+        distributions, and add the drafts and their rows to ``windows``."""
         params = replace(params, ignore_eos=plain.params.ignore_eos)
         before: Distribution | None = None
         with self.log.answering(arm.name, plain.name, sampled=True) as tally:

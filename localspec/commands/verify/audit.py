@@ -70,9 +70,8 @@ class Audit:
     """One audit of one pair, made and run within ``LLM.run``.
 
     Args:
-        llm: the loaded pair, as its users have it.
-        pair: its inside.
-        options: see there.
+        llm, pair: the loaded pair, as its users have it and its inside.
+        options: how much is audited.
         watch: takes the progress: what is being done, and about which fraction of the work is done.
         cancelled: whether to stop after the current pass.
     """

@@ -76,13 +76,12 @@ class Bets:
     _bettors: dict[str, _Bettor] = field(default_factory=lambda: {name: _Bettor() for name in SUSPICIONS})
 
     def observe(self, p: Distribution, tokens: int | Ids, q: Distribution | None, before: Distribution | None) -> None:
-        """Tokens were drawn.
+        """Bet on tokens that were drawn.
 
         Args:
             p: the law they are claimed to follow.
-            tokens: what they were: one, or many draws from the same law [n].
-            q: the law their draft token was drawn from, a point mass for a deterministic one; None where there was
-                none.
+            tokens: one, or many draws from the same law [n].
+            q: the law of their draft token, a point mass for a deterministic one; None where there was none.
             before: the law of the token before them, if it is known.
         """
         drawn = np.atleast_1d(tokens)

@@ -17,11 +17,7 @@ from localspec.spec_decode.rounds import DraftToken
 
 
 class Recorder(Drafter):
-    """Keeps the rows of the target's last pass. It takes part in every round and drafts nothing.
-
-    Attributes:
-        rows: [k + 1, n_vocab] of the last verification pass over k draft tokens.
-    """
+    """Keeps the rows [k + 1, n_vocab] of the target's last pass over k draft tokens, and drafts nothing."""
 
     source = "recorder"
 
@@ -47,18 +43,18 @@ class Adversary(Drafter):
     Args:
         n_vocab: random tokens are drawn from these ids.
         reach: longest draft.
-        seed: of the errors.
     """
 
     source = "adversary"
 
-    def __init__(self, n_vocab: int, reach: int, seed: int = 1) -> None:
-        self._rng = random.Random(seed)
+    def __init__(self, n_vocab: int, reach: int) -> None:
+        self._rng = random.Random(1)
         self._n_vocab, self._reach = n_vocab, reach
         # A step that shares no factor with the number of positions visits each of them once in a cycle, and near
         # 0.62 n it spreads them.
         n = reach + 1
-        self._step = next(step for step in range(max(1, int(n * 0.618)), 2 * n + 2) if gcd(step, n) == 1)
+        step = next(step for step in range(max(1, int(n * 0.618)), 2 * n + 2) if gcd(step, n) == 1)
+        self._n_right = [turn * step % n for turn in range(n)]
         self._round = 0
         self._drafted = False
         self.know([], [], [])
@@ -89,7 +85,7 @@ class Adversary(Drafter):
         turn, self._round = self._round, self._round + 1
         at = len(tokens) - self._n_prompt
         known = self._answer[at:] if self._answer else list(tokens[-self._reach :])
-        n_right = min(turn * self._step % (self._reach + 1), len(known))
+        n_right = min(self._n_right[turn % len(self._n_right)], len(known))
         draft, kind = known[:n_right], turn % 3
         if kind == 0:
             return draft

@@ -59,13 +59,8 @@ class Deviation:
 
 @dataclass(frozen=True, slots=True)
 class KeptRow:
-    """The head of a row of logits, and a digest of all of it.
-
-    Attributes:
-        ids: the most probable tokens [n <= KEPT], the first first; among equals the lower id, as in greedy decoding.
-        logits: theirs [n].
-        digest: equal for rows that are equal to the bit.
-    """
+    """The most probable tokens of a row [n <= KEPT], best first, among equals the lower id as in greedy decoding, with
+    their logits [n]; and a digest of the whole row."""
 
     ids: Ids
     logits: FloatArray
@@ -161,12 +156,9 @@ def wide_passes(
 ) -> Iterator[list[Deviation]]:
     """Compute the first rows of an answer again in a fresh context, in passes over several tokens.
 
-    Args:
-        model, plain, n_rows: the target, the answer, and how many of its rows.
-        lengths: of the passes over the prompt. They matter as much as those over the answer: a cached prompt's passes
-            fall elsewhere than those of a new one, and engines take other kernels for long passes than for short ones.
-        widths: of the passes over the answer; as many as it takes are consumed.
-        check: see ``Check``.
+    The ``lengths`` of the passes over the prompt matter as much as the ``widths`` of those over the answer: a cached
+    prompt's passes fall elsewhere than those of a new one, and engines take other kernels for long passes than for
+    short ones.
 
     Yields:
         How far the rows of each pass lie from the answer's.

@@ -68,9 +68,8 @@ def _checks(result: AuditResult) -> Iterator[Finding]:
         n_tokens = sum(arm.tokens for arm in result.arms)
         text = f"{n_tokens} tokens: each the argmax of the row computed for it, or what its seed draws from that row"
         yield Finding(status("decision"), "decisions", text)
-        sound = status("memory") == "ok"
-        held = "held what was settled, and nothing else" if sound else "was to hold what was settled, and did not"
-        yield Finding(status("memory"), "memory", f"after each of {counted(n_rounds, 'round')} the context {held}")
+        text = f"after each of {counted(n_rounds, 'round')} the context is to hold what was settled, and nothing else"
+        yield Finding(status("memory"), "memory", text)
         yield Finding(status("row"), "rows", _rows(result))
     if "fail" in (status("engine"), status("engine", rollback=True)):
         yield Finding("fail", "engine", "a pass failed")
@@ -164,13 +163,12 @@ def _power(law: Figures) -> str:
 def _ties(result: AuditResult) -> Iterator[Finding]:
     """Those that several answers share are one line."""
     shared: dict[tuple[str, str], list[str]] = {}
+    bound = result.noise["gap_bound"]
     for tie in result.ties:
         text = (
             f"token {tie['position']}: {tie['speculative']['text']!r} for {tie['plain']['text']!r}, {tie['gap']:.2g} "
-            "logits apart alone"
+            "logits apart alone" + (f" (rounding bridges {bound:.2g})" if bound else "")
         )
-        if result.noise["gap_bound"]:
-            text += f" (rounding bridges {result.noise['gap_bound']:.2g})"
         shared.setdefault((tie["prompt"], text), []).append(tie["arm"])
     for (prompt, text), arms in shared.items():
         where = (arm + (f" (of {n} answers)" if n > 1 else "") for arm, n in Counter(arms).items())
@@ -179,13 +177,13 @@ def _ties(result: AuditResult) -> Iterator[Finding]:
 
 def _defects(defects: Iterable[Defect]) -> Iterator[Finding]:
     """What several answers show in the same way is one line."""
-    shared: dict[tuple[str, tuple[str, ...], str], list[str]] = {}
+    shared: dict[tuple[str, str, str], list[str]] = {}
     for defect in defects:
-        says_where = defect.position is None or "token" in defect.evidence
-        place: tuple[str, ...] = (defect.prompt or "", "" if says_where else f"token {defect.position}")
+        place = f", {defect.prompt}" if defect.prompt else ""
+        place += "" if defect.position is None or "token" in defect.evidence else f", token {defect.position}"
         shared.setdefault((defect.kind, place, defect.evidence), []).append(defect.arm)
     for (kind, place, evidence), arms in shared.items():
-        yield Finding("fail", kind, f"{', '.join([*dict.fromkeys(arms), *filter(None, place)])}: {evidence}")
+        yield Finding("fail", kind, f"{', '.join(dict.fromkeys(arms))}{place}: {evidence}")
 
 
 def _spans(numbers: Iterable[int]) -> str:

@@ -76,15 +76,8 @@ class DefectFound(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A row that the running system computed, against the same row of the plain answer.
-
-    Attributes:
-        arm: how it was drafted.
-        plain: the plain answer.
-        position: of the token that the row predicts.
-        deviation: of the row.
-        token: what was emitted there; -1 where only the row was looked at.
-    """
+    """A row that the running system computed, against the row for the same position of the plain answer; ``token`` is
+    what was emitted there, -1 where only the row was looked at."""
 
     arm: str
     plain: PlainAnswer

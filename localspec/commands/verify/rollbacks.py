@@ -48,15 +48,8 @@ class Rollbacks:
     largest_deviation: float = 0.0
 
     def probe(self, context: Context, plain: PlainAnswer, reach: int, log: AuditLog, check: Check) -> None:
-        """Roll the running context back in every way that decoding does, and look at the rows that follow.
-
-        Args:
-            context: the running system's target context; left with some prefix of the answer in it.
-            plain: at least two tokens long.
-            reach: longest draft.
-            log: takes the rows and the defects.
-            check: see ``plain.Check``.
-        """
+        """Roll the running context back in every way that decoding does, for drafts of up to ``reach`` tokens, and look
+        at the rows that follow; ``plain`` is at least two tokens long."""
         rng, last = random.Random(7), len(plain.tokens) - 1
 
         def rejected(n: int) -> list[int]:

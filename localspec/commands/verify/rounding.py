@@ -109,10 +109,7 @@ class WidthNoise:
 def tail_bound(sample: Sequence[float], n_tested: int, false_alarm: float = FALSE_ALARM) -> float:
     """What the largest of ``n_tested`` further values stays under with probability 1 - ``false_alarm``.
 
-    Args:
-        sample: at least ``MIN_ROWS`` values; see the module's docstring for what is assumed of their tail.
-        n_tested: how many more will be looked at.
-        false_alarm: the probability that one of them is larger.
+    Of ``sample`` there are at least ``MIN_ROWS`` values; the module's docstring says what is assumed of their tail.
     """
     ordered = np.sort(np.asarray(sample, dtype=np.float64))
     n = len(ordered)
@@ -132,11 +129,9 @@ def _chi_square_low(degrees: int) -> float:
 
 @dataclass(slots=True)
 class Judge:
-    """Tells ties from defects.
+    """Tells ties from defects, given the target and the ``bounds`` of its ``WidthNoise``.
 
     Attributes:
-        model: the target, to compute suspicious rows again.
-        bounds: see ``WidthNoise.bounds``.
         name: turns a token into words.
         ties: tokens that differ from plain decoding, where rounding explains it.
         defects: the first unexplained row of each prompt and way of drafting.
