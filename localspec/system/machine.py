@@ -1,9 +1,10 @@
-"""What the CPU is and has: threads to use, instruction sets, a name for reports and cache keys."""
+"""What the machine has: threads to use, instruction sets, a name for reports and cache keys, graphics hardware."""
 
 from __future__ import annotations
 
 import os
 import platform
+import shutil
 import sys
 from functools import cache
 from pathlib import Path
@@ -107,6 +108,20 @@ def cpu_name() -> str:
                 return line.partition(":")[2].strip()
     name = _sysctl("machdep.cpu.brand_string") if sys.platform == "darwin" else ""
     return name or platform.processor() or platform.machine()
+
+
+def visible_gpus(root: Path = _ROOT) -> list[str]:
+    """Graphics hardware that the system shows: ``NVIDIA``, ``AMD``, ``Apple``, ``other``."""
+    if sys.platform == "darwin":
+        return ["Apple"] if platform.machine() == "arm64" else []
+    found = []
+    if (root / "proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi"):
+        found.append("NVIDIA")
+    if (root / "dev/kfd").exists():
+        found.append("AMD")
+    if not found and any((root / "dev/dri").glob("renderD*")):
+        found.append("other")
+    return found
 
 
 def _sysctl(key: str) -> str:

@@ -1,4 +1,4 @@
-"""What makes a machine slower than it could be just now: other programs, a battery, a setting."""
+"""What makes a machine slower than it could be: a battery, a setting, heat."""
 
 from __future__ import annotations
 
@@ -9,13 +9,6 @@ from pathlib import Path
 from localspec.system.probing import output, read_text
 
 _ROOT = Path("/")
-
-
-def busy_share(seconds: float = 0.25) -> float:
-    """Share of all CPUs' time that others use, this process sleeping meanwhile; stolen by other guests included."""
-    import psutil
-
-    return psutil.cpu_percent(seconds) / 100
 
 
 def on_battery(root: Path = _ROOT) -> bool | None:

@@ -1,4 +1,4 @@
-"""What this process and others take of the machine while something is timed."""
+"""What this process and others take of the machine."""
 
 from __future__ import annotations
 
@@ -47,6 +47,11 @@ def others_share(spans: Iterable[tuple[CPUTimes, CPUTimes]]) -> float | None:
     seconds = sum((after.at - before.at) * after.n_cpus for before, after in spans)
     others = sum((after.busy - before.busy) - (after.own - before.own) for before, after in spans)
     return round(min(1.0, max(0.0, others / seconds)), 4) if seconds > 0 else None
+
+
+def busy_share(seconds: float = 0.25) -> float:
+    """Share of all CPUs' time that others use, this process sleeping meanwhile; stolen by other guests included."""
+    return psutil.cpu_percent(seconds) / 100
 
 
 def peak_memory_bytes() -> int | None:

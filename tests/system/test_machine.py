@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from localspec.system import bandwidth, machine, memory, power
+from localspec.system import bandwidth, machine, memory, power, usage
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and /sys")
 MIB = 1 << 20
@@ -83,7 +83,7 @@ def test_a_cpu_quota_of_cgroup_v2(tmp_path: Path) -> None:
 
 
 def test_the_share_that_others_use_is_a_share() -> None:
-    assert 0 <= power.busy_share(0.02) <= 1
+    assert 0 <= usage.busy_share(0.02) <= 1
 
 
 @linux_only
@@ -158,3 +158,11 @@ def test_bandwidth() -> None:
     assert speed is not None
     assert 1e8 < speed < 1e13
     assert bandwidth.measure_bandwidth(2, available=1 << 30, seconds=0.05) is None  # no room for an honest array
+
+
+@linux_only
+def test_visible_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    assert machine.visible_gpus(tmp_path) == []
+    assert machine.visible_gpus(tree(tmp_path, {"dev/dri/renderD128": ""})) == ["other"]
+    assert machine.visible_gpus(tree(tmp_path, {"proc/driver/nvidia/version": "x"})) == ["NVIDIA"]

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from localspec.backends.gpus import Device
 from localspec.commands.report.model import Finding
 
 SCHEMA_VERSION = 1
@@ -45,17 +46,6 @@ class MachineFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceFacts:
-    """A GPU that an engine can use."""
-
-    name: str  # as the engine calls it, e.g. CUDA0
-    description: str  # its product name
-    free_bytes: int  # memory free now
-    total_bytes: int  # memory it has
-    shared: bool  # whether this is the machine's own memory
-
-
-@dataclass(frozen=True, slots=True)
 class EngineFacts:
     """An engine."""
 
@@ -63,7 +53,7 @@ class EngineFacts:
     usable: bool  # whether it can be used here
     version: str | None = None  # of its package
     built_for: list[str] = field(default_factory=list)  # devices and instruction sets it was compiled for
-    devices: list[DeviceFacts] | None = None  # GPUs it can use; None where it does not say
+    devices: list[Device] | None = None  # GPUs it can use; None where it does not say
     reason: str | None = None  # why it cannot be used
 
 

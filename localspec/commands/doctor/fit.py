@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from localspec.backends.gpus import Device
 from localspec.backends.llama_family import N_UBATCH
 from localspec.commands.doctor.engines import FOR_GPUS
-from localspec.commands.doctor.facts import DeviceFacts, EngineFacts, FitFacts, NeedFacts
+from localspec.commands.doctor.facts import EngineFacts, FitFacts, NeedFacts
 from localspec.commands.doctor.subject import Subject
 from localspec.commands.report.model import Finding
 from localspec.model_files.kv_memory import KV_VALUE_BYTES
@@ -52,7 +53,7 @@ class Room:
         return engine is not None and engine.name in FOR_GPUS and engine.devices != [] and self.n_gpu_layers != 0
 
     @property
-    def gpus(self) -> list[DeviceFacts]:
+    def gpus(self) -> list[Device]:
         """GPUs that layers go to; empty too where the engine does not say which."""
         return (self.engine.devices or []) if self.engine is not None and self.on_gpu else []
 

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import platform
-import shutil
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from localspec.commands.doctor.facts import MachineFacts
 from localspec.commands.report.model import Finding
 from localspec.model_files.sources.base import size_text
-from localspec.system import bandwidth, memory, power
-from localspec.system.machine import cpu_features, cpu_name, default_threads, usable_cpus
-
-_ROOT = Path("/")
+from localspec.system import bandwidth, memory, power, usage
+from localspec.system.machine import cpu_features, cpu_name, default_threads, usable_cpus, visible_gpus
 
 BUSY = 0.15
 """Share of the CPUs' time in others' hands from which timings are not to be trusted."""
@@ -28,7 +23,7 @@ def look_at_machine(n_threads: int | None = None, *, measure: bool = True) -> Ma
         measure: False leaves the bandwidth out.
     """
     found, cores, threads = memory.read_memory(), usable_cpus(), n_threads or default_threads()
-    busy = power.busy_share()
+    busy = usage.busy_share()
     speed = bandwidth.measure_bandwidth(min(threads, cores), available=found.available) if measure else None
     return MachineFacts(
         platform=f"{platform.system()} {platform.machine()}",
@@ -45,20 +40,6 @@ def look_at_machine(n_threads: int | None = None, *, measure: bool = True) -> Ma
         on_battery=power.on_battery(),
         gpus=visible_gpus(),
     )
-
-
-def visible_gpus(root: Path = _ROOT) -> list[str]:
-    """Graphics hardware that the system shows: ``NVIDIA``, ``AMD``, ``Apple``, ``other``."""
-    if sys.platform == "darwin":
-        return ["Apple"] if platform.machine() == "arm64" else []
-    found = []
-    if (root / "proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi"):
-        found.append("NVIDIA")
-    if (root / "dev/kfd").exists():
-        found.append("AMD")
-    if not found and any((root / "dev/dri").glob("renderD*")):
-        found.append("other")
-    return found
 
 
 def machine_findings(machine: MachineFacts) -> Iterator[Finding]:

@@ -23,7 +23,7 @@ from localspec.commands.bench import results as results_module
 from localspec.commands.bench.record import Record
 from localspec.commands.bench.results import analyse
 from localspec.commands.bench.storage import read_record, to_json
-from localspec.system import power
+from localspec.system import usage
 from localspec.system.memory import SystemMemory
 from tests.conftest import TinyFiles, open_backend
 from tests.support.interrupting import self_interrupting
@@ -44,8 +44,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _warm(home: Path, isolated_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCALSPEC_HOME", str(home))
-    busy = power.busy_share
-    monkeypatch.setattr(power, "busy_share", lambda: busy(0.02))
+    busy = usage.busy_share
+    monkeypatch.setattr(usage, "busy_share", lambda: busy(0.02))
 
 
 @pytest.fixture

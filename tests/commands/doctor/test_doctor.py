@@ -23,13 +23,14 @@ import pytest
 from localspec import backends
 from localspec.__main__ import run
 from localspec.backends import builds
+from localspec.backends.gpus import Device
 from localspec.commands.doctor import engines, facts, fit, payoff, ranking
 from localspec.commands.doctor.advice import recommend_ranked
 from localspec.commands.doctor.screen import bars, ranking_parts
 from localspec.commands.report.model import Finding, Findings, Lines, Table
 from localspec.commands.report.terminal import Screen
 from localspec.model_files.catalog import Catalog
-from localspec.system import bandwidth, memory, power
+from localspec.system import bandwidth, memory, usage
 from localspec.system.home import home, models_dir
 from localspec.system.memory import SystemMemory
 from tests.conftest import TinyFiles
@@ -43,12 +44,12 @@ GB = 10**9
 @pytest.fixture(autouse=True)
 def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same measurements in a fraction of the time."""
-    measure, busy = bandwidth.measure_bandwidth, power.busy_share
+    measure, busy = bandwidth.measure_bandwidth, usage.busy_share
     monkeypatch.setattr(
         bandwidth, "measure_bandwidth", lambda *args, **options: measure(*args, **options, seconds=0.02)
     )
     monkeypatch.setattr(bandwidth, "MOST", 16 << 20)
-    monkeypatch.setattr(power, "busy_share", lambda: busy(0.02))
+    monkeypatch.setattr(usage, "busy_share", lambda: busy(0.02))
 
 
 class Doctor:
@@ -362,7 +363,7 @@ def test_rank(doctor: Doctor, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_ranking_that_has_no_time(doctor: Doctor, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranking, "SECONDS", 0.0)
-    monkeypatch.setattr(power, "busy_share", lambda: 1.0)
+    monkeypatch.setattr(usage, "busy_share", lambda: 1.0)
     status, found = doctor.json(tiny.quick.target, "--backend", "reference", "--rank")
     assert status == 0
     assert all(each["n_prompts"] == 0 for each in found["rank"]["candidates"])
@@ -644,28 +645,9 @@ def test_the_doctor_knows_what_its_engine_uses_of_this_cpu(doctor: Doctor) -> No
     assert bool(told) == (builds.native_gain(ik["built_for"], found["machine"]["features"]) is not None)
 
 
-def test_devices_are_read_from_the_engine() -> None:
-    if backends.unavailable_reason("llama-cpp") is not None:
-        pytest.skip("llama-cpp-python is not installed")
-    devices = engines.ggml_devices()
-    assert devices is not None
-    cpus = [device for kind, device in devices if kind == 0]
-    assert cpus[0].name == "CPU"
-    assert cpus[0].description
-    assert cpus[0].total_bytes >= cpus[0].free_bytes > 0
-
-
-def test_devices_that_layers_are_put_on() -> None:
-    cpu, card, chip = (facts.DeviceFacts(name, name, 1, 2, False) for name in ("CPU", "CUDA0", "Vulkan0"))
-    empty = facts.DeviceFacts("CUDA1", "no memory", 0, 0, False)
-    assert engines.used_gpus([(0, cpu), (2, chip), (1, card), (1, empty)]) == [card]
-    assert engines.used_gpus([(0, cpu), (2, chip)]) == [chip]
-    assert engines.used_gpus([(0, cpu)]) == []
-
-
 def gpu_engine(free: int, *, shared: bool = False) -> facts.EngineFacts:
     """llama.cpp as it would be with one GPU."""
-    device = facts.DeviceFacts("CUDA0", "A GPU", free, 24 * GB, shared)
+    device = Device("CUDA0", "A GPU", free, 24 * GB, shared)
     return facts.EngineFacts("llama-cpp", True, "0.3.36", ["CUDA"], [device])
 
 
@@ -688,7 +670,7 @@ def test_mlx_counts_where_it_has_a_gpu(tiny: TinyFiles) -> None:
     assert [check.name for check in engines.engine_findings([ik, missing], ["NVIDIA"], "auto")] == ["ik-llama", "CUDA"]
     checks = {check.name: check for check in engines.engine_findings([ik, missing], ["Apple"], "auto")}
     assert checks["mlx"].advice == "pip install mlx"
-    gpu = facts.DeviceFacts("Metal", "Apple M4", 12 << 30, 16 << 30, True)
+    gpu = Device("Metal", "Apple M4", 12 << 30, 16 << 30, True)
     on_gpu = facts.EngineFacts("mlx", True, "0.32.4", ["Metal"], [gpu])
     checks = {check.name: check for check in engines.engine_findings([ik, on_gpu], ["Apple"], "auto")}
     assert "Metal" not in checks

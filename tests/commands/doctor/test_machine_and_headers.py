@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,17 +18,7 @@ from localspec.model_files.gguf_file import GGUFFile
 from tests.conftest import TinyFiles
 from tests.support import ggufs
 
-linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and /sys")
 MIB = 1 << 20
-
-
-def tree(root: Path, files: dict[str, str]) -> Path:
-    """Write files below a folder."""
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
-    return root
 
 
 def test_a_quota_below_the_threads_is_noted() -> None:
@@ -45,14 +34,6 @@ def test_a_busy_machine_is_noted() -> None:
     checks = {check.name: check for check in machine.machine_findings(facts)}
     assert checks["load"].status == checks["power"].status == "note"
     assert "--calibrate" in (checks["load"].advice or "")
-
-
-@linux_only
-def test_visible_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
-    assert machine.visible_gpus(tmp_path) == []
-    assert machine.visible_gpus(tree(tmp_path, {"dev/dri/renderD128": ""})) == ["other"]
-    assert machine.visible_gpus(tree(tmp_path, {"proc/driver/nvidia/version": "x"})) == ["NVIDIA"]
 
 
 # -- headers -----------------------------------------------------------------------------------------------------------
