@@ -172,7 +172,7 @@ def _speed(record: Record, results: Results) -> Iterator[Part]:
         styles |= {i: "bad" for i, row in enumerate(rows) if row.speedup and row.speedup.median < 1}
         yield Table(
             f"{arm_name(record, backend, arm)} against plain",
-            ["", "speed", "95 %", "worst", "on", "slower", "tok/s", "accepted", "length", "plain", "first token"],
+            ["", "speed", "95 %", "worst", "on", "slower", "tok/s", "accepted", "length", "plain"],
             [_speed_cells(row, results.row(row.category, backend, "plain")) for row in rows],
             styles=styles,
         )
@@ -200,7 +200,6 @@ def _speed_cells(row: Row, plain: Row | None) -> list[str]:
         share_text(row.acceptance_rate),
         f"{row.mean_acceptance_length:.2f}",
         f"{plain.tokens_per_second.median:.1f}" if plain else "–",
-        seconds_text(row.time_to_first_token.median),
     ]
 
 

@@ -161,6 +161,8 @@ class Screen:
             style = "muted" if i == 0 else part.styles.get(i - 1, "")
             grid.add_row(*(self._text(clip(cell, wide), style) for cell, wide in zip(row, widths, strict=False)))
         self._print(Padding(grid, (0, 0, 0, 2)))
+        if left_out := part.head[len(widths) :]:
+            self._prose(clip(f"no room for: {', '.join(left_out)}", room), "muted")
         if part.note:
             self._prose(part.note, "muted")
 
