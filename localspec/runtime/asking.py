@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from localspec.prompts.prompts import Prompt
-from localspec.runtime.stream import AsyncRoundStream, Reply, RoundStream, Submit, aresult_of, result_of
+from localspec.runtime.stream import AsyncRoundStream, Reply, RoundStream, Submit
 from localspec.sampling.logprobs import ScoredToken
 from localspec.sampling.sampling import SamplingParams
 
@@ -150,8 +150,8 @@ class AskingModel(Asking[Prompt]):
             Cancelled: the deadline passed first.
             QueueFull, UsageError, Closed: as in ``rounds``.
         """
-        scored: list[ScoredToken] = result_of(self._scorer(prompt, top, deadline, conversation))
-        return scored
+        with RoundStream(self._scorer(prompt, top, deadline, conversation)) as stream:
+            return cast(list[ScoredToken], stream.reply)
 
     async def alogprobs(
         self,
@@ -162,5 +162,5 @@ class AskingModel(Asking[Prompt]):
         conversation: Hashable | None = None,
     ) -> list[ScoredToken]:
         """As ``logprobs``, for asyncio."""
-        scored: list[ScoredToken] = await aresult_of(self._scorer(prompt, top, deadline, conversation))
-        return scored
+        async with AsyncRoundStream(self._scorer(prompt, top, deadline, conversation)) as stream:
+            return cast(list[ScoredToken], await stream.reply())

@@ -56,22 +56,15 @@ class Reply:
 
 
 Submit = Callable[[Callable[[Any], Any]], Job]
-"""Queues a request; takes what delivers its Rounds and then a Reply or an exception."""
+"""Queues a job; takes what delivers its Rounds, if it makes any, and then its result (a Reply) or an exception."""
 
 
-class RoundStream(Iterator[Round]):
-    """The rounds of one answer as they happen; after the last, ``reply`` holds the whole.
+class _Stream:
+    """What the two kinds of streams share."""
 
-    Closing it, or dropping it, stops the engine within a round, and keeps a request that still waits from ever running.
-    ``reply`` is then what was said until there, with ``finish_reason`` ``cancelled``.
-    """
-
-    def __init__(self, submit: Submit) -> None:
-        self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._reply: Reply | None = None
-        self._done = False
-        self._job: Job | None = None
-        self._job = submit(self._items.put)
+    _job: Job | None = None
+    _reply: Any = None
+    _done = False
 
     @property
     def state(self) -> JobState:
@@ -79,20 +72,45 @@ class RoundStream(Iterator[Round]):
         assert self._job is not None
         return self._job.state
 
-    def __iter__(self) -> RoundStream:
-        return self
-
-    def __next__(self) -> Round:
-        if self._done:
-            raise StopIteration
-        item = wait_for(self._items, self._job)
+    def _round(self, item: Any) -> Round | None:
+        """The round that was delivered; None for the result, which ends the stream. An exception is raised."""
         if isinstance(item, Round):
             return item
         self._done = True
         if isinstance(item, BaseException):
             raise item
         self._reply = item
-        raise StopIteration
+        return None
+
+    def _result(self) -> Any:
+        if self._reply is None:
+            raise Closed("the request ended without an answer")
+        return self._reply
+
+    def __del__(self) -> None:
+        if self._job is not None:
+            self._job.forget()
+
+
+class RoundStream(_Stream, Iterator[Round]):
+    """The rounds of one answer as they happen; after the last, ``reply`` holds the whole.
+
+    Closing it, or dropping it, stops the engine within a round, and keeps a request that still waits from ever running.
+    ``reply`` is then what was emitted until there, with ``finish_reason`` ``cancelled``.
+    """
+
+    def __init__(self, submit: Submit) -> None:
+        self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._job = submit(self._items.put)
+
+    def __iter__(self) -> RoundStream:
+        return self
+
+    def __next__(self) -> Round:
+        round_ = None if self._done else self._round(wait_for(self._items, self._job))
+        if round_ is None:
+            raise StopIteration
+        return round_
 
     @property
     def reply(self) -> Reply:
@@ -103,9 +121,7 @@ class RoundStream(Iterator[Round]):
         """
         for _ in self:
             pass
-        if self._reply is None:
-            raise Closed("the request ended without an answer")
-        return self._reply
+        return self._result()  # type: ignore[no-any-return] # what the job delivers last
 
     def close(self) -> None:
         """Stop decoding; ``reply`` then has the text until here. Safe to call twice, and after the end."""
@@ -118,35 +134,22 @@ class RoundStream(Iterator[Round]):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        if self._job is not None:
-            self._job.forget()
 
-
-class AsyncRoundStream(AsyncIterator[Round]):
+class AsyncRoundStream(_Stream, AsyncIterator[Round]):
     """``RoundStream`` for asyncio. Made in a running loop, and read there.
 
     Leaving ``async with``, ``aclose``, cancelling the task that reads it, or dropping it stops the engine within a
     round.
     """
 
+    _timer: asyncio.TimerHandle | None = None
+
     def __init__(self, submit: Submit) -> None:
         loop = asyncio.get_running_loop()
-        items: asyncio.Queue[Any] = asyncio.Queue()
-        self._items = items
-        self._reply: Reply | None = None
-        self._done = False
-        self._job: Job | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        items = self._items = asyncio.Queue[Any]()
         self._job = submit(lambda item: loop.call_soon_threadsafe(items.put_nowait, item))
         if self._job.seconds_left is not None:
             self._timer = loop.call_later(max(0.0, self._job.seconds_left), self._job.expire)
-
-    @property
-    def state(self) -> JobState:
-        """``waiting`` in the queue, ``running``, or ``done``."""
-        assert self._job is not None
-        return self._job.state
 
     def __aiter__(self) -> AsyncRoundStream:
         return self
@@ -161,15 +164,9 @@ class AsyncRoundStream(AsyncIterator[Round]):
         except BaseException:
             await self.aclose()  # the task that reads was cancelled
             raise
-        if isinstance(item, Round):
-            return item
-        self._done = True
-        if self._timer is not None:
-            self._timer.cancel()
-        if isinstance(item, BaseException):
-            raise item
-        self._reply = item
-        raise StopAsyncIteration
+        if (round_ := self._round(item)) is None:
+            raise StopAsyncIteration
+        return round_
 
     async def reply(self) -> Reply:
         """The answer; waits for the end of the stream.
@@ -179,9 +176,12 @@ class AsyncRoundStream(AsyncIterator[Round]):
         """
         async for _ in self:
             pass
-        if self._reply is None:
-            raise Closed("the request ended without an answer")
-        return self._reply
+        return self._result()  # type: ignore[no-any-return] # what the job delivers last
+
+    def _round(self, item: Any) -> Round | None:
+        if self._timer is not None and not isinstance(item, Round):
+            self._timer.cancel()
+        return super()._round(item)
 
     async def aclose(self) -> None:
         """Stop decoding; ``reply`` then has the text until here. Safe to call twice, and after the end."""
@@ -195,41 +195,3 @@ class AsyncRoundStream(AsyncIterator[Round]):
 
     async def __aexit__(self, *exc: object) -> None:
         await self.aclose()
-
-    def __del__(self) -> None:
-        if self._job is not None:
-            self._job.forget()
-
-
-def result_of(submit: Submit) -> Any:
-    """Queue a job that delivers one thing, and wait for it.
-
-    Raises:
-        Whatever the job raised.
-    """
-    items: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    job = submit(items.put)
-    try:
-        result = wait_for(items, job)
-    finally:
-        job.cancel()
-    if isinstance(result, BaseException):
-        raise result
-    return result
-
-
-async def aresult_of(submit: Submit) -> Any:
-    """As ``result_of``, for asyncio."""
-    loop = asyncio.get_running_loop()
-    items: asyncio.Queue[Any] = asyncio.Queue()
-    job = submit(lambda item: loop.call_soon_threadsafe(items.put_nowait, item))
-    timer = None if job.seconds_left is None else loop.call_later(max(0.0, job.seconds_left), job.expire)
-    try:
-        result = await items.get()
-    finally:
-        job.cancel()
-        if timer is not None:
-            timer.cancel()
-    if isinstance(result, BaseException):
-        raise result
-    return result
