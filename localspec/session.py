@@ -14,7 +14,7 @@ from localspec.runtime import session_file
 from localspec.runtime.arguments import checked_params
 from localspec.runtime.asking import Asking
 from localspec.runtime.jobs import Job
-from localspec.runtime.saved_state import Memory, give_memories, take_memories
+from localspec.runtime.saved_state import SavedContext, restore_contexts, save_contexts
 from localspec.runtime.stream import Reply, Submit
 from localspec.sampling.sampling import SamplingParams
 from localspec.system.home import printable
@@ -116,11 +116,11 @@ class Session(Asking[str]):
         """
         llm, file = self._llm, _file(path)
 
-        def take(pair: Pair) -> tuple[list[Message], list[Memory]]:
+        def take(pair: Pair) -> tuple[list[Message], list[SavedContext]]:
             messages = [dict(message) for message in self.messages]
             if not messages or not memory:
                 return messages, []
-            return messages, take_memories(pair, llm.encode(messages, add_generation_prompt=False))
+            return messages, save_contexts(pair, llm.encode(messages, add_generation_prompt=False))
 
         messages, memories = llm.run(take, conversation=self._conversation)
         text = {"model": printable(llm.model_name), "messages": messages, "params": _params_as_json(self.params)}
@@ -174,7 +174,7 @@ def load(llm: LLM, path: str | Path, *, memory: bool = True) -> Session:
         raise SessionFileError(f"{path} is damaged: its text is not a conversation") from None
     if not memory:
         return session
-    reason: str | None = damage or llm.run(lambda pair: give_memories(pair, memories))
+    reason: str | None = damage or llm.run(lambda pair: restore_contexts(pair, memories))
     if reason and messages:
         session.notice = f"{reason}; the conversation will be read again"
     return session

@@ -12,13 +12,13 @@ from typing import Any
 from localspec.controllers.fixed import FixedController
 from localspec.errors import UsageError
 from localspec.sampling.sampling import SamplingParams
-from localspec.spec_decode.drafters.names import NGRAM
+from localspec.spec_decode.drafters.free import FREE_DRAFTERS
 from localspec.values import is_whole, listed, shown
 
 DraftLength = int | str
 """``auto``, or a number of tokens."""
 
-WORDS = ("auto", "none", NGRAM)
+WORDS = ("auto", "none", *FREE_DRAFTERS)
 """What stands for a draft and is no model."""
 
 Spec = str | os.PathLike[str]

@@ -28,7 +28,7 @@ MIN_TOKENS = 16
 
 
 @dataclass(slots=True)
-class Entry:
+class CachedContext:
     """One conversation as a context held it.
 
     Attributes:
@@ -55,7 +55,7 @@ class PrefixCache:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._entries: list[Entry] = []
+        self._entries: list[CachedContext] = []
         self._drafted: dict[Context, list[int]] = {}
         self._clock = count()
         self.n_bytes = 0
@@ -142,7 +142,7 @@ class PrefixCache:
             state = context.export_state()
         except (EngineError, MemoryError):
             return  # then it will be read again: no reason for the request at hand to fail
-        self._entries.append(Entry(context, held, state, next(self._clock)))
+        self._entries.append(CachedContext(context, held, state, next(self._clock)))
         self.n_bytes += state.n_bytes
         self.stored += 1
 
@@ -211,14 +211,14 @@ class PrefixCache:
             self._remove(min(self._entries, key=lambda entry: entry.used))
             self.evictions += 1
 
-    def _of(self, context: Context) -> list[Entry]:
+    def _of(self, context: Context) -> list[CachedContext]:
         return [entry for entry in self._entries if entry.context is context]
 
-    def _remove(self, entry: Entry) -> None:
+    def _remove(self, entry: CachedContext) -> None:
         self._entries = [each for each in self._entries if each is not entry]
         self.n_bytes = sum(each.state.n_bytes for each in self._entries)
 
-    def _usable(self, entry: Entry, prompt: Tokens) -> int:
+    def _usable(self, entry: CachedContext, prompt: Tokens) -> int:
         """How many tokens of a prompt an entry spares."""
         shared = _shared(entry.tokens, prompt)
         return shared if shared == len(entry.tokens) or _can_be_cut(entry.context) else 0

@@ -13,7 +13,7 @@ from localspec.system.home import printable
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class SavedContext:
     """What one model held of a conversation.
 
     Attributes:
@@ -49,17 +49,17 @@ def described(maker: Mapping[str, str]) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def take_memories(pair: Pair, tokens: Sequence[int]) -> list[Memory]:
+def save_contexts(pair: Pair, tokens: Sequence[int]) -> list[SavedContext]:
     """What target and draft models hold of a conversation; less, or nothing, where that was dropped."""
     memories = []
     for context in pair.contexts:
         found = pair.prefix_cache.export(context, tokens)
         if found is not None:
-            memories.append(Memory(maker_of(context.model), *found))
+            memories.append(SavedContext(maker_of(context.model), *found))
     return memories
 
 
-def give_memories(pair: Pair, memories: Sequence[Memory]) -> str | None:
+def restore_contexts(pair: Pair, memories: Sequence[SavedContext]) -> str | None:
     """Make each model hold what it, or its like, held when the memories were taken.
 
     Returns:
@@ -69,7 +69,7 @@ def give_memories(pair: Pair, memories: Sequence[Memory]) -> str | None:
     return reasons[0]
 
 
-def _give(pair: Pair, context: Context, memories: Sequence[Memory]) -> str | None:
+def _give(pair: Pair, context: Context, memories: Sequence[SavedContext]) -> str | None:
     model = context.model
     if not memories:
         return "what the model held was not saved"

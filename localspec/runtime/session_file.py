@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from localspec.backends.base import ContextState
 from localspec.errors import SessionFileError
-from localspec.runtime.saved_state import Memory
+from localspec.runtime.saved_state import SavedContext
 from localspec.system.files import write_atomically
 
 MAGIC = b"localspec-session "
@@ -34,7 +34,7 @@ VERSION = 1
 MAX_TEXT_BYTES = 1 << 28
 
 
-def write(path: Path, text: Mapping[str, Any], memories: Sequence[Memory]) -> None:
+def write(path: Path, text: Mapping[str, Any], memories: Sequence[SavedContext]) -> None:
     """Save a session: complete under its name, or not at all.
 
     Raises:
@@ -75,7 +75,7 @@ def write(path: Path, text: Mapping[str, Any], memories: Sequence[Memory]) -> No
         raise SessionFileError(f"cannot write {path}: {reason}") from error
 
 
-def read(path: Path, *, memory: bool = True) -> tuple[dict[str, Any], list[Memory], str | None]:
+def read(path: Path, *, memory: bool = True) -> tuple[dict[str, Any], list[SavedContext], str | None]:
     """Read a saved session.
 
     Returns:
@@ -132,7 +132,7 @@ def _read_version(file: BinaryIO, name: str) -> None:
         raise SessionFileError(f"{name} has format version {version!r}; this localspec reads version {VERSION}")
 
 
-def _read_memory(listed: Mapping[str, Any], file: BinaryIO) -> Memory:
+def _read_memory(listed: Mapping[str, Any], file: BinaryIO) -> SavedContext:
     arrays = {}
     for entry in listed["arrays"]:
         dtype, shape = np.dtype(entry["dtype"]), tuple(int(n) for n in entry["shape"])
@@ -147,7 +147,7 @@ def _read_memory(listed: Mapping[str, Any], file: BinaryIO) -> Memory:
         arrays[str(entry["name"])] = data.view(dtype).reshape(shape)
     tokens = [int(token) for token in listed["tokens"]]
     held = tokens if listed["held"] is None else [int(token) for token in listed["held"]]
-    return Memory(dict(listed["maker"]), tokens, ContextState(tuple(held), arrays))
+    return SavedContext(dict(listed["maker"]), tokens, ContextState(tuple(held), arrays))
 
 
 def _bytes(array: npt.NDArray[Any]) -> memoryview:

@@ -111,14 +111,14 @@ class SpeculativeDecoder:
         proposer = SamplingProposer(params, noise, constraint, target.model.n_vocab)
         end_tokens = frozenset() if params.ignore_eos else target.model.vocab.eog
         budget = min(params.max_tokens or target.n_ctx, target.n_ctx - len(tokens))
-        answer = _Answer(text, end_tokens, budget, constraint, n_logprobs)
+        emitter = _Emitter(text, end_tokens, budget, constraint, n_logprobs)
         keeps_rows = n_logprobs is not None and target.model.capabilities.rollback == "replay"
         drafters.begin(tokens)
         controller.begin(params, len(tokens))
         index, finish = 0, None
         while not finish and not cancelled():
             started = time.perf_counter()
-            plan = controller.plan(room=answer.budget - 1, n_past=target.n_past)
+            plan = controller.plan(room=emitter.budget - 1, n_past=target.n_past)
             draft = drafters.draft(tokens, plan, proposer, end_tokens)
             drafted = time.perf_counter()
             forward = target.decode([tokens[-1], *draft.ids])  # logits [k + 1, n_vocab]
@@ -133,7 +133,7 @@ class SpeculativeDecoder:
             drafters.process([tokens[-1], *draft.ids], forward)
             rows = forward.logits.copy() if keeps_rows else forward.logits  # a replay would overwrite them
             target.truncate(len(tokens) + verdict.n_accepted)  # rejected draft tokens leave the target's memory
-            emitted, spans, finish = answer.emit(draft, verdict, rows)
+            emitted, spans, finish = emitter.emit(draft, verdict, rows)
             settled = [token.id for token in emitted]
             tokens += settled
             if target.n_past >= len(tokens):  # the answer ended within the draft
@@ -157,7 +157,7 @@ class SpeculativeDecoder:
 
 
 @dataclass(slots=True)
-class _Answer:
+class _Emitter:
     """Verified tokens -> emitted ones, with their text, up to the end of the answer.
 
     Attributes:

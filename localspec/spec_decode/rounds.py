@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any, Literal
 
@@ -185,20 +185,7 @@ class Round:
         }
 
 
-_SUMMED = (
-    "prompt_tokens",
-    "cached_tokens",
-    "completion_tokens",
-    "num_rounds",
-    "num_draft_tokens",
-    "num_accepted_tokens",
-    "seconds_prompt",
-    "seconds_draft",
-    "seconds_verify",
-    "seconds_other",
-)
-
-
+@dataclass(eq=False, repr=False)
 class SpecStats(Mapping[str, Any]):
     """Counters of one answer, under vLLM's names; a read-only mapping once the answer is complete.
 
@@ -217,23 +204,22 @@ class SpecStats(Mapping[str, Any]):
       ratio of the two. None where t(1) is not known.
     """
 
-    def __init__(self) -> None:
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.completion_tokens = 0
-        self.num_rounds = 0
-        self.num_draft_tokens = 0
-        self.num_accepted_tokens = 0
-        self.drafted_per_position: list[int] = []
-        self.accepted_per_position: list[int] = []
-        self.seconds_prompt = 0.0
-        self.seconds_draft = 0.0
-        self.seconds_verify = 0.0
-        self.seconds_other = 0.0
-        self.time_to_first_token_s: float | None = None
-        self.seconds_plain_token: float | None = None
-        self.by_source: dict[str, dict[str, int]] = {}
-        self.reason = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    num_rounds: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    drafted_per_position: list[int] = field(default_factory=list)
+    accepted_per_position: list[int] = field(default_factory=list)
+    seconds_prompt: float = 0.0
+    seconds_draft: float = 0.0
+    seconds_verify: float = 0.0
+    seconds_other: float = 0.0
+    time_to_first_token_s: float | None = None
+    seconds_plain_token: float | None = None
+    by_source: dict[str, dict[str, int]] = field(default_factory=dict)
+    reason: str = ""
 
     def add(self, round_: Round) -> None:
         """Count one finished round; what only brings the rest of the text is none."""
@@ -263,8 +249,9 @@ class SpecStats(Mapping[str, Any]):
         total = cls()
         plain_tokens, plain_seconds = 0, 0.0
         for stats in answers:
-            for name in _SUMMED:
-                setattr(total, name, getattr(total, name) + (stats.get(name) or 0))
+            for name, known in vars(total).items():
+                if isinstance(known, int | float):
+                    setattr(total, name, known + (stats.get(name) or 0))
             for name in ("drafted_per_position", "accepted_per_position"):
                 pairs = zip_longest(getattr(total, name), stats.get(name) or (), fillvalue=0)
                 setattr(total, name, [a + b for a, b in pairs])
@@ -285,27 +272,13 @@ class SpecStats(Mapping[str, Any]):
     def as_dict(self) -> dict[str, Any]:
         speed = self.completion_tokens / self.seconds_decode if self.seconds_decode else 0.0
         plain = 1.0 / self.seconds_plain_token if self.seconds_plain_token else None
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "completion_tokens": self.completion_tokens,
-            "num_rounds": self.num_rounds,
-            "num_draft_tokens": self.num_draft_tokens,
-            "num_accepted_tokens": self.num_accepted_tokens,
-            "drafted_per_position": list(self.drafted_per_position),
-            "accepted_per_position": list(self.accepted_per_position),
+        counted = {name: value for name, value in asdict(self).items() if name != "seconds_plain_token"}
+        return counted | {
             "acceptance_rate": self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0,
             "mean_acceptance_length": self.completion_tokens / self.num_rounds if self.num_rounds else 0.0,
             "tokens_per_second": speed,
-            "time_to_first_token_s": self.time_to_first_token_s,
-            "seconds_prompt": self.seconds_prompt,
-            "seconds_draft": self.seconds_draft,
-            "seconds_verify": self.seconds_verify,
-            "seconds_other": self.seconds_other,
             "estimated_plain_tokens_per_second": plain,
             "estimated_speedup": speed / plain if plain and speed else None,
-            "by_source": {source: dict(counts) for source, counts in self.by_source.items()},
-            "reason": self.reason,
         }
 
     def __getitem__(self, key: str) -> Any:
