@@ -56,9 +56,9 @@ class LLM(AskingModel, Tokenizing):
         n_gpu_layers: layers on the GPU; None takes all if the engine was built for one.
         kv_cache_type: f16, f32, q8_0 or q4_0.
         light_draft: let a draft model on the CPU be replaced by a lighter copy of it where that drafts faster; made and
-            compared at the first load, kept on disk. It cannot change what is said.
+            compared at the first load, kept on disk. It cannot change an answer.
         draft_backend: the engine for draft models; None is ``backend``.
-        remember: keep on disk how often guesses were right, for the next run.
+        remember: keep on disk how often draft tokens were accepted, for the next run.
         prefix_cache_bytes: memory [bytes] that conversations other than the present one may take, so that going back to
             one reads nothing again; least recently used out. A token takes what it takes in the context, in target and
             draft: 40 KiB with Qwen2.5-Coder 1.5B and 0.5B at f16. 0 keeps none.
@@ -249,7 +249,7 @@ class LLM(AskingModel, Tokenizing):
     # -- conversations -------------------------------------------------------------------------------------------
 
     def session(self, system: str | None = None, params: SamplingParams | None = None) -> Session:
-        """A new conversation that remembers what was said; see ``Session``.
+        """A new conversation that remembers its turns; see ``Session``.
 
         >>> session = llm.session(system="You are terse.", params=SamplingParams(temperature=0.7))
         >>> session.chat("Name a river.").text

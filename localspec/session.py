@@ -27,7 +27,7 @@ Message = dict[str, Any]
 
 
 class Session(Asking[str]):
-    """One conversation: it remembers what was said, and asks the next question with all of it.
+    """One conversation: it remembers its turns, and asks the next question with all of them.
 
     Several sessions share a pair. What the models hold of each is kept while others speak, within
     ``LLM.prefix_cache_bytes``, so going back to one reads nothing again. Questions of one session are answered in
@@ -41,7 +41,7 @@ class Session(Asking[str]):
 
     Asked like an ``LLM``: ``rounds``, ``stream``, ``chat``, ``arounds``, ``astream`` and ``achat`` take the next
     question. It and its answer become part of the conversation when the answer ends. One that was cancelled counts as
-    far as it was said; where nothing was, or the request failed, the conversation stays as it was.
+    far as it came; where it has no token, or the request failed, the conversation stays as it was.
 
     Made by ``LLM.session`` and ``LLM.load_session``.
 
@@ -83,7 +83,7 @@ class Session(Asking[str]):
 
     @property
     def messages(self) -> list[Message]:
-        """What was said, for the chat template; may be edited, or replaced by another sequence, between questions."""
+        """The turns so far, for the chat template; may be edited, or replaced by another sequence, between turns."""
         return self._messages
 
     @messages.setter
@@ -132,7 +132,7 @@ class Session(Asking[str]):
 
     def submitter(self, question: str, params: SamplingParams | None, **options: Any) -> Submit:
         if not isinstance(question, str):
-            raise UsageError("a session is asked with a text; what was said before is remembered")
+            raise UsageError("a session is asked with a text; earlier turns are remembered")
         if "conversation" in options:
             raise UsageError("a session is a conversation of its own")
         asked: Message = {"role": "user", "content": question}

@@ -26,7 +26,7 @@ class Asking(ABC, Generic[Question]):
         return question
 
     def rounds(self, question: Question, params: SamplingParams | None = None, **options: Any) -> RoundStream:
-        """Answer, round by round: the guesses and their fate.
+        """Answer, round by round: the drafts and their fate.
 
         >>> with llm.rounds(messages, params, draft_length=4, deadline=20.0) as rounds:
         ...     for round_ in rounds:

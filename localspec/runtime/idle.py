@@ -1,7 +1,7 @@
-"""What nobody waits for is done when nobody waits: tasks that a worker takes up while its queue is empty.
+"""Idle work: tasks that a worker takes up while its queue is empty.
 
-A task is asked for one step at a time, at most one pass of a model or a tenth of a second, and is told through
-``stopped`` when a request has come: whoever asks never waits longer than one pass.
+A task does one step at a time, at most one pass of a model or a tenth of a second; its ``stopped`` turns true when a
+request has come. So a request waits for one pass at most.
 """
 
 from __future__ import annotations

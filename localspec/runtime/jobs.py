@@ -24,13 +24,13 @@ JobState = Literal["waiting", "running", "done"]
 class Job:
     """One piece of work; it runs at most once, and not at all if it is cancelled or late before its turn.
 
-    Whoever claims a job answers for it: the worker that runs it, or whoever cancels it while it waits. Claiming takes
-    no lock that others hold, so a job may be cancelled from anywhere, a destructor included.
+    It is claimed once: by the worker that runs it, or by what cancels it while it waits; that one delivers its result.
+    Claiming takes no lock that others hold, so a job may be cancelled from anywhere, a destructor included.
 
     Args:
         work: what to do, given the job; its result, or its exception, is delivered.
         deliver: takes what the job gives; called from the worker's thread, or from the one that cancels. What it raises
-            ends the job, and is given to it in place of the result; if it raises again, nobody is there to take it.
+            ends the job, and is given to it in place of the result; if that raises too, nothing is delivered.
         abandoned: makes what is delivered in place of a result if the job never runs.
         conversation: jobs of one conversation run in order; None is a conversation of its own.
         deadline: seconds from now in which it has to be done, waiting included; None is for ever.
@@ -71,7 +71,7 @@ class Job:
         self._process = os.getpid()
 
     def run(self) -> None:
-        """Do the work, unless somebody else has claimed the job or it is too late; called by the worker."""
+        """Do the work, unless the job was cancelled or it is too late; called by the worker."""
         if self.expire() or not self._claimed():
             return
         self.state = "running"
@@ -80,7 +80,7 @@ class Job:
         self._end(lambda: work(self))
 
     def give(self, item: Any) -> None:
-        """Hand something to whoever waits for this job; if that fails, the job ends."""
+        """Deliver something; if that fails, the job ends."""
         if self._refused is None:
             try:
                 self._deliver(item)
@@ -142,7 +142,7 @@ class Job:
 
     @property
     def orphaned(self) -> bool:
-        """Whether it was queued before this process was forked: whoever would run it works in the parent."""
+        """Whether it was queued before this process was forked: the thread that would run it is the parent's."""
         return self._process != os.getpid()
 
     def _claimed(self) -> bool:
@@ -150,7 +150,7 @@ class Job:
 
 
 class FairQueue:
-    """Jobs of one conversation in order, conversations in turns: who asks ten things at once delays nobody else much.
+    """Jobs of one conversation in order, conversations in turns, so that ten requests of one delay another by one.
 
     Args:
         max_waiting: most conversations that may wait, besides the one that is served; None is any number.
@@ -197,7 +197,7 @@ class FairQueue:
             while True:
                 seconds, at_rest = pause()  # before the look at what came: it is long enough for something to come
                 if self._served is not None and self._served[1]:
-                    # Its conversation had its turn, and lines up behind those that came meanwhile.
+                    # Its conversation had its turn, and lines up after those that came meanwhile.
                     self._conversations[self._served[0]] = self._served[1]
                 self._served = None
                 if self._conversations:
@@ -230,7 +230,7 @@ class FairQueue:
 
     @property
     def presses(self) -> bool:
-        """Whether somebody waits for the consumer, while it has no job: a job came, or the queue was closed."""
+        """Whether idle work has to end: a job came, or the queue was closed."""
         return bool(self._conversations) or self._closed is not None
 
     @property

@@ -53,7 +53,7 @@ class Pair:
         options: how it was loaded.
         loader: what loads further models so.
         warnings: one-line remarks from loading, and from idle time, that a user should see.
-        said: the conversation last worked on, prompt and answer.
+        conversation: the one last worked on, prompt and answer.
         prefix_cache: other conversations, put aside.
         preparation: what is left to find out in idle time.
         refused: why nothing is answered any more, where the engine turned out to be wrong; else None.
@@ -66,7 +66,7 @@ class Pair:
         self.preparation = Preparation()
         self.prefix_cache = PrefixCache(options.prefix_cache_bytes)
         self.refused: str | None = None
-        self.said: Sequence[int] = ()
+        self.conversation: Sequence[int] = ()
         self._last: tuple[DraftLength, Controller] | None = None
         with ExitStack() as undo:
             undo.callback(trim_heap)
@@ -295,16 +295,16 @@ class Pair:
         self._last = draft_length, controller
         chosen = [drafter for drafter in chosen if controller.may_use(drafter.source)]
         decoder = SpeculativeDecoder(self.context, chosen, controller, self._lost)
-        said = self.said = list(prompt)
+        conversation = self.conversation = list(prompt)
         text = TextAssembler(self.target.vocab, params.stop)
         n_rounds, ended = 0, False
         # A pass that is broken off leaves every context with what its `tokens` says.
-        with self._working_on(said, chosen, cancelled), suppress(Cancelled):
+        with self._working_on(conversation, chosen, cancelled), suppress(Cancelled):
             on_prefilled(decoder.prefill(prompt, cancelled))
             for round_ in decoder.rounds(
                 prompt, params, text, cancelled=cancelled, n_logprobs=n_logprobs, constraint=constraint
             ):
-                said += [token.id for token in round_.emitted]
+                conversation += [token.id for token in round_.emitted]
                 round_.draft_texts = [self.target.vocab.display(token) for token in round_.draft.ids]
                 n_rounds, ended = round_.index + 1, round_.finish_reason is not None
                 yield round_
@@ -316,12 +316,12 @@ class Pair:
 
     @contextmanager
     def _working_on(
-        self, said: Sequence[int], drafters: Sequence[Drafter], cancelled: Callable[[], bool]
+        self, conversation: Sequence[int], drafters: Sequence[Drafter], cancelled: Callable[[], bool]
     ) -> Iterator[None]:
         """Within the block target and drafters hold one conversation, and long passes can be broken off."""
         drafts = [drafter.context for drafter in drafters if drafter.context is not None]
         contexts = [self.context, *drafts]
-        with self.prefix_cache.conversation(self.context, drafts, said):
+        with self.prefix_cache.conversation(self.context, drafts, conversation):
             for context in contexts:
                 context.interrupted = cancelled
             try:

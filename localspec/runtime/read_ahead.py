@@ -1,7 +1,7 @@
-"""Reading while nobody waits: what was said, for the draft models, and what the next prompt will begin with, for all.
+"""Reading in idle time: the conversation, for draft models, and what the next prompt will begin with, for all.
 
 A draft model that pays has to have read the conversation, and its reading of a long answer that was copied or decoded
-plainly takes as long as several tokens. Between two turns that costs nobody anything. So does reading a system prompt
+plainly takes as long as several tokens. Between two turns that costs nothing. So does reading a system prompt
 while a person types the first question.
 """
 
@@ -43,10 +43,10 @@ class ReadAhead:
         """One pass of one model. Returns whether there is more to read."""
         pair = self._pair
         expected = self._expected
-        if expected and not _continues(expected, pair.said):
+        if expected and not _continues(expected, pair.conversation):
             expected = self._expected = ()
         work: list[tuple[Context, Sequence[int], int]] = [(pair.context, expected, TARGET_PIECE)]
-        work += [(context, expected or pair.said, DRAFT_PIECE) for context in pair.useful_drafts()]
+        work += [(context, expected or pair.conversation, DRAFT_PIECE) for context in pair.useful_drafts()]
         for context, text, piece in work:
             readable = _readable(context, text)
             if shared_prefix(context.tokens, text) >= readable:
@@ -61,9 +61,9 @@ class ReadAhead:
         return False
 
 
-def _continues(expected: Sequence[int], said: Sequence[int]) -> bool:
-    """Whether a next turn could begin so: it has nearly all of what was said, which a template may have closed."""
-    return shared_prefix(expected, said) >= len(said) - len(said) // 8 - 1
+def _continues(expected: Sequence[int], conversation: Sequence[int]) -> bool:
+    """Whether a next turn could begin so: with nearly all of the conversation, whose end a template may change."""
+    return shared_prefix(expected, conversation) >= len(conversation) - len(conversation) // 8 - 1
 
 
 def _readable(context: Context, text: Sequence[int]) -> int:

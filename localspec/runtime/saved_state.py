@@ -39,7 +39,7 @@ def maker_of(model: Model) -> dict[str, str]:
 
 
 def fits(maker: Mapping[str, str], ours: Mapping[str, str]) -> bool:
-    """Whether a model can use what another made: all but the file's name, which anybody may change, has to match."""
+    """Whether a model can use what another made: all but the file's name has to match."""
     return all(maker.get(key) == value for key, value in ours.items() if key != "name")
 
 

@@ -63,7 +63,7 @@ def write(path: Path, text: Mapping[str, Any], memories: Sequence[SavedContext])
     try:
         document = json.dumps({**text, "memories": listed}, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError) as error:  # a lone surrogate, or a value of some other kind
-        raise SessionFileError(f"cannot write {path}: what was said is not JSON ({error})") from error
+        raise SessionFileError(f"cannot write {path}: its messages are not JSON ({error})") from error
     try:
         with write_atomically(path, private=True) as file:
             file.write(MAGIC + b"%d\n%d %s\n" % (VERSION, len(document), _digest(document).encode()))

@@ -20,7 +20,7 @@ class Reply:
 
     Attributes:
         text: verified text only; without the stop string that ended it, if one did.
-        token_ids: the tokens behind it, an end token included.
+        token_ids: its tokens, an end token included.
         finish_reason: ``stop`` (end token or stop string), ``length`` (budget or context), or ``cancelled``.
         stats: see ``SpecStats``.
         model, draft, backend: what produced it.

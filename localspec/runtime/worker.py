@@ -82,7 +82,7 @@ class Worker:
         self._idle.remove(task)
 
     def idle_work_waits(self) -> None:
-        """Say that tasks may have new work. After every job they are asked without being told."""
+        """Have tasks looked at again, as they may have new work; happens by itself after every job."""
         self._idle.renew()
         self.queue.stir()
 

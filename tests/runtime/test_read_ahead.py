@@ -93,7 +93,7 @@ def test_no_step_reads_more_than_one_piece_and_none_once_a_request_waits(
             return seen
 
         seen = llm.run(lambda pair: read())
-        assert sum(seen) == len(pair.said)
+        assert sum(seen) == len(pair.conversation)
         assert len(seen) > 2
 
 
