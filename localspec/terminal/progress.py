@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from types import TracebackType
 from typing import Self, TextIO
 
-from localspec.terminal.text import clip, on_one_line, terminal_size
+from localspec.terminal.text import clip, moves_cursor, on_one_line, terminal_size
 
 INTERVAL = 0.1
 """Seconds between two updates of a line."""
@@ -23,8 +22,7 @@ class Progress:
 
     def __init__(self, file: TextIO | None = None) -> None:
         self._file = file or sys.stderr
-        terminal = self._file.isatty()
-        self.live = terminal and os.environ.get("TERM", "") not in ("dumb", "unknown", "")
+        self.live = moves_cursor(self._file)
         self._shown = False
         self._what = ""
         self._said: set[str] = set()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from functools import lru_cache
+from typing import TextIO
 
 # Control characters become their Unicode pictures, C1 controls (a lone 0x9b starts an escape sequence too) and the
 # characters that reorder a line become a replacement character. Newline and tab stay.
@@ -19,6 +21,11 @@ def terminal_size() -> tuple[int, int]:
     """Columns and lines."""
     size = shutil.get_terminal_size((80, 24))
     return max(2, size.columns), max(1, size.lines)
+
+
+def moves_cursor(file: TextIO) -> bool:
+    """Whether a file is a terminal on which the cursor can be moved."""
+    return file.isatty() and (os.name == "nt" or os.environ.get("TERM", "") not in ("dumb", "unknown", ""))
 
 
 def visible(text: str) -> str:

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 from localspec.commands.chat.status import AnswerStatus
-from localspec.commands.chat.style import Style
+from localspec.commands.chat.style import Painter, Style
 from localspec.commands.chat.views import RoundsView, TextView, TokensView, View
-from localspec.terminal.text import terminal_size, visible
+from localspec.terminal.text import moves_cursor, terminal_size, visible
 
 
 class ChatScreen:
@@ -34,17 +34,16 @@ class ChatScreen:
         self.errors = errors or sys.stderr
         self.interactive = not plain
         self.terminal = self.file.isatty() and not plain
-        self.ansi = self.terminal and os.environ.get("TERM", "") not in ("dumb", "unknown", "")
-        if os.name == "nt":
-            self.ansi = self.terminal
+        self.ansi = self.terminal and moves_cursor(self.file)
         self.colour = self.ansi and not os.environ.get("NO_COLOR")
+        self.paint = Painter(self.ansi, self.colour)
         self.unicode = (self.file.encoding or "").lower().replace("-", "") in ("utf8", "utf16")
 
     # -- lines ---------------------------------------------------------------------------------------------------
 
     def line(self, text: str = "", style: Style = Style.TARGET) -> None:
         """Print a line of our own."""
-        print(style.paint(visible(text), ansi=self.ansi, colour=self.colour), file=self.file, flush=True)
+        print(self.paint(visible(text), style), file=self.file, flush=True)
 
     def prose(self, text: str, style: Style = Style.TARGET) -> None:
         """Print sentences, wrapped between words on a terminal."""
@@ -63,8 +62,8 @@ class ChatScreen:
         """Print an error in one line."""
         self.file.flush()
         line = "localspec: " + " ".join(visible(text).split())
-        ansi = self.ansi and self.errors.isatty()
-        print(Style.ERROR.paint(line, ansi=ansi, colour=self.colour), file=self.errors, flush=True)
+        paint = Painter(self.ansi and self.errors.isatty(), self.colour)
+        print(paint(line, Style.ERROR), file=self.errors, flush=True)
 
     def print(self, renderable: Any) -> None:
         """Print a rich table or panel."""
@@ -85,19 +84,15 @@ class ChatScreen:
 
     def legend(self) -> str:
         """How the kinds of text are told apart here, in one line."""
-
-        def sample(text: str, style: Style) -> str:
-            return style.paint(text, ansi=self.ansi, colour=self.colour)
-
         if not self.ansi:
             return "guesses are shown by /view rounds; this terminal cannot take text back"
         bold, line = ("green, bold", "cyan, underlined") if self.colour else ("bold", "underlined")
         return " · ".join(
             (
-                sample(f"draft's ({bold})", Style.MODEL),
-                sample(f"n-gram's ({line})", Style.NGRAM),
+                self.paint(f"draft's ({bold})", Style.MODEL),
+                self.paint(f"n-gram's ({line})", Style.NGRAM),
                 "target's own",
-                sample("rejected", Style.REJECTED),
+                self.paint("rejected", Style.REJECTED),
             )
         )
 
@@ -106,14 +101,10 @@ class ChatScreen:
     def view(self, name: str, status: AnswerStatus) -> View:
         """A fresh view for an answer."""
         if name == "rounds":
-            return RoundsView(self.file, ansi=self.ansi, colour=self.colour, unicode=self.unicode)
+            return RoundsView(self.file, self.paint, unicode=self.unicode)
         if self.ansi:
             return TokensView(self.file, status, colour=self.colour, drafts=name == "tokens")
-        return TextView(self.file, visible if self.file.isatty() else _unchanged)
-
-
-def _unchanged(text: str) -> str:
-    return text
+        return TextView(self.file, visible if self.file.isatty() else str)
 
 
 @contextmanager

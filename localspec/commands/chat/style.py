@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 
+from localspec.spec_decode.drafters.names import NGRAM
 from localspec.spec_decode.rounds import TokenKind
 
 
@@ -29,9 +31,16 @@ class Style(Enum):
         codes = ";".join(code for code in (attributes, hue if colour else "") if code)
         return f"\x1b[{codes}m" if codes else ""
 
-    def paint(self, text: str, *, ansi: bool, colour: bool) -> str:
-        """The text in this style, where escape sequences are allowed."""
-        start = self.sgr(colour) if ansi else ""
+
+@dataclass(frozen=True, slots=True)
+class Painter:
+    """Puts texts in a style, as far as escape sequences and colours are allowed."""
+
+    ansi: bool
+    colour: bool
+
+    def __call__(self, text: str, style: Style) -> str:
+        start = style.sgr(self.colour) if self.ansi else ""
         return f"{start}{text}\x1b[0m" if start else text
 
 
@@ -39,4 +48,4 @@ def token_style(kind: TokenKind, source: str) -> Style:
     """The style of a verified token."""
     if kind != "accepted":
         return Style.TARGET
-    return Style.NGRAM if source == "ngram" else Style.MODEL
+    return Style.NGRAM if source == NGRAM else Style.MODEL

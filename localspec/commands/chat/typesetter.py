@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TextIO
 
-from localspec.commands.chat.style import Style
+from localspec.commands.chat.style import Painter, Style
 from localspec.terminal.text import char_width, clip, on_one_line, terminal_size, visible, width, width_is_certain
 
 Segment = tuple[str, Style]
@@ -35,6 +35,7 @@ class Typesetter:
     ) -> None:
         self._file = file
         self._colour = colour
+        self._paint = Painter(ansi=True, colour=colour)
         self._size = size
         self._columns, self._lines = size()
         self._out: list[str] = []
@@ -160,8 +161,8 @@ class Typesetter:
                 break
         down = 1 + (self._column + used) // self._columns
         self._out.append(_INDEX * down + f"\x1b[{down}A" + _SAVE)
-        self._out += [style.paint(text, ansi=True, colour=self._colour) for text, style in shown]
-        line = Style.NOTE.paint(clip(status, self._columns - 1), ansi=True, colour=self._colour)
+        self._out += [self._paint(text, style) for text, style in shown]
+        line = self._paint(clip(status, self._columns - 1), Style.NOTE)
         # Saved again, because in some terminals a restored position is used up.
         self._out.append(f"{_RESTORE}{_SAVE}\x1b[{down}B\r{line}{_RESTORE}")
         self._has_tail = True

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from localspec.commands.chat.status import AnswerStatus
-from localspec.commands.chat.style import Style, token_style
+from localspec.commands.chat.style import Painter, Style, token_style
 from localspec.commands.chat.typesetter import Segment, Typesetter
 from localspec.spec_decode.rounds import Round, TokenKind
 from localspec.terminal.text import clip, on_one_line, terminal_size, visible, width
@@ -20,8 +20,7 @@ FORMER_VIEWS = {"lane": "rounds"}
 class View(ABC):
     """Shows one answer: ``round`` for each round, then ``finish``."""
 
-    @abstractmethod
-    def wait(self, what: str) -> None:
+    def wait(self, what: str) -> None:  # noqa: B027 # most views have no place for it
         """Say what is going on before the first round."""
 
     @abstractmethod
@@ -79,21 +78,16 @@ class TokensView(View):
 class RoundsView(View):
     """One line a round: its draft tokens and their fate; then the text."""
 
-    def __init__(self, file: TextIO, *, ansi: bool, colour: bool, unicode: bool) -> None:
-        self._file = file
-        self._ansi, self._colour, self._unicode = ansi, colour, unicode
+    def __init__(self, file: TextIO, paint: Painter, *, unicode: bool) -> None:
+        self._file, self._paint, self._unicode = file, paint, unicode
         self._text: list[str] = []
-
-    def wait(self, what: str) -> None:
-        return
 
     def round(self, round_: Round) -> None:
         self._text.append(round_.text)
         if not round_.emitted:  # only the rest of the text
             return
         columns, _ = terminal_size()
-        line = round_line(round_, columns - 1, ansi=self._ansi, colour=self._colour, unicode=self._unicode)
-        self._file.write(line + "\n")
+        self._file.write(round_line(round_, columns - 1, self._paint, unicode=self._unicode) + "\n")
         self._file.flush()
 
     def finish(self) -> None:
@@ -110,9 +104,6 @@ class TextView(View):
         self._clean = clean
         self._last = ""
 
-    def wait(self, what: str) -> None:
-        return
-
     def round(self, round_: Round) -> None:
         if text := round_.text:
             self._file.write(self._clean(text))
@@ -128,14 +119,13 @@ class TextView(View):
 _MARKS = {True: ("✓", "✗", "→", "+", "·"), False: ("+", "-", ">", "*", ".")}
 
 
-def round_line(round_: Round, columns: int, *, ansi: bool, colour: bool, unicode: bool = True) -> str:
+def round_line(round_: Round, columns: int, paint: Painter, *, unicode: bool = True) -> str:
     """One line for a round: number, accepted of drafted, drafters, draft + verify time, each draft token and its fate.
 
     Args:
         round_: the round.
         columns: cells the line may take.
-        ansi: whether escape sequences are allowed; the marks say the same without.
-        colour: whether colours are.
+        paint: puts texts in a style; the marks say the same without.
         unicode: False draws the marks in ASCII.
     """
     accepted_mark, rejected_mark, recovered_mark, bonus_mark, plain_mark = _MARKS[unicode]
@@ -159,11 +149,11 @@ def round_line(round_: Round, columns: int, *, ansi: bool, colour: bool, unicode
         pieces.append((f"{gap}{mark}{on_one_line(own[-1].text) or 'end'}", Style.TARGET))
     elif round_.finish_reason:
         pieces.append((" end", Style.NOTE))
-    line, used = [Style.NOTE.paint(head, ansi=ansi, colour=colour)], width(head)
+    line, used = [paint(head, Style.NOTE)], width(head)
     for text, style in pieces:
         shown = clip(text, columns - used)
         used += width(shown)
-        line.append(style.paint(shown, ansi=ansi, colour=colour))
+        line.append(paint(shown, style))
         if shown != text:
             break
     return "".join(line)

@@ -24,7 +24,7 @@ from localspec.commands.report.model import (
     Table,
     Text,
 )
-from localspec.terminal.text import clip, on_one_line, width
+from localspec.terminal.text import clip, moves_cursor, on_one_line, width
 
 NARROWEST, WIDEST = 40, 110
 PIPED = 80
@@ -59,7 +59,7 @@ class Screen:
 
     def __init__(self, file: TextIO | None = None) -> None:
         self._file = file or sys.stdout
-        terminal = self._file.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
+        terminal = moves_cursor(self._file)
         self._encoding = self._file.encoding or "utf-8"
         self.unicode = self._shows("▁█")
         self._console = Console(

@@ -15,6 +15,7 @@ from localspec.commands.chat.figures import histogram
 from localspec.commands.chat.saved_chat import AnswerRecord
 from localspec.commands.chat.screen import ChatScreen
 from localspec.commands.chat.status import status_line
+from localspec.commands.chat.style import Painter
 from localspec.commands.chat.views import TextView, round_line
 from localspec.errors import PromptTooLong, UsageError
 from localspec.model_files.catalog import short_name
@@ -355,18 +356,21 @@ def test_text_with_escapes_from_a_model_is_not_altered_in_a_pipe() -> None:
     assert it.out == "a\x1b[31mb\n"
 
 
+PLAIN = Painter(ansi=False, colour=False)
+
+
 def test_round_line_shows_every_guess_and_its_fate() -> None:
     round_ = make_round(4, [("def", "model", True), (" f", "ngram", True), ("(x", "ngram", False)], "(a")
-    line = round_line(round_, 80, ansi=False, colour=False)
+    line = round_line(round_, 80, PLAIN)
     assert "2/3" in line
     assert "model+ngram" in line
     assert "✓def✓ f✗(x →(a" in line
     assert "\x1b" not in line
-    assert "+def+ f-(x >(a" in round_line(round_, 80, ansi=False, colour=False, unicode=False)
-    assert "plain" in round_line(make_round(0, [], "x"), 80, ansi=False, colour=False)
+    assert "+def+ f-(x >(a" in round_line(round_, 80, PLAIN, unicode=False)
+    assert "plain" in round_line(make_round(0, [], "x"), 80, PLAIN)
     for columns in range(40, 80):
-        assert width(round_line(round_, columns, ansi=False, colour=False)) <= columns
-    struck = round_line(round_, 80, ansi=True, colour=False)
+        assert width(round_line(round_, columns, PLAIN)) <= columns
+    struck = round_line(round_, 80, Painter(ansi=True, colour=False))
     assert "\x1b[2;9m(x\x1b[0m" in struck
 
 
