@@ -6,6 +6,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from localspec.commands.chat.views import TextView
 from localspec.commands.options import RunOptions, check_text
 from localspec.errors import UsageError
 from localspec.system.interrupts import on_interrupt
@@ -15,7 +16,6 @@ from localspec.terminal.text import visible
 if TYPE_CHECKING:
     from localspec.llm import LLM
     from localspec.runtime.stream import RoundStream
-    from localspec.spec_decode.rounds import Round
 
 FORMATS = ("text", "json", "events")
 
@@ -64,27 +64,18 @@ def _messages(llm: LLM, options: RunOptions, prompt: str, raw: bool) -> str | li
 
 def _print_answer(stream: RoundStream, format: str) -> None:
     out = sys.stdout
-    terminal = out.isatty()
-    last = ""
+    if format == "text":
+        view = TextView(out, visible if out.isatty() else str)
+        for round_ in stream:
+            view.round(round_)
+        view.finish()
+        return
     for round_ in stream:
-        text = _shown(round_, format, terminal)
-        if text:
-            out.write(text)
+        if format == "events":
+            out.write(_line(round_.as_event()))
             out.flush()
-            last = text
-    if format != "text":
-        out.write(_line(stream.reply.as_dict()))
-    elif not last.endswith("\n"):
-        out.write("\n")
+    out.write(_line(stream.reply.as_dict()))
     out.flush()
-
-
-def _shown(round_: Round, format: str, terminal: bool) -> str:
-    if format == "events":
-        return _line(round_.as_event())
-    if format == "json":
-        return ""
-    return visible(round_.text) if terminal else round_.text
 
 
 def _line(value: dict[str, Any]) -> str:

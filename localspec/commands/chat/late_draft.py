@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from localspec.errors import Cancelled, Closed, LocalspecError, line_of
+from localspec.errors import Cancelled, Closed, line_of
 from localspec.model_files.catalog import short_name
 
 if TYPE_CHECKING:
@@ -60,8 +60,6 @@ class LateDraft:
             self._load()
         except (Cancelled, Closed):
             pass
-        except LocalspecError as error:
-            self.notes.append(f"going on without a draft model: {error}")
         except Exception as error:  # whatever it is, the chat goes on
             self.notes.append(f"going on without a draft model: {line_of(error)}")
         self._say("")
