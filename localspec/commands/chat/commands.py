@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -29,17 +30,19 @@ class Command:
         help: what it does, in a few words.
         run: does it; an error is raised.
         words: what can be typed as its argument.
+        several: whether it takes several of them.
     """
 
     usage: str
     help: str
     run: Callable[[Chat, str], None]
-    words: Callable[[str], Iterable[str]] = lambda current: ()
+    words: Callable[[], Iterable[str]] = tuple
+    several: bool = False
 
 
 def is_command(line: str) -> bool:
     """Whether a line names a command that exists."""
-    return line.startswith("/") and line[1:].split(maxsplit=1)[:1] != [] and line[1:].split()[0] in COMMANDS
+    return line.startswith("/") and (line[1:].split() or [""])[0] in COMMANDS
 
 
 def run_command(chat: Chat, line: str) -> bool:
@@ -68,7 +71,7 @@ def complete(before: list[str]) -> Iterable[str]:
     if not before:
         return [f"/{name}" for name in COMMANDS]
     command = COMMANDS.get(before[0][1:])
-    return command.words(" ".join(before[1:])) if command else ()
+    return command.words() if command and (len(before) == 1 or command.several) else ()
 
 
 # -- looking ---------------------------------------------------------------------------------------------------------
@@ -256,25 +259,23 @@ def _path(argument: str, name: str) -> Path:
     return Path(argument.strip("\"'")).expanduser()
 
 
-def _files(current: str) -> Iterable[str]:
-    folder = Path(".")
-    try:
-        return sorted(entry.name for entry in folder.iterdir() if entry.suffix in (".json", ".session"))
-    except OSError:
-        return ()
+def _files() -> Iterable[str]:
+    with suppress(OSError):
+        return sorted(entry.name for entry in Path().iterdir() if entry.suffix in (".chat", ".session", ".json"))
+    return ()
 
 
-def _models(current: str) -> Iterable[str]:
+def _models() -> Iterable[str]:
     from localspec.model_files.catalog import Catalog
 
     return ["auto", "none", "ngram", *Catalog.load()]
 
 
 COMMANDS = {
-    "view": Command("|".join(VIEWS), "how answers are shown", _view, lambda current: () if current else VIEWS),
-    "draft": Command("auto|none|ngram|MODEL …", "who guesses", _draft, _models),
-    "length": Command("auto|N", "how many tokens a draft has", _length, lambda current: () if current else ("auto",)),
-    "set": Command("[NAME [VALUE]]", "sampling parameters", _set, lambda current: () if current else CHAT_SETTINGS),
+    "view": Command("|".join(VIEWS), "how answers are shown", _view, lambda: VIEWS),
+    "draft": Command("auto|none|ngram|MODEL …", "who guesses", _draft, _models, several=True),
+    "length": Command("auto|N", "how many tokens a draft has", _length, lambda: ("auto",)),
+    "set": Command("[NAME [VALUE]]", "sampling parameters", _set, lambda: CHAT_SETTINGS),
     "stats": Command("", "figures, and how far guesses reached", _stats),
     "why": Command("", "why it is, or is not, drafting", _why),
     "race": Command("", "the last question plain and speculative", _race),
