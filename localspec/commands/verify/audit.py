@@ -174,19 +174,19 @@ class Audit:
 
     def _sampled_arms(self, number: int) -> Iterator[tuple[AuditArm, SamplingParams]]:
         """Without a seed, where the law is at stake, and with one, where every draw is known."""
-        options, everybody = self.options, [*self.drafters, self.adversary]
+        options, all_drafters = self.options, [*self.drafters, self.adversary]
         fresh = replace(options.sampled, max_tokens=SAMPLED_ANSWER * options.n_tokens, seed=None)
         if number % 3 == 2 and self.drafters:
             yield self._arm(self.drafters, options.draft_length, fresh), fresh
         else:
             # A draft model samples; all others draft deterministically, as the adversary always does.
-            sampling = everybody
+            sampling = all_drafters
             for model in self.pair.state.models[:1]:
                 sampling = [HotDraftModel(model.context) if number % 3 else model.drafter]
             yield self._arm(sampling, SAMPLED_LENGTH), fresh
         seed = ((options.sampled.seed or 11) + number) % 2**63
         seeded = replace(options.sampled, max_tokens=options.n_tokens, seed=seed)
-        yield self._arm(everybody, SAMPLED_LENGTH, note=", seeded"), seeded
+        yield self._arm(all_drafters, SAMPLED_LENGTH, note=", seeded"), seeded
 
     def _draw_from_verification(self) -> None:
         """Test its law on the windows that tell most."""

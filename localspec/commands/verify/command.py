@@ -76,8 +76,7 @@ def audit_options(options: RunOptions, llm: LLM, prompts: int | None, quick: boo
     defaults, given = llm.chat_defaults, options.sampling
     penalties = {name: value for name, value in (defaults | dict(given)).items() if name in PENALTIES}
     chain: dict[str, Any] = {"top_k": TOP_K} | {name: given[name] for name in FILTERS if name in given}
-    if not chain.get("temperature"):
-        chain["temperature"] = 1.0
+    chain["temperature"] = chain.get("temperature") or 1.0
     return AuditOptions(
         n_prompts=prompts or (QUICK_PROMPTS if quick else PROMPTS),
         n_tokens=given.get("max_tokens") or (QUICK_TOKENS if quick else TOKENS),
@@ -90,7 +89,7 @@ def audit_options(options: RunOptions, llm: LLM, prompts: int | None, quick: boo
 
 
 def _shown_on(progress: Progress) -> Callable[[str, float], None]:
-    """Shows an audit's progress with the time that is left; where nobody watches, a line for each prompt."""
+    """Shows an audit's progress with the time that is left; without a terminal, a line for each prompt."""
     started, shown = time.monotonic(), ""
 
     def show(what: str, done: float) -> None:

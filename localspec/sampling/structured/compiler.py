@@ -1,4 +1,4 @@
-"""The library that matches grammars, llguidance: loaded when it is needed, and kept from doing harm."""
+"""The library that matches grammars, llguidance: imported when needed, and compiling on a large stack."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -43,7 +43,7 @@ class GrammarVocabulary:
             eos_token=ends or None,
             slices=llguidance.LLTokenizer.json_slices(),
         )
-        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._compiled = lru_cache(N_COMPILED)(self._compile)
 
     def text(self, tokens: Sequence[int]) -> bytes:
         """What tokens add to the text."""
@@ -55,16 +55,13 @@ class GrammarVocabulary:
         Raises:
             UsageError: the grammar does not compile.
         """
-        found = self._compiled.get(grammar)
-        if found is None:
-            found = compiled(self._tokenizer, grammar)
-            if found.is_error():
-                raise UsageError(f"the grammar cannot be followed: {reason(found.get_error())}")
-            self._compiled[grammar] = found
-            while len(self._compiled) > N_COMPILED:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
-        return found.deep_copy()
+        return self._compiled(grammar).deep_copy()
+
+    def _compile(self, grammar: str) -> Any:
+        found = compiled(self._tokenizer, grammar)
+        if found.is_error():
+            raise UsageError(f"the grammar cannot be followed: {reason(found.get_error())}")
+        return found
 
 
 class _Tokens:

@@ -353,7 +353,7 @@ def test_compiled_grammars_are_kept_and_forgotten(vocab: Vocab) -> None:
         known.matcher(f'%llguidance {{"no_forcing": true}}\nstart: "{i}"')
         if i > 2 * vocabulary.N_COMPILED:
             break
-    assert len(known._compiled) == vocabulary.N_COMPILED
+    assert known._compiled.cache_info().currsize == vocabulary.N_COMPILED
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
