@@ -13,6 +13,10 @@ EASY, HARD = 0.55, 0.85
 TYPICAL, HIGH = 0.7, 0.9
 """Acceptance rates for which a speed-up is named: where drafting pays nearly everywhere, and on easy text only."""
 
+_LEAST_NOISE = 0.03
+"""What two equal answers in turns differ by on a busy machine, see ``timing.turns.SLICE_TOKENS``; few prompts may show
+less by chance."""
+
 _LEAST_MARGIN = 0.02
 """Gains below this are called none: nobody would notice them."""
 
@@ -102,8 +106,7 @@ def recommend_ranked(rank: RankFacts, target: str, drafts: Mapping[str, str]) ->
 def noise_margin(rank: RankFacts) -> float:
     """Difference of two speed-ups that noise alone may make, at about two standard errors.
 
-    A ratio of two runs has √2 times the noise of one, and a mean over n prompts 1/√n of that. Where the noise was not
-    measured, 5 % are assumed.
+    A ratio of two answers has √2 times the noise of one, and a mean over n prompts 1/√n of that.
     """
-    noise = rank.noise if rank.noise is not None else 0.05
+    noise = max(_LEAST_NOISE, rank.noise or 0.0)
     return float(max(_LEAST_MARGIN, 2 * noise * 2**0.5 / max(1, len(rank.prompts)) ** 0.5))

@@ -237,7 +237,8 @@ class Doctor:
             self._show(screen.cost_parts(cost, rows, self.screen.width, self.screen.unicode))
             self._show(screen.payoff_parts(payoffs))
         names = {draft.name: draft.spec for draft in drafts}
-        return self._with_doubt(recommend(cost, payoffs, subjects.target.spec, names, automatic=subjects.automatic))
+        advice = recommend(cost, payoffs, subjects.target.spec, names, automatic=subjects.automatic)
+        return self._with_doubt(advice) if payoffs else advice
 
     def _rank(self, subjects: Subjects, calibrate: bool) -> Recommendation:
         watch, target = self.watch, subjects.target
@@ -248,13 +249,13 @@ class Doctor:
                 watch.call(llm, lambda pair: pair.recalibrate(watch.report))
             rank = self.found.rank = ranking.rank(llm, drafts, self.options.params({}), watch, ranking.SECONDS)
         self._show(screen.ranking_parts(rank))
-        return self._with_doubt(recommend_ranked(rank, target.spec, {draft.name: draft.spec for draft in drafts}))
+        advice = recommend_ranked(rank, target.spec, {draft.name: draft.spec for draft in drafts})
+        return self._with_doubt(advice) if rank.prompts else advice
 
     def _with_doubt(self, found: Recommendation) -> Recommendation:
         """What was timed on a busy machine, or another day, is no firm ground."""
         doubts = [each.name for each in self.found.checks if each.status == "note" and each.name in _DOUBTS]
-        rank = self.found.rank
-        if not doubts or (rank is not None and not rank.prompts):
+        if not doubts:
             return found
         return replace(found, text=f"{found.text} But this rests on timings that are in doubt (see {doubts[0]}).")
 

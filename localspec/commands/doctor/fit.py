@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from localspec.backends.gpus import Device
@@ -22,6 +23,8 @@ TIGHT = 0.9
 """Share of the free memory from which little is left for anything else."""
 
 _LEAST_CTX = 512
+"""Smaller contexts are not worth a word: they hold no conversation."""
+
 _CTX_STEP = 256
 """Engines round a context up to a multiple of this."""
 
@@ -189,8 +192,10 @@ def _remedy(models: Sequence[Subject], found: FitFacts, room: Room) -> str:
         smaller = KV_VALUE_BYTES["q8_0"] < KV_VALUE_BYTES[found.kv_type]
         if smaller and fits(models, found.n_ctx, "q8_0"):
             ways.append("--kv-cache q8_0")
-        if (n_ctx := _largest_context(models, found, fits)) is not None:
-            ways.append(f"--ctx {n_ctx}")
+        contexts = range(_LEAST_CTX, found.n_ctx, _CTX_STEP)
+        n_fitting = bisect_left(contexts, True, key=lambda n_ctx: not fits(models, n_ctx, found.kv_type))
+        if n_fitting:
+            ways.append(f"--ctx {contexts[n_fitting - 1]}")
     if len(models) > 1 and fits(models[:1], found.n_ctx, found.kv_type):
         ways.append("--draft ngram, which needs no second model")
     if ways:
@@ -198,14 +203,3 @@ def _remedy(models: Sequence[Subject], found: FitFacts, room: Room) -> str:
     if found.ram_needed_bytes < TIGHT * room.ram_total:
         return "close other programs, or take a smaller model: localspec list"
     return "take a smaller model, or one quantised further: localspec list"
-
-
-def _largest_context(
-    models: Sequence[Subject], found: FitFacts, fits: Callable[[Sequence[Subject], int, str], bool]
-) -> int | None:
-    low, high = 0, found.n_ctx // _CTX_STEP
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(models, middle * _CTX_STEP, found.kv_type) else (low, middle - 1)
-    n_ctx = low * _CTX_STEP
-    return n_ctx if _LEAST_CTX <= n_ctx < found.n_ctx else None
