@@ -204,22 +204,19 @@ class _Reader:
         return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
 
     def part(self) -> Node | None:
-        here = self.text[self.at : self.at + 1]
-        if here == '"':
+        if self.take('"'):
             return self.literal()
-        if here == "[":
+        if self.take("["):
             return self.chars()
-        if here == ".":
-            self.at += 1
+        if self.take("."):
             return Chars(((0, LAST_CHARACTER),))
-        if here == "(":
+        if self.take("("):
             return self.group()
-        if here in ("<", "!"):
+        if self.text.startswith(("<", "!"), self.at):
             self.fail("references to tokens are not supported, only text")
         return Rule(self.name()) if _NAME.match(self.text, self.at) else None
 
     def group(self) -> Node:
-        self.at += 1
         self.depth += 1
         if self.depth > MAX_DEPTH:
             self.fail(f"parentheses are nested more than {MAX_DEPTH} deep")
@@ -231,13 +228,10 @@ class _Reader:
         return node
 
     def repeated(self, body: Node) -> Node:
-        if self.take("*"):
-            return Repeat(body, 0, None)
-        if self.take("+"):
-            return Repeat(body, 1, None)
-        if self.take("?"):
-            return Repeat(body, 0, 1)
-        if self.text[self.at : self.at + 1] != "{":
+        for sign, least, most in (("*", 0, None), ("+", 1, None), ("?", 0, 1)):
+            if self.take(sign):
+                return Repeat(body, least, most)
+        if not self.text.startswith("{", self.at):
             return body
         match = _TIMES.match(self.text, self.at)
         if match is None or (match[3] and not match[2]):
@@ -250,7 +244,6 @@ class _Reader:
         return Repeat(body, least, most)
 
     def literal(self) -> Node:
-        self.at += 1
         characters: list[Node] = []
         while not self.take('"'):
             code = self.character("the text")
@@ -258,7 +251,6 @@ class _Reader:
         return characters[0] if len(characters) == 1 else Sequence(tuple(characters))
 
     def chars(self) -> Node:
-        self.at += 1
         negated = self.take("^")
         found: list[tuple[int, int]] = []
         while not self.take("]"):
