@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 
 from localspec.commands.bench.compare import comparison
-from localspec.commands.bench.plan import DEFAULT, LEAST_TOKENS, QUICK, affordable_tokens
+from localspec.commands.bench.plan import DEFAULT, LEAST_TOKENS, QUICK, BenchRequest, affordable_tokens, make_plan
 from localspec.commands.bench.record import Engine, ModelFile, Record, Settings, Sitting
 from localspec.commands.bench.reliability import reliability, wilson
 from localspec.commands.bench.report import bench_report
 from localspec.commands.bench.results import analyse
+from localspec.commands.options import RunOptions
+from localspec.commands.questions import digest, own_questions
 from localspec.commands.report.markdown import markdown
 from localspec.commands.timing.answer import Sample
 from localspec.errors import UsageError
+from localspec.runtime.load_options import LoadOptions
 
 
 def test_a_quick_run_asks_for_answers_that_it_has_time_for() -> None:
@@ -79,6 +82,24 @@ def run_of(samples: list[Sample], **changes: object) -> Record:
     usual = {"machine": {"cpu": "x", "cores": 2}, "settings": SETTINGS, "engines": [engine()], "sessions": [sitting()],
              "ended": "complete", "samples": samples}  # fmt: skip
     return Record(**(usual | changes))
+
+
+def test_a_resumed_run_is_measured_as_before_but_for_what_is_asked_besides() -> None:
+    then = replace(
+        SETTINGS, draft=["ngram"], arms=["plain", "4"], questions="own:tuning", ctx=512, threads=1, gpu_layers=0,
+        kv_cache="q8_0", light_draft=False, sampling={"temperature": 0.8, "top_k": 40, "stop": ["x"]}, ignore_eos=True,
+        system="Be brief.", slice_tokens=8, mode="full", questions_sha256=digest(own_questions("tuning")),
+    )  # fmt: skip
+    before = run_of([answer("a", "plain", 10.0)], settings=then)
+    plan = make_plan(BenchRequest(RunOptions()), before)
+    assert plan.settings == replace(then, backends=["reference"])
+    assert (plan.options.load.n_ctx, plan.options.load.kv_cache_type) == (512, "q8_0")
+    assert (plan.mode.name, plan.mode.max_tokens, plan.before) == ("full", then.max_tokens, before)
+    said = RunOptions(load=LoadOptions(n_ctx=1024, n_threads=2), sampling={"temperature": 0.0}, system="Be rude.")
+    other = make_plan(BenchRequest(said, arms=["auto"], slice_tokens=0, minutes=1.0), before)
+    assert (other.settings.ctx, other.settings.threads, other.settings.kv_cache) == (1024, 2, "q8_0")
+    assert (other.settings.sampling["temperature"], other.settings.system) == (0.0, "Be rude.")
+    assert (other.settings.arms, other.settings.slice_tokens, other.mode.minutes) == (["plain", "auto"], 0, 1.0)
 
 
 def test_speedups_divide_by_plain_of_the_same_question_and_repeat() -> None:

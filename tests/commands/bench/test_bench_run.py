@@ -19,6 +19,7 @@ from xml.etree import ElementTree
 import pytest
 
 from localspec.__main__ import run
+from localspec.commands.bench import plan
 from localspec.commands.bench import results as results_module
 from localspec.commands.bench.record import Record
 from localspec.commands.bench.results import analyse
@@ -144,6 +145,15 @@ def test_an_arm_is_the_same_alone_as_among_others(measured: Record, made: Path, 
     for sample in mine:
         other = before[sample["question"], sample["backend"], sample["arm"], sample["repeat"]]
         assert [row[3:] for row in sample["rounds"]] == [row[3:] for row in other.rounds]
+
+
+def test_every_repeat_starts_anew(measured: Record) -> None:
+    """What an arm predicts comes of what it has seen in this repeat alone."""
+    judged = {sample.key: sample.judged for sample in measured.samples if sample.arm == "ngram:4"}
+    first = [judged[str(q), "reference", "ngram:4", 0] for q in range(N_QUESTIONS)]
+    assert first == [judged[str(q), "reference", "ngram:4", 1] for q in range(N_QUESTIONS)]
+    predictions = [row[2] for rows in first for row in rows]
+    assert len(set(predictions)) > 1, "it learned in between"
 
 
 def test_slices_say_what_whole_answers_do(measured: Record, made: Path, pair: list[str], bench: Bench) -> None:
@@ -312,6 +322,14 @@ def test_the_budget_ends_a_run_after_the_first_question(pair: list[str], made: P
     assert stored["engines"][0]["passes_measured"] == "before"
 
 
+def test_narrow_intervals_end_a_run(pair: list[str], made: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a tolerance that any interval meets: as soon as there is one, at the end of a cycle of categories."""
+    monkeypatch.setattr(plan, "DEFAULT", dataclasses.replace(plan.DEFAULT, tolerance=1e9))
+    status, out, _ = bench(*pair, "--prompts", made / "questions.jsonl", "--max-tokens", 4, "--json", "-")
+    stored = json.loads(out)
+    assert (status, stored["ended"], len(stored["samples"])) == (0, "tight", 2 * 6)
+
+
 def test_earlier_turns_are_answered_before_the_last_is_timed(pair: list[str], tmp_path: Path, bench: Bench) -> None:
     questions = write_questions(tmp_path / "q.jsonl", 2, ["and then a b?"])
     status, out, _ = bench(*pair, "--prompts", questions, "--max-tokens", 6, "--repeats", 1, "--json", "-")
@@ -471,6 +489,7 @@ def damaged(folder: Path, source: Path) -> dict[str, tuple[Path, str]]:
     bad = {
         "no-seconds": good | {"seconds_verify": 0, "seconds_draft": 0, "seconds_other": 0},
         "text-for-number": good | {"tokens": "20"},
+        "number-for-text": good | {"finish_reason": 5},
         "nan": good | {"seconds_verify": float("nan")},
         "huge": good | {"seconds_verify": 10**400},
         "rounds": good | {"rounds": [[1, 2, 3]]},
