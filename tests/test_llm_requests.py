@@ -126,7 +126,7 @@ def test_cancelled_jobs_of_the_conversation_that_is_served_do_not_pile_up() -> N
         fair.put(late)
         late.cancel()
     assert fair._served is not None
-    assert len(fair._served[1]) <= 2
+    assert len(fair._conversations[fair._served]) <= 2
     fair.close()
     while served is not None:
         served.run()

@@ -159,7 +159,7 @@ class FairQueue:
     def __init__(self, max_waiting: int | None = None) -> None:
         self.max_waiting = max_waiting
         self._conversations: dict[Hashable, deque[Job]] = {}
-        self._served: tuple[Hashable, deque[Job]] | None = None
+        self._served: Hashable = None  # the conversation whose job was given last, while it may be running
         self._changed = threading.Condition()
         self._closed: str | None = None
         self._at_rest = False
@@ -174,16 +174,14 @@ class FairQueue:
         with self._changed:
             if self._closed:
                 raise Closed(self._closed)
-            served = self._served is not None and self._served[0] == job.conversation
-            if bounded and self.max_waiting is not None and not served and job.conversation not in self._conversations:
-                waiting = sum(any(map(_waits, jobs)) for jobs in self._conversations.values())
+            known = job.conversation == self._served or job.conversation in self._conversations
+            if bounded and self.max_waiting is not None and not known:
+                others = (jobs for each, jobs in self._conversations.items() if each != self._served)
+                waiting = sum(any(map(_waits, jobs)) for jobs in others)
                 # What finds nothing before it does not wait.
                 if waiting >= self.max_waiting and (waiting or self._served is not None):
                     raise QueueFull(f"{waiting} requests are waiting already; try again later")
-            if self._served is not None and served:
-                self._served[1].append(job)
-            else:
-                self._conversations.setdefault(job.conversation, deque()).append(job)
+            self._conversations.setdefault(job.conversation, deque()).append(job)
             self._prune()
             self._stir()
 
@@ -196,15 +194,16 @@ class FairQueue:
         with self._changed:
             while True:
                 seconds, at_rest = pause()  # before the look at what came: it is long enough for something to come
-                if self._served is not None and self._served[1]:
-                    # Its conversation had its turn, and lines up after those that came meanwhile.
-                    self._conversations[self._served[0]] = self._served[1]
-                self._served = None
-                if self._conversations:
-                    conversation = next(iter(self._conversations))
-                    jobs = self._conversations.pop(conversation)
-                    self._served = conversation, jobs
-                    return jobs.popleft()
+                if self._served in self._conversations:
+                    # It had its turn, and lines up after those that came meanwhile.
+                    self._conversations[self._served] = self._conversations.pop(self._served)
+                self._served = next(iter(self._conversations), None)
+                if self._served is not None:
+                    jobs = self._conversations[self._served]
+                    job = jobs.popleft()
+                    if not jobs:
+                        del self._conversations[self._served]
+                    return job
                 if self._closed:
                     return None
                 if seconds == 0:
@@ -236,13 +235,12 @@ class FairQueue:
     @property
     def ended(self) -> bool:
         """Whether the queue was closed and has nothing left."""
-        return self._closed is not None and not self._conversations and not (self._served and self._served[1])
+        return self._closed is not None and not self._conversations
 
     def waiting(self) -> list[Job]:
         """The jobs that wait and were not cancelled."""
         with self._changed:
-            queues = [*([self._served[1]] if self._served else []), *self._conversations.values()]
-            return [job for jobs in queues for job in jobs if _waits(job)]
+            return [job for jobs in self._conversations.values() for job in jobs if _waits(job)]
 
     def __len__(self) -> int:
         return len(self.waiting())
@@ -255,10 +253,8 @@ class FairQueue:
 
     def _prune(self) -> None:
         """Drop jobs that were cancelled while they waited: a long answer must not let them pile up."""
-        if self._served is not None:
-            self._served = self._served[0], _alive(self._served[1])
         for conversation, jobs in list(self._conversations.items()):
-            alive = _alive(jobs)
+            alive = deque(job for job in jobs if job.cancelled_by is None)
             if not alive:
                 del self._conversations[conversation]
             elif len(alive) < len(jobs):
@@ -267,10 +263,6 @@ class FairQueue:
 
 def _waits(job: Job) -> bool:
     return job.state == "waiting" and not job.stopped()
-
-
-def _alive(jobs: deque[Job]) -> deque[Job]:
-    return deque(job for job in jobs if job.cancelled_by is None)
 
 
 def wait_for(items: queue.SimpleQueue[Any], job: Job | None = None) -> Any:
