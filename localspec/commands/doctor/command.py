@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from localspec import __version__
-from localspec.commands.doctor import engines, fit, machine, payoff, ranking, screen, subject
+from localspec.commands.doctor import engines, fit, machine, models, payoff, ranking, screen
 from localspec.commands.doctor.advice import recommend, recommend_ranked
 from localspec.commands.doctor.costs import Watch, compare_engines, cost_finding, measure_costs
 from localspec.commands.doctor.facts import EngineFacts, Examination, PairFacts, Recommendation
-from localspec.commands.doctor.subject import Subject
+from localspec.commands.doctor.models import ExaminedModel
 from localspec.commands.options import RunOptions
 from localspec.commands.report.model import Finding, Findings, Part
 from localspec.commands.report.terminal import Screen
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Subjects:
+class ExaminedPair:
     """The models that a command line asks about.
 
     Attributes:
@@ -39,13 +39,13 @@ class Subjects:
         automatic: whether the drafts are ``--draft auto``'s.
     """
 
-    target: Subject
-    drafts: tuple[Subject, ...]
+    target: ExaminedModel
+    drafts: tuple[ExaminedModel, ...]
     ngram: bool
     automatic: bool
 
     @property
-    def models(self) -> list[Subject]:
+    def models(self) -> list[ExaminedModel]:
         return [self.target, *self.drafts]
 
 
@@ -91,7 +91,7 @@ class Doctor:
     def examine(self, calibrate: bool, rank: bool) -> Examination:
         """Everything, in the order in which it is shown."""
         options = self.options
-        subjects = self._subjects()
+        examined = self._examined()
         self.progress.report("measuring the memory's bandwidth", None)
         throttle = power.throttle_count()
         found = self.found = Examination(__version__, machine.look_at_machine(options.load.n_threads))
@@ -106,14 +106,14 @@ class Doctor:
             if all(row.status != "fail" for row in rows):
                 rows.append(Finding("fail", "GPU", str(error), "leave --gpu-layers out to use the CPU"))
         self._find("Engines", "engines", rows)
-        on_disk = subject.on_disk()
+        on_disk = models.on_disk()
         found.models = [model.facts() for model in on_disk]
-        self._find("Models", "models", subject.model_findings(on_disk))
-        if subjects is None:
+        self._find("Models", "models", models.model_findings(on_disk))
+        if examined is None:
             found.recommendation = self._first_steps()
         else:
-            self._examine_pair(subjects, engine)
-            found.recommendation = self._obstacle(subjects) or self._measure(subjects, calibrate, rank)
+            self._examine_pair(examined, engine)
+            found.recommendation = self._obstacle(examined) or self._measure(examined, calibrate, rank)
         slowed = power.throttled(throttle, power.throttle_count())
         found.machine = replace(found.machine, throttled=slowed)
         if slowed:
@@ -124,23 +124,23 @@ class Doctor:
 
     # -- the models ----------------------------------------------------------------------------------------------
 
-    def _subjects(self) -> Subjects | None:
+    def _examined(self) -> ExaminedPair | None:
         catalog, options = Catalog.load(), self.options
         default = catalog.default_pair()[0]
         if options.model is None and not options.draft and not default.present:
             return None
-        target = subject.find_subject(default.name if options.model is None else options.model)
+        target = models.find_model(default.name if options.model is None else options.model)
         names = options.drafters()
         if names == ["auto"]:
             found = catalog.draft_for(target.file)
             known = target.entry.draft[:1] if target.entry is not None else ()
-            drafts = (subject.of_path(found),) if found is not None else tuple(map(subject.find_subject, known))
-            return Subjects(target, drafts, True, True)
-        models: list[Subject] = []
-        for each in (subject.find_subject(name) for name in names if name not in FREE_DRAFTERS):
-            if not any(is_same_file(each.file, other.file) for other in models):
-                models.append(each)
-        return Subjects(target, tuple(models), NGRAM in names, False)
+            drafts = (models.of_path(found),) if found is not None else tuple(map(models.find_model, known))
+            return ExaminedPair(target, drafts, True, True)
+        named: list[ExaminedModel] = []
+        for each in (models.find_model(name) for name in names if name not in FREE_DRAFTERS):
+            if not any(is_same_file(each.file, other.file) for other in named):
+                named.append(each)
+        return ExaminedPair(target, tuple(named), NGRAM in names, False)
 
     def _first_steps(self) -> Recommendation:
         pair = Catalog.load().default_pair()
@@ -151,18 +151,18 @@ class Doctor:
 
     # -- the pair ------------------------------------------------------------------------------------------------
 
-    def _examine_pair(self, subjects: Subjects, engine: EngineFacts | None) -> None:
+    def _examine_pair(self, examined: ExaminedPair, engine: EngineFacts | None) -> None:
         """All that is known of the pair before anything is loaded."""
         options, here = self.options, self.found.machine
-        target, drafts = subjects.target, subjects.drafts
-        rows = [subject.broken("file", model) for model in subjects.models if model.error is not None]
-        rows += [subject.missing(model) for model in subjects.models if model.error is None and not model.present]
+        target, drafts = examined.target, examined.drafts
+        rows = [models.broken("file", model) for model in examined.models if model.error is not None]
+        rows += [models.missing(model) for model in examined.models if model.error is None and not model.present]
         differences = {
             draft.name: target.sizes.vocab.difference(draft.sizes.vocab)
             for draft in drafts
             if target.sizes is not None and draft.sizes is not None
         }
-        rows += _vocabulary(subjects, differences)
+        rows += _vocabulary(examined, differences)
         usable = [draft for draft in drafts if draft.error is None and differences.get(draft.name) is None]
         room = fit.Room(
             engine,
@@ -170,30 +170,30 @@ class Doctor:
             here.memory_available_bytes,
             here.memory_limit_bytes or here.memory_total_bytes,
         )
-        models = [target, *usable]
-        fitted = fit.fit(models, fit.context_size(options.load.n_ctx, target), options.load.kv_cache_type, room)
-        rows += fit.fit_findings(models, fitted, room)
+        loaded = [target, *usable]
+        fitted = fit.fit(loaded, fit.context_size(options.load.n_ctx, target), options.load.kv_cache_type, room)
+        rows += fit.fit_findings(loaded, fitted, room)
         trained = target.n_ctx_train
         if options.load.n_ctx is not None and trained and options.load.n_ctx > trained:
             text = f"{options.load.n_ctx:,} tokens, but it was trained for {trained:,}"
             rows.append(Finding("note", "context", text, f"use --ctx {trained}"))
-        if usable or subjects.ngram:
-            rows += _rollback(models)
+        if usable or examined.ngram:
+            rows += _rollback(loaded)
         self.found.pair = PairFacts(
-            target.facts(), [draft.facts() for draft in drafts], subjects.ngram, differences, fitted
+            target.facts(), [draft.facts() for draft in drafts], examined.ngram, differences, fitted
         )
-        names = [target.name, *([NGRAM] if subjects.ngram else []), *(draft.name for draft in drafts)]
+        names = [target.name, *([NGRAM] if examined.ngram else []), *(draft.name for draft in drafts)]
         self._find(" + ".join(names), "pair", rows)
 
-    def _obstacle(self, subjects: Subjects) -> Recommendation | None:
+    def _obstacle(self, examined: ExaminedPair) -> Recommendation | None:
         """Why nothing can be measured yet; None where it can."""
-        here, target = self.found.machine, subjects.target
+        here, target = self.found.machine, examined.target
         failed = [check for check in self.found.checks if check.status == "fail" and check.section != "models"]
         if failed:
             names = " and ".join(dict.fromkeys(check.name for check in failed))
             return Recommendation(None, f"It would not work like this: see {names}.")
         if not target.present:
-            missing = " ".join(model.spec for model in subjects.models if not model.present)
+            missing = " ".join(model.spec for model in examined.models if not model.present)
             text = "Nothing speaks against it. What it costs and gains is measured once it is here."
             return Recommendation(None, text, f"localspec pull {missing}")
         if here.threads > here.cores:
@@ -204,30 +204,30 @@ class Doctor:
 
     # -- measuring -----------------------------------------------------------------------------------------------
 
-    def _measure(self, subjects: Subjects, calibrate: bool, rank: bool) -> Recommendation | None:
+    def _measure(self, examined: ExaminedPair, calibrate: bool, rank: bool) -> Recommendation | None:
         """Load, measure, judge; what goes wrong becomes a row."""
-        self.progress.report(f"loading {subjects.target.name}", None)
+        self.progress.report(f"loading {examined.target.name}", None)
         try:
-            return (self._rank if rank else self._costs)(subjects, calibrate)
+            return (self._rank if rank else self._costs)(examined, calibrate)
         except UsageError:
             raise
         except LocalspecError as error:
             self._find("", "pair", [Finding("fail", "engine", str(error), "try another --backend, or another file")])
             return None
 
-    def _costs(self, subjects: Subjects, calibrate: bool) -> Recommendation:
+    def _costs(self, examined: ExaminedPair, calibrate: bool) -> Recommendation:
         found, watch = self.found, self.watch
         differences = found.pair.vocabulary if found.pair is not None else {}
-        drafts = [draft for draft in subjects.drafts if draft.present and differences.get(draft.name) is None]
-        specs = [*([NGRAM] if subjects.ngram else []), *(draft.path for draft in drafts)]
+        drafts = [draft for draft in examined.drafts if draft.present and differences.get(draft.name) is None]
+        specs = [*([NGRAM] if examined.ngram else []), *(draft.path for draft in drafts)]
         bandwidth = found.machine.bandwidth_gb_per_s
-        with self._open(subjects.target, specs) as llm:
+        with self._open(examined.target, specs) as llm:
             if calibrate:
                 watch.call(llm, lambda pair: pair.recalibrate(watch.report))
-            cost, times = measure_costs(llm, subjects.target.name, [draft.name for draft in drafts], bandwidth, watch)
+            cost, times = measure_costs(llm, examined.target.name, [draft.name for draft in drafts], bandwidth, watch)
             rows = [cost_finding(cost, bandwidth), *compare_engines(llm, watch)]
             rows += [Finding("info", "engine", warning) for warning in llm.warnings if not _is_shown(warning)]
-        drafters = [(NGRAM, 0.0)] if subjects.ngram else []
+        drafters = [(NGRAM, 0.0)] if examined.ngram else []
         drafters += [(draft.name, draft.ms[1]) for draft in cost.drafts]
         payoffs = [payoff.payoff(name, times, step_ms) for name, step_ms in drafters]
         assert found.pair is not None
@@ -237,12 +237,12 @@ class Doctor:
             self._show(screen.cost_parts(cost, rows, self.screen.width, self.screen.unicode))
             self._show(screen.payoff_parts(payoffs))
         names = {draft.name: draft.spec for draft in drafts}
-        advice = recommend(cost, payoffs, subjects.target.spec, names, automatic=subjects.automatic)
+        advice = recommend(cost, payoffs, examined.target.spec, names, automatic=examined.automatic)
         return self._with_doubt(advice) if payoffs else advice
 
-    def _rank(self, subjects: Subjects, calibrate: bool) -> Recommendation:
-        watch, target = self.watch, subjects.target
-        named = [draft for draft in subjects.drafts if draft.present and not subjects.automatic]
+    def _rank(self, examined: ExaminedPair, calibrate: bool) -> Recommendation:
+        watch, target = self.watch, examined.target
+        named = [draft for draft in examined.drafts if draft.present and not examined.automatic]
         drafts = list({draft.file.resolve(): draft for draft in [*named, *ranking.matching_drafts(target)]}.values())
         with self._open(target, [NGRAM]) as llm:
             if calibrate:
@@ -259,7 +259,7 @@ class Doctor:
             return found
         return replace(found, text=f"{found.text} But this rests on timings that are in doubt (see {doubts[0]}).")
 
-    def _open(self, target: Subject, specs: Sequence[str]) -> LLM:
+    def _open(self, target: ExaminedModel, specs: Sequence[str]) -> LLM:
         """Load the target with these drafters."""
         options = replace(self.options, model=str(target.path), draft=specs or ["none"])
         return options.for_measuring().open(self.watch.report)
@@ -283,24 +283,24 @@ _DOUBTS = ("load", "one token")
 """Rows that make timings doubtful."""
 
 
-def _vocabulary(subjects: Subjects, differences: dict[str, str | None]) -> Iterator[Finding]:
-    target = subjects.target
+def _vocabulary(examined: ExaminedPair, differences: dict[str, str | None]) -> Iterator[Finding]:
+    target = examined.target
     for name, difference in differences.items():
         if difference is None:
             yield Finding("ok", "vocabulary", f"{name} has the target's {target.n_vocab:,} tokens")
-        elif subjects.automatic:
+        elif examined.automatic:
             advice = "only n-grams guess; fetch target and draft from one publisher"
             yield Finding("note", "vocabulary", f"{name} does not match: {difference}", advice)
         else:
             advice = "take a draft of the target's family; doctor --rank finds those on this disk"
             yield Finding("fail", "vocabulary", f"{name} does not match: {difference}", advice)
-    for draft in subjects.drafts:
+    for draft in examined.drafts:
         if draft.bytes and draft.bytes > target.bytes > 0:
             text = f"{draft.name} is larger than its target"
             yield Finding("note", "draft", text, "swap the two: a guess must cost less than what it replaces")
 
 
-def _rollback(models: Sequence[Subject]) -> Iterator[Finding]:
+def _rollback(models: Sequence[ExaminedModel]) -> Iterator[Finding]:
     known = [model for model in models if model.sizes is not None]
     replays = [model.name for model in known if model.rollback == "replay"]
     if replays:

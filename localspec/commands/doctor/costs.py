@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from localspec.backends.base import Context, Model
 from localspec.commands.doctor.facts import CostFacts, CurveFacts
-from localspec.commands.doctor.subject import count
+from localspec.commands.doctor.models import count
 from localspec.commands.report.model import Finding
 from localspec.controllers.break_even import Times
 from localspec.model_files.gguf_file import GGUFFile

@@ -10,7 +10,7 @@ from localspec.backends.gpus import Device
 from localspec.backends.llama_family import N_UBATCH
 from localspec.commands.doctor.engines import FOR_GPUS
 from localspec.commands.doctor.facts import EngineFacts, FitFacts, NeedFacts
-from localspec.commands.doctor.subject import Subject
+from localspec.commands.doctor.models import ExaminedModel
 from localspec.commands.report.model import Finding
 from localspec.model_files.kv_memory import KV_VALUE_BYTES
 from localspec.model_files.sources.base import size_text
@@ -69,7 +69,7 @@ class Room:
         """Whether the GPU's memory is the machine's."""
         return bool(self.gpus) and all(device.shared for device in self.gpus)
 
-    def gpu_share(self, model: Subject) -> float:
+    def gpu_share(self, model: ExaminedModel) -> float:
         """Share of a model that goes to the GPU."""
         if not self.on_gpu:
             return 0.0
@@ -78,12 +78,12 @@ class Room:
         return min(1.0, self.n_gpu_layers / (model.sizes.n_layer + 1))
 
 
-def context_size(asked: int | None, target: Subject) -> int:
+def context_size(asked: int | None, target: ExaminedModel) -> int:
     """Tokens of context that a pair gets."""
     return asked or min(DEFAULT_CTX, target.n_ctx_train or DEFAULT_CTX)
 
 
-def fit(models: Sequence[Subject], n_ctx: int, kv_type: str, room: Room) -> FitFacts:
+def fit(models: Sequence[ExaminedModel], n_ctx: int, kv_type: str, room: Room) -> FitFacts:
     """Add it up.
 
     Args:
@@ -111,7 +111,7 @@ def fit(models: Sequence[Subject], n_ctx: int, kv_type: str, room: Room) -> FitF
     )
 
 
-def need(model: Subject, n_ctx: int, kv_type: str, backend: str) -> NeedFacts:
+def need(model: ExaminedModel, n_ctx: int, kv_type: str, backend: str) -> NeedFacts:
     """Memory to run a model.
 
     Args:
@@ -133,14 +133,14 @@ def need(model: Subject, n_ctx: int, kv_type: str, backend: str) -> NeedFacts:
     return NeedFacts(model.name, model.bytes, sizes.kv.bytes(padded, kv_type), compute)
 
 
-def fit_findings(models: Sequence[Subject], found: FitFacts, room: Room) -> Iterator[Finding]:
+def fit_findings(models: Sequence[ExaminedModel], found: FitFacts, room: Room) -> Iterator[Finding]:
     """The rows on memory."""
     yield _ram(models, found, room)
     if found.gpu_needed_bytes is not None:
         yield _gpu(models, found, room)
 
 
-def _ram(models: Sequence[Subject], found: FitFacts, room: Room) -> Finding:
+def _ram(models: Sequence[ExaminedModel], found: FitFacts, room: Room) -> Finding:
     known = all(each.kv_bytes is not None for each in found.models)
     if not all(each.weights_bytes for each in found.models):
         return Finding("info", "memory", "what it needs is only known once the file is here")
@@ -156,7 +156,7 @@ def _ram(models: Sequence[Subject], found: FitFacts, room: Room) -> Finding:
     return Finding("ok", "memory", text)
 
 
-def _gpu(models: Sequence[Subject], found: FitFacts, room: Room) -> Finding:
+def _gpu(models: Sequence[ExaminedModel], found: FitFacts, room: Room) -> Finding:
     needed = found.gpu_needed_bytes or 0
     text = f"needs {size_text(needed)}"
     if room.gpu_free is None:
@@ -180,11 +180,11 @@ def _sum(found: FitFacts) -> str:
     return ", ".join(parts)
 
 
-def _remedy(models: Sequence[Subject], found: FitFacts, room: Room) -> str:
+def _remedy(models: Sequence[ExaminedModel], found: FitFacts, room: Room) -> str:
     """What would fit, the least loss first."""
     limit = TIGHT * room.ram
 
-    def fits(chosen: Sequence[Subject], n_ctx: int, kv_type: str) -> bool:
+    def fits(chosen: Sequence[ExaminedModel], n_ctx: int, kv_type: str) -> bool:
         return fit(chosen, n_ctx, kv_type, room).ram_needed_bytes <= limit
 
     ways: list[str] = []

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from localspec.commands.doctor.costs import Watch
 from localspec.commands.doctor.facts import RankedFacts, RankFacts
 from localspec.commands.doctor.fit import TIGHT
-from localspec.commands.doctor.subject import Subject, on_disk
+from localspec.commands.doctor.models import ExaminedModel, on_disk
 from localspec.commands.questions import Question, in_turns, own_questions
 from localspec.commands.timing.answer import Sample
 from localspec.commands.timing.arms import PLAIN, Arm
@@ -45,7 +45,7 @@ def tuning_questions() -> list[Question]:
     return in_turns((each for each in own_questions("tuning") if len(each.turns) == 1), short_first=True)
 
 
-def matching_drafts(target: Subject) -> list[Subject]:
+def matching_drafts(target: ExaminedModel) -> list[ExaminedModel]:
     """Models on this disk that have the target's vocabulary and are smaller; the catalogue's picks first."""
     assert target.sizes is not None
     picks = target.entry.draft if target.entry is not None else ()
@@ -60,7 +60,7 @@ def matching_drafts(target: Subject) -> list[Subject]:
     return sorted(found, key=lambda model: picks.index(model.name) if model.name in picks else len(picks))
 
 
-def rank(llm: LLM, drafts: Sequence[Subject], params: SamplingParams, watch: Watch, seconds: float) -> RankFacts:
+def rank(llm: LLM, drafts: Sequence[ExaminedModel], params: SamplingParams, watch: Watch, seconds: float) -> RankFacts:
     """Answer the same questions plainly, with n-grams, with each draft model, and with n-grams and the first of these.
 
     Args:
@@ -109,9 +109,9 @@ def rank(llm: LLM, drafts: Sequence[Subject], params: SamplingParams, watch: Wat
     return _facts(samples, candidates, time.monotonic() - started, n_tokens)
 
 
-def _load(llm: LLM, drafts: Sequence[Subject], watch: Watch, deadline: float) -> dict[str, str]:
+def _load(llm: LLM, drafts: Sequence[ExaminedModel], watch: Watch, deadline: float) -> dict[str, str]:
     """Load the draft models side by side, while there is time and memory; the names of what can be tried -> source."""
-    loaded: list[Subject] = []
+    loaded: list[ExaminedModel] = []
     for draft in drafts:
         if time.monotonic() > deadline or draft.bytes > TIGHT * read_memory().available:
             break

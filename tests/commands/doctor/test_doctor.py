@@ -128,7 +128,7 @@ def test_a_model_that_is_not_on_this_disk(doctor: Doctor, free_memory: Callable[
 
 
 def test_a_disk_that_cannot_hold_the_download(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localspec.commands.doctor.subject.free_bytes", lambda folder: 1000)
+    monkeypatch.setattr("localspec.commands.doctor.models.free_bytes", lambda folder: 1000)
     status, out, _ = doctor.text("smollm2-135m")
     assert status == 1
     assert "1 kB of disk free" in squeezed(out)
@@ -681,9 +681,9 @@ def test_mlx_counts_where_it_has_a_gpu(tiny: TinyFiles) -> None:
 
 def test_fit_in_gpu_memory(tiny: TinyFiles) -> None:
     from localspec.commands.doctor.fit import PROGRAM_BYTES, Room, fit, fit_findings
-    from localspec.commands.doctor.subject import find_subject
+    from localspec.commands.doctor.models import find_model
 
-    models = [find_subject(str(tiny.pair.target)), find_subject(str(tiny.pair.draft))]
+    models = [find_model(str(tiny.pair.target)), find_model(str(tiny.pair.draft))]
     everything = sum(need.total for need in fit(models, 2048, "f16", Room(None, None, GB, GB)).models)
     for free, fits in ((everything, True), (everything - 1, False)):
         room = Room(gpu_engine(free), None, GB, GB)

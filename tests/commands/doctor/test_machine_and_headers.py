@@ -13,7 +13,7 @@ from localspec.commands.doctor import machine
 from localspec.commands.doctor.costs import bytes_per_token
 from localspec.commands.doctor.facts import MachineFacts
 from localspec.commands.doctor.fit import need
-from localspec.commands.doctor.subject import of_path
+from localspec.commands.doctor.models import of_path
 from localspec.model_files.gguf_file import GGUFFile
 from tests.conftest import TinyFiles
 from tests.support import ggufs

@@ -41,7 +41,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject(ModelFacts):
+class ExaminedModel(ModelFacts):
     """A model, with what it takes to examine it.
 
     Attributes:
@@ -64,7 +64,7 @@ class Subject(ModelFacts):
         return ModelFacts(**{each.name: getattr(self, each.name) for each in fields(ModelFacts)})
 
 
-def find_subject(spec: str) -> Subject:
+def find_model(spec: str) -> ExaminedModel:
     """Look a model up; its header is read where it is on this disk.
 
     Raises:
@@ -79,7 +79,7 @@ def find_subject(spec: str) -> Subject:
     return _read(path, spec, _stem(path) if entry is None or spec != entry.name else entry.name, entry)
 
 
-def of_path(path: Path) -> Subject:
+def of_path(path: Path) -> ExaminedModel:
     """A file, under its catalogue name if it has one."""
     entry = Catalog.load().of_path(path)
     is_entrys = entry is not None and entry.present and entry.path == path
@@ -87,12 +87,12 @@ def of_path(path: Path) -> Subject:
     return _read(path, name if is_entrys else str(path), name, entry)
 
 
-def on_disk() -> list[Subject]:
+def on_disk() -> list[ExaminedModel]:
     """Every model under the models folder, damaged ones included."""
     return [_of_entry(entry) for entry in known_entries() if entry.bytes_on_disk]
 
 
-def _of_entry(entry: Entry) -> Subject:
+def _of_entry(entry: Entry) -> ExaminedModel:
     if entry.present:
         return _read(entry.path, entry.name, entry.name, entry)
     error = None
@@ -100,15 +100,15 @@ def _of_entry(entry: Entry) -> Subject:
         error = f"it has {entry.bytes_on_disk:,} bytes instead of {entry.bytes:,}"
         if len(entry.files) > 1 and not all((models_dir() / file).is_file() for file in entry.files):
             error = "some of its parts are missing"
-    return Subject(
+    return ExaminedModel(
         spec=entry.name, name=entry.name, path=str(entry.path), present=False, bytes=entry.bytes,
         bytes_exact=bool(entry.sha256), error=error, entry=entry,
     )  # fmt: skip
 
 
-def _read(path: Path, spec: str, name: str, entry: Entry | None) -> Subject:
+def _read(path: Path, spec: str, name: str, entry: Entry | None) -> ExaminedModel:
     """A file that is there."""
-    model = Subject(
+    model = ExaminedModel(
         spec=spec, name=name, path=str(path), present=True, bytes=model_bytes(path), bytes_exact=True, entry=entry
     )
     try:
@@ -149,7 +149,7 @@ def _stem(path: Path) -> str:
     return path.name.removesuffix(".gguf")
 
 
-def model_findings(models: list[Subject]) -> Iterator[Finding]:
+def model_findings(models: list[ExaminedModel]) -> Iterator[Finding]:
     """The rows on what is on this disk."""
     whole = [f"{model.name} ({size_text(model.bytes)})" for model in models if model.error is None]
     if whole:
@@ -159,7 +159,7 @@ def model_findings(models: list[Subject]) -> Iterator[Finding]:
     yield from (broken(model.name, model) for model in models if model.error is not None)
 
 
-def broken(name: str, model: Subject) -> Finding:
+def broken(name: str, model: ExaminedModel) -> Finding:
     """The row on a file that cannot be used."""
     again = "fetch the file again, or take another one"
     if model.entry is not None and model.file == model.entry.path:
@@ -167,7 +167,7 @@ def broken(name: str, model: Subject) -> Finding:
     return Finding("fail", name, model.error or "it cannot be used", again)
 
 
-def missing(model: Subject) -> Finding:
+def missing(model: ExaminedModel) -> Finding:
     """The row on a model that is not on this disk: what it takes to have it."""
     size = f"{'' if model.bytes_exact else '~'}{size_text(model.bytes)}" if model.bytes else "of unknown size"
     room = free_bytes(models_dir())
