@@ -18,6 +18,7 @@ from localspec.commands.bench.words import (
     times_text,
     title,
 )
+from localspec.commands.doctor.screen import break_even_table
 from localspec.commands.report.model import (
     Facts,
     Figure,
@@ -246,13 +247,7 @@ def _passes(record: Record, passes: Passes) -> Iterator[Part]:
         ],
     )
     if passes.break_even:
-        rows = [
-            [source, f"{ms:.1f} ms" if (ms := passes.step_ms[source]) else "free"]
-            + ["never" if share is None else f"{share:.0%}" for share in even.values()]
-            for source, even in passes.break_even.items()
-        ]
-        head = ["k", "a guess", *next(iter(passes.break_even.values()))]
-        yield Table(f"Break-even: share of guesses that must be right, by draft length k{name}", head, rows)
+        yield break_even_table({each: (passes.step_ms[each], even) for each, even in passes.break_even.items()}, name)
     yield Figure(
         "",
         partial(charts.pass_plot, passes),

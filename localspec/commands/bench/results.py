@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from localspec.commands.bench.record import Engine, Record, Settings
 from localspec.commands.bench.reliability import Reliability, reliability
 from localspec.commands.bench.remarks import remarks
-from localspec.commands.doctor.payoff import LENGTHS
+from localspec.commands.doctor.payoff import break_even_by_length
 from localspec.commands.timing.answer import Sample
 from localspec.commands.timing.statistics import Estimate, estimate, middle
-from localspec.controllers.break_even import break_even
 from localspec.controllers.cost_model import PassTimes
 from localspec.spec_decode.rounds import SpecStats
 
@@ -279,10 +278,10 @@ def _passes(engine: Engine, samples: Iterable[Sample]) -> Passes:
         widths.append(Width(width, calibrated.get(width), middle_ms, len(passes)))
     times = PassTimes(calibrated)
     steps = {source: engine.draft_ms.get(source, 0.0) for source in engine.sources}
-    even = {}
-    for source, step in steps.items():
-        shares = {length: break_even(length, times, step) for length in LENGTHS}
-        even[source] = {str(n): None if share is None else round(share, 4) for n, share in shares.items()}
+    even = {
+        source: {str(length): share for length, share in break_even_by_length(times, step).items()}
+        for source, step in steps.items()
+    }
     return Passes(engine.backend, widths, steps, even)
 
 

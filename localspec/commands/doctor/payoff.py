@@ -12,15 +12,20 @@ ACCEPTANCES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 """Acceptance rates for which the speed-up is shown."""
 
 
+def break_even_by_length(times: Times, step_ms: float) -> dict[int, float | None]:
+    """The acceptance rate from which drafts of each length pay; None: they never do."""
+    found = {length: break_even(length, times, step_ms) for length in LENGTHS}
+    return {length: None if share is None else round(share, 4) for length, share in found.items()}
+
+
 def payoff(drafter: str, times: Times, step_ms: float) -> PayoffFacts:
     """Everything on one drafter."""
     lengths = range(LENGTHS[-1] + 1)
     best = {acceptance: best_length(acceptance, lengths, times, step_ms) for acceptance in ACCEPTANCES}
-    even = {length: break_even(length, times, step_ms) for length in LENGTHS}
     return PayoffFacts(
         drafter=drafter,
         step_ms=round(step_ms, 4),
-        break_even={length: None if share is None else round(share, 4) for length, share in even.items()},
+        break_even=break_even_by_length(times, step_ms),
         speedup={a: round(speedup(a, length, times, step_ms), 4) for a, length in best.items()},
         best_length=best,
     )

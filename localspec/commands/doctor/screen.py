@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from localspec.commands.doctor.facts import CostFacts, PayoffFacts, RankFacts, Recommendation
 from localspec.commands.report.model import Finding, Findings, Lines, Part, Table, Text
@@ -40,16 +41,30 @@ def cost_parts(cost: CostFacts, findings: Sequence[Finding], columns: int, unico
     yield Findings("", [*findings, *guesses])
 
 
+def break_even_table(drafters: Mapping[str, tuple[float, Mapping[Any, float | None]]], where: str = "") -> Table:
+    """Break-even acceptance.
+
+    Args:
+        drafters: by name, the time of a draft token [ms], and the acceptance that each draft length needs.
+        where: added to the title.
+    """
+    return Table(
+        f"Break-even: share of guesses that must be right, by draft length k{where}",
+        ["k", "a guess", *map(str, next(iter(drafters.values()))[1])],
+        [
+            [name, f"{ms:.1f} ms" if ms else "free"]
+            + ["never" if share is None else f"{share:.0%}" for share in shares.values()]
+            for name, (ms, shares) in drafters.items()
+        ],
+    )
+
+
 def payoff_parts(payoffs: Sequence[PayoffFacts]) -> Iterator[Part]:
     """Break-even acceptance by length, and predicted speed-up by acceptance."""
     if not payoffs:
         return
     names = [short_name(found.drafter) for found in payoffs]
-    yield Table(
-        "Break-even: share of guesses that must be right, by draft length k",
-        ["k", *map(str, payoffs[0].break_even)],
-        [[name, *map(_percent, found.break_even.values())] for name, found in zip(names, payoffs, strict=True)],
-    )
+    yield break_even_table({n: (found.step_ms, found.break_even) for n, found in zip(names, payoffs, strict=True)})
     rows = []
     for name, found in zip(names, payoffs, strict=True):
         gains = found.speedup.items()
@@ -117,10 +132,6 @@ def bars(values: Sequence[float], *, height: int, width: int, gap: int, unicode:
             cells.append((_EIGHTHS[eighths] if unicode else " _##"[-(-eighths // 3)]) * width)
         lines.append((" " * gap).join(cells))
     return lines
-
-
-def _percent(share: float | None) -> str:
-    return "never" if share is None else f"{share:.0%}"
 
 
 def _three(value: float, width: int) -> str:
