@@ -162,20 +162,30 @@ def _file(path: str | Path) -> Path:
         raise UsageError(f"a session is kept in a file; {path!r} is no path") from None
 
 
-def load(llm: LLM, path: str | Path, *, memory: bool = True) -> Session:
-    """See ``LLM.load_session``."""
-    path = _file(path)
-    text, memories, damage = session_file.read(path, memory=memory)
+def from_text(llm: LLM, text: Mapping[str, Any], name: str) -> Session:
+    """A session of what the text part of its file says; ``name`` is for what is raised.
+
+    Raises:
+        SessionFileError: it is not a conversation.
+    """
     try:
         messages = [dict(message) for message in text["messages"]]
         session = Session(llm, None, _params_from_json(text["params"]), messages)
         session.notes = dict(text.get("notes", {}))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-        raise SessionFileError(f"{path} is damaged: its text is not a conversation") from None
+        raise SessionFileError(f"{name} is damaged: its text is not a conversation") from None
+    return session
+
+
+def load(llm: LLM, path: str | Path, *, memory: bool = True) -> Session:
+    """See ``LLM.load_session``."""
+    path = _file(path)
+    text, memories, damage = session_file.read(path, memory=memory)
+    session = from_text(llm, text, str(path))
     if not memory:
         return session
     reason: str | None = damage or llm.run(lambda pair: restore_contexts(pair, memories))
-    if reason and messages:
+    if reason and session.messages:
         session.notice = f"{reason}; the conversation will be read again"
     return session
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from localspec.errors import SessionFileError
 from localspec.runtime import session_file
-from localspec.sampling.sampling import SamplingParams
+from localspec.session import Session, from_text
 
 if TYPE_CHECKING:
     from localspec.llm import LLM
-    from localspec.session import Session
 
-FORMER_FORMAT, FORMER_VERSION = "localspec-chat", 1
-"""``format`` and ``version`` of the JSON documents that chats were saved as before they were sessions."""
+FORMER_FORMAT = "localspec-chat"
+"""``format`` of the JSON documents that chats were saved as before they were sessions."""
 
 
 @dataclass(slots=True)
@@ -57,10 +55,15 @@ def load(llm: LLM, path: Path) -> tuple[Session, list[AnswerRecord]]:
 
     Raises:
         SessionFileError: it is missing, damaged, foreign, from a newer version, or no conversation of a chat.
-        UsageError: a sampling parameter in it makes no sense.
     """
-    former = _former(path)
-    session = _session_of(llm, former, path) if former is not None else llm.load_session(path, memory=False)
+    try:
+        with path.open("rb") as file:
+            text = read_text(file, str(path))
+    except (OSError, ValueError) as error:
+        raise SessionFileError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    if text is None:
+        raise SessionFileError(f"{path} is not a saved session")
+    session = from_text(llm, text, str(path))
     said = session.messages[session.system is not None :]
     try:
         if [message["role"] for message in said] != ["user", "assistant"] * (len(said) // 2):
@@ -80,58 +83,33 @@ def _is_whole(record: AnswerRecord) -> bool:
     return known and isinstance(record.rounds, list) and all(isinstance(event, dict) for event in record.rounds)
 
 
-def as_document(data: bytes) -> dict[str, Any] | None:
-    """A saved chat as the document that chats were saved as before: ``system``, ``turns`` and notes.
-
-    Returns:
-        None where the file is no session.
+def read_text(file: BinaryIO, name: str) -> dict[str, Any] | None:
+    """The text part of a saved chat, see ``session_file.read_text``; None if the file is no such thing.
 
     Raises:
-        ValueError: it is damaged, or no conversation of a chat.
+        SessionFileError: it is damaged or from a newer version; ``name`` is what it calls the file.
     """
-    if not data.startswith(session_file.MAGIC):
-        return None
+    start = file.read(len(session_file.MAGIC))
+    file.seek(0)
+    if start == session_file.MAGIC:
+        return session_file.read_text(file, name)
     try:
-        text = session_file.read_text(BytesIO(data), "it")
-        said = list(text["messages"])
-        system = said.pop(0)["content"] if said and said[0]["role"] == "system" else None
-        notes = dict(text.get("notes", {}))
-        answers = notes.pop("answers", [{"finish_reason": "stop", "rounds": []}] * (len(said) // 2))
-        turns = [
-            {"user": question["content"], "assistant": answer["content"], **record}
-            for question, answer, record in zip(said[::2], said[1::2], answers, strict=True)
-        ]
-        return {"model": text["model"]} | notes | {"system": system, "turns": turns}
-    except SessionFileError as error:
-        raise ValueError(str(error)) from None
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"it is no chat: {error}") from None
-
-
-def _former(path: Path) -> dict[str, Any] | None:
-    """The document of a chat that was saved before chats were sessions; None if the file is none."""
-    try:
-        with path.open("rb") as file:
-            if not file.read(64).lstrip().startswith(b"{"):
-                return None
-        document = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        document = json.load(file) if start.startswith(b"{") else None
+    except (ValueError, RecursionError):
         return None
-    if not isinstance(document, dict):
+    if not (isinstance(document, dict) and document.get("format") == FORMER_FORMAT):
         return None
-    known = (document.get("format"), document.get("version")) == (FORMER_FORMAT, FORMER_VERSION)
-    return document if known else None
-
-
-def _session_of(llm: LLM, document: Mapping[str, Any], path: Path) -> Session:
+    if document.get("version") != 1:
+        raise SessionFileError(f"{name} is a saved chat of format version {document.get('version')!r:.20}, not 1")
     try:
-        settings, turns = document["settings"], document["turns"]
-        session = llm.session(document["system"], SamplingParams(**settings["sampling"]))
+        settings, turns = dict(document.get("settings") or {}), document["turns"]
+        system = document.get("system")
+        messages = [{"role": "system", "content": system}] if system else []
         for turn in turns:
-            session.messages += [{"role": role, "content": turn[role]} for role in ("user", "assistant")]
-        answers = [{name: turn[name] for name in ("finish_reason", "rounds", "stats")} for turn in turns]
-        shown = {name: settings[name] for name in ("view", "draft_length")}
-        session.notes = {"model": document["model"], **shown, "answers": answers}
-    except (KeyError, TypeError) as error:
-        raise SessionFileError(f"{path} is damaged: {error}") from None
-    return session
+            messages += [{"role": role, "content": turn[role]} for role in ("user", "assistant")]
+        answers = [{key: turn[key] for key in ("finish_reason", "rounds", "stats")} for turn in turns]
+        made_by = {key: document[key] for key in ("model", "draft", "backend") if key in document}
+    except (KeyError, TypeError, ValueError) as error:
+        raise SessionFileError(f"{name} is a saved chat, but damaged: {error}") from None
+    params = settings.pop("sampling", None)
+    return {"messages": messages, "params": params, "notes": {**made_by, **settings, "answers": answers}}

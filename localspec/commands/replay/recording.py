@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
 from itertools import chain
 from typing import Any, get_args
 
-from localspec.commands.chat.saved_chat import FORMER_FORMAT, FORMER_VERSION, as_document
+from localspec.commands.chat.saved_chat import read_text
 from localspec.commands.replay.json_values import Values, check, entries, get, number, one_of
-from localspec.errors import LocalspecError
+from localspec.errors import LocalspecError, SessionFileError
 from localspec.spec_decode.rounds import FinishReason, SpecStats, TokenKind
 from localspec.terminal.text import on_one_line, visible
 
@@ -74,16 +75,19 @@ def read(data: bytes) -> Recording:
     if not data.strip():
         raise RecordingError("it is empty")
     try:
-        document = as_document(data)
-    except ValueError as error:
+        text = read_text(BytesIO(data), "it")
+    except SessionFileError as error:
         raise RecordingError(str(error)) from None
-    recording = _chat(document) if document is not None else _read_json(data)
+    recording = _chat(text) if text is not None else _read_events(data)
     if not any(answer.rounds for answer in recording.answers):
         raise RecordingError("it has no rounds (generate --format events records them, --format json does not)")
     return recording
 
 
-def _read_json(data: bytes) -> Recording:
+# -- the two formats ------------------------------------------------------------------------------------------------
+
+
+def _read_events(data: bytes) -> Recording:
     # PowerShell 5 writes `command > file` in UTF-16. Bytes that are no text become U+FFFD, which a string can hold.
     encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
     values = Values(data.decode(encoding, "replace"))
@@ -91,17 +95,7 @@ def _read_json(data: bytes) -> Recording:
         first = next(values)
     except StopIteration:
         raise RecordingError(f"{FOREIGN}: it is not JSON") from None
-    if not (isinstance(first, dict) and first.get("format") == FORMER_FORMAT):
-        return _events(chain([first], values), values)
-    if first.get("version") != FORMER_VERSION:
-        version = f"{first.get('version')!r:.20}"
-        raise RecordingError(
-            f"it is a saved chat of format version {version}, and this localspec reads {FORMER_VERSION}"
-        )
-    return _chat(first)
-
-
-# -- the two formats ------------------------------------------------------------------------------------------------
+    return _events(chain([first], values), values)
 
 
 def _events(values: Iterable[Any], source: Values) -> Recording:
@@ -142,20 +136,22 @@ def _reply(value: Mapping[str, Any], rounds: list[dict[str, Any]]) -> Answer:
     )
 
 
-def _chat(document: Mapping[str, Any]) -> Recording:
+def _chat(text: Mapping[str, Any]) -> Recording:
     try:
-        engine, system = _engine(document), get(document, "system", str, None)
+        said, notes = entries(text, "messages", dict), get(text, "notes", dict, {})
+        system = get(said.pop(0), "content", str) if said and said[0].get("role") == "system" else ""
+        engine = _engine({"model": text.get("model")} | notes)
         answers = []
-        for turn in entries(document, "turns", dict):
-            rounds = [round_ for event in get(turn, "rounds", list) if _happened(round_ := _round(event))]
+        for question, answer, record in zip(said[::2], said[1::2], entries(notes, "answers", dict, []), strict=False):
+            rounds = [round_ for event in get(record, "rounds", list) if _happened(round_ := _round(event))]
             answers.append(
                 Answer(
                     rounds,
-                    text=_settle(rounds, get(turn, "assistant", str)),
-                    finish_reason=one_of(FINISH_REASONS, turn, "finish_reason"),
-                    prompt=visible(get(turn, "user", str)),
+                    text=_settle(rounds, get(answer, "content", str)),
+                    finish_reason=one_of(FINISH_REASONS, record, "finish_reason"),
+                    prompt=visible(get(question, "content", str)),
                     system=visible(system) if system else None,
-                    stats=_stats(rounds, get(turn, "stats", dict, {})),
+                    stats=_stats(rounds, get(record, "stats", dict, {})),
                     **engine,
                 )
             )

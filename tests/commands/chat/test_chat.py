@@ -122,7 +122,7 @@ DAMAGED: list[bytes | dict[str, Any]] = [
     b"[]",
     b'{"format": "other"}',
     former(version=2),
-    former(turns={}, settings=None),
+    former(turns=5),
     former(turns=[5]),
     former(turns=[TURN | {"user": 1}]),
     former(turns=[{"user": "u"}]),

@@ -183,8 +183,8 @@ CHAT = {"format": "localspec-chat", "version": 1, "turns": []}
         (events({"draft": []}), "emitted is missing"),
         (json.dumps(CHAT | {"version": 2}).encode(), "format version 2"),
         (json.dumps(CHAT).encode(), "a saved chat without a turn"),
-        (json.dumps(CHAT | {"turns": [{"user": "q"}]}).encode(), "damaged: rounds is missing"),
-        (json.dumps(CHAT | {"turns": 3}).encode(), "damaged: turns is not a list"),
+        (json.dumps(CHAT | {"turns": [{"user": "q"}]}).encode(), "damaged: 'assistant'"),
+        (json.dumps(CHAT | {"turns": 3}).encode(), "saved chat, but damaged"),
     ],
 )
 def test_what_is_no_recording_is_refused(data: bytes, reason: str) -> None:
