@@ -83,7 +83,10 @@ def recommend_ranked(rank: RankFacts, target: str, drafts: Mapping[str, str]) ->
     chat = f"localspec chat {target}"
     measured = [each for each in rank.candidates if each.speedup is not None and each.drafters]
     if not measured:
-        return Recommendation(None, "Time ran out before anything was measured; doctor without --rank judges by costs.")
+        return Recommendation(
+            None,
+            "Nothing could be measured: no time, or no room in the context. Without --rank, doctor judges by costs.",
+        )
     best = measured[0]
     top, margin = best.speedup or 0.0, noise_margin(rank)
     name = " + ".join(best.drafters)

@@ -92,7 +92,8 @@ def rank(llm: LLM, drafts: Sequence[ExaminedModel], params: SamplingParams, watc
     with on_interrupt(watch.stop):
         subject = EngineUnderTest(llm, [_AGAIN, *arms], watch.stopped, in_slices=True)
         try:
-            for i, question in enumerate(tuning_questions()):
+            fitting = [each for each in tuning_questions() if subject.n_tokens(each) + n_tokens < llm.n_ctx]
+            for i, question in enumerate(fitting):
                 began = time.monotonic()
                 if began + took > deadline:
                     break

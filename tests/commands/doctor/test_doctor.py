@@ -367,7 +367,7 @@ def test_a_ranking_that_has_no_time(doctor: Doctor, tiny: TinyFiles, monkeypatch
     status, found = doctor.json(tiny.quick.target, "--backend", "reference", "--rank")
     assert status == 0
     assert all(each["n_prompts"] == 0 for each in found["rank"]["candidates"])
-    assert found["recommendation"]["text"].startswith("Time ran out")
+    assert found["recommendation"]["text"].startswith("Nothing could be measured")
     assert "in doubt" not in found["recommendation"]["text"]
     candidates = [facts.RankedFacts(**each) for each in found["rank"]["candidates"]]
     (table,) = ranking_parts(facts.RankFacts(**found["rank"] | {"candidates": candidates}))
