@@ -103,12 +103,9 @@ class Loader:
         Raises:
             VocabularyMismatch: it numbers its tokens differently from the target.
         """
-        key = self._choice_key(path, state)
-        known = self._choices.get(key) if self.options.light_draft else None
-        if known is not None and known.get("light"):
-            light = lighter_copy(path, key["draft"], lambda line: report(line, None))
-            if light is not None:
-                return self._open_draft(light, state, report, check=False)
+        known = self._choices.get(self._choice_key(path, state)) if self.options.light_draft else None
+        if known is not None and known.get("light") and (lighter := self._open_lighter(path, state, report)):
+            return lighter
         published = self._open_draft(path, state, report, check=not self.options.idle or self._is_known_wrong(path))
         if self.options.idle or not self.may_be_lighter(path, published[0], state):
             return published

@@ -24,7 +24,7 @@ from localspec.errors import EngineError
 Tokens = npt.NDArray[np.int64]
 
 MIN_TOKENS = 16
-"""Fewer tokens than this are read again rather than copied."""
+"""Fewer tokens than this are read again rather than copied: one short pass, see ``read_ahead.TARGET_PIECE``."""
 
 
 @dataclass(slots=True)

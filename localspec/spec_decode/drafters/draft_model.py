@@ -13,8 +13,8 @@ from localspec.spec_decode.drafters.base import Drafter, DrafterFailed, Plan, Pr
 from localspec.spec_decode.rounds import DraftToken
 
 MAX_COUNTERFACTUAL = 24
-"""Counterfactual draft tokens scored when a draft model catches up; each takes a row of its output head."""
-
+"""Counterfactual draft tokens scored when a draft model catches up. Each takes a row of its output head. Set by
+hand."""
 
 N_HEAD = 4
 N_TAIL = 48

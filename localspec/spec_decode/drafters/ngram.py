@@ -23,9 +23,11 @@ _PRIORS = (
 )
 PRIOR_WEIGHT = 12.0
 MEMORY = 100.0
+"""A prior counts as so many draft tokens, and the evidence as the last so many. Set by hand; nothing was tuned."""
 
 LEAD = 16
-"""Tokens of the prompt's end that are put in front of an expected text: what follows them is then its beginning."""
+"""Tokens of the prompt's end that are put in front of an expected text: what follows them is then its beginning, with a
+match in the last range but one of ``_LENGTHS``."""
 
 _BREAK = 1 << 40
 """Stands between an expected text and the prompt; no vocabulary has such a token."""

@@ -24,6 +24,7 @@ from collections import deque
 
 MAX_WALK = 32
 UNDO_DEPTH = 8192
+"""Tokens that can be taken back: as many as the default context holds."""
 _ROOT, _NONE = 0, -1
 
 
