@@ -70,6 +70,8 @@ def test_every_path_that_is_named_exists(page: str) -> None:
     """Those with ``toy`` in them are the reader's, yet to be made."""
     named = set(re.findall(rf"(?<![\w/.-])(?:{FOLDERS})/[\w./-]*[\w/]", text_of(page)))
     assert not {path for path in named if "toy" not in path and not (ROOT / path).exists()}
+    modules = {path.name for folder in ("localspec", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")}
+    assert set(re.findall(r"`(\w+\.py)`", text_of(page))) <= modules
 
 
 @pytest.mark.parametrize("page", sorted(set(OF_TODAY) - {"benchmarks/RESULTS.md"}))
