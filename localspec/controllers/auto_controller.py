@@ -25,13 +25,15 @@ MAX_DRAFT = 16
 """Longest draft that ``auto`` considers."""
 
 SOLVE_EVERY = 16
-"""Rounds between two solutions of the stopping problem; one takes about a millisecond."""
+"""Rounds between two solutions of the stopping problem; one takes about a millisecond. With 8 the replay is as fast and
+a sixth more answers are under 0.97 of plain; with 32 it is 0.6 % slower."""
 
 EXPLAIN_EVERY = 32
 """Rounds between two explanations, which solve the problem for each source alone."""
 
 WATCHED_TOKENS = 32
-"""For so many tokens the target's certainty is looked at every round, then every other: looking takes time too."""
+"""For so many tokens the target's certainty is looked at every round, then every other, as looking takes time too. The
+replay is as fast with every other round from the beginning, with a tenth more answers under 0.97 of plain."""
 
 
 class AutoController(Controller):

@@ -8,7 +8,8 @@ from localspec.controllers.time_budget import TimeBudget
 
 COPY_SHARE = 0.5
 """Of what drafts may lose, what one draft of copies may: a copied run is right or wrong as a whole, and one that is
-wrong must leave something to try the next with."""
+wrong must leave something to try the next with. With all of it the replay is the same, and a short answer of 40 tokens
+that repeats a predicted text all but its first words 1.07 instead of 1.7 times as fast as plain decoding."""
 
 
 class AutoPlan:

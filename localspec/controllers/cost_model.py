@@ -31,7 +31,9 @@ class PassTimes:
     measured widths. A longer context makes every pass longer, by the share that reading its keys and values has in
     reading the weights. Corrections follow what is observed. Reading the weights is bound by memory, further rows by
     arithmetic, and other programs take of each what they will: ``scale`` moves all widths together, ``slope`` what
-    further rows cost, ``trim`` one width alone, and ``beyond`` widths that were not calibrated.
+    further rows cost, ``trim`` one width alone, and ``beyond`` widths that were not calibrated. Where passes of
+    the replay over 2 and 3 tokens take 1.25 times what was calibrated, 375 of 3,088 ends of answers are under 0.97 of
+    plain; without ``slope`` 448, without ``trim`` 598.
 
     Attributes:
         base: calibrated milliseconds by width, with ``CALIBRATED_PAST`` tokens in the memory; at least width 1.

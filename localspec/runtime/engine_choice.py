@@ -1,8 +1,8 @@
 """Which engine is faster for a file here: measured when there is time, remembered, and followed by ``auto``.
 
 Where several engines on the CPU are usable for a file, t(w) of both is kept. What counts is the time of a nominal
-answer: reading a prompt, then decoding at the best fixed draft length, plain decoding included, with guesses that are
-right as often and cost as much as those of a small draft model typically do.
+answer: reading a prompt, then decoding at the best fixed draft length, plain decoding included, with draft tokens that
+are accepted as often and cost as much as those of a small draft model typically do.
 """
 
 from __future__ import annotations

@@ -365,7 +365,7 @@ def reading_world(certainty: float, mean: float) -> World:
     return here
 
 
-def test_how_certain_the_target_is_foretells_how_the_draft_would_fare() -> None:
+def test_how_certain_the_target_is_predicts_how_the_draft_would_fare() -> None:
     model = SourceAcceptance(GREEDY)
     usual = model.mean()
     for certainty, low, high in ((0.2, 0.3, 0.45), (0.7, 0.5, 0.7), (0.995, 0.9, 1.0)):
@@ -404,7 +404,7 @@ def test_a_longer_prompt_is_read_from_what_copies_have_saved() -> None:
 
 
 def test_what_was_read_while_another_program_had_the_cpu_is_used_all_the_same() -> None:
-    """A reading that took twice as long as foretold costs that time, and not the draft's chance too."""
+    """A reading that took twice as long as predicted costs that time, and not the draft's chance too."""
     usual, disturbed = reading_world(0.97, 0.9), reading_world(0.97, 0.9)
     disturbed.burst = 2.2
     source = disturbed.sources["model"]

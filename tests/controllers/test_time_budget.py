@@ -24,7 +24,7 @@ from localspec.controllers.time_budget import (
 
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 8), st.floats(0, 1), st.floats(0, 8)), max_size=200))
-def test_whoever_spends_what_is_allowed_never_loses_more_than_the_bounds(rounds: list[Any]) -> None:
+def test_spending_all_that_is_allowed_never_loses_more_than_the_bounds(rounds: list[Any]) -> None:
     """Every round loses as much of what is allowed as it likes, and saves what it likes."""
     budget = TimeBudget()
     net = in_answer = 0.0
