@@ -1,7 +1,7 @@
 """What a backend must provide: a ``Model`` (weights), a ``Context`` (one sequence's memory), a ``Forward`` (one pass).
 
-A backend is a module of this folder with a function ``load(path, *, n_threads, n_gpu_layers, progress) -> Model``;
-``localspec.backends`` knows which exist and chooses one.
+A backend is a module of this folder with a function ``load(path, *, n_threads, n_gpu_layers, kv_type, progress)`` that
+returns a ``Model`` (see ``Loader``), and ``binding()`` where the engine may be missing; ``localspec.backends`` chooses.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from localspec.errors import Cancelled, Closed, ContextFull, UsageError
-
-if TYPE_CHECKING:
-    from localspec.model_files.vocab import Vocab
+from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.vocab import Vocab
 
 FloatArray = npt.NDArray[np.float32]
 N_UNINTERRUPTED = 256
@@ -42,7 +41,7 @@ class Capabilities:
 
     Attributes:
         rollback: ``exact`` drops rows from the KV cache; ``replay`` restores a checkpoint and decodes again
-            (recurrent memories, wrapped windows): a rejected guess then costs another pass.
+            (recurrent memories, wrapped windows): a rejected token then costs another pass.
         batch_invariant: logits do not depend on how many tokens share a pass. False for every fast kernel; the
             reference backend is True, and only there can exactness be asserted to the bit.
         device: where the weights live: ``cpu``, ``gpu`` or ``mixed``.
@@ -137,8 +136,7 @@ class Context(ABC):
             Cancelled: ``interrupted`` said so; the memory holds the pieces that were done.
             Closed: the context was closed.
         """
-        if self._closed:
-            raise Closed("this context was closed")
+        self._check_open()
         if not tokens:
             raise UsageError("decode needs at least one token")
         if self.n_past + len(tokens) > self.n_ctx:
@@ -173,8 +171,7 @@ class Context(ABC):
             UsageError: n is negative or larger than ``n_past``.
             Closed: the context was closed.
         """
-        if self._closed:
-            raise Closed("this context was closed")
+        self._check_open()
         if not 0 <= n <= self.n_past:
             raise UsageError(f"cannot truncate {self.n_past} tokens to {n}")
         if n < self.n_past:
@@ -207,8 +204,8 @@ class Context(ABC):
     def import_state(self, state: ContextState) -> None:
         """Hold what was exported: afterwards the context behaves as the exporting one did.
 
-        The state must come from a context of the same file on the same engine and version, with the same type of cache;
-        the size of the context may differ. Whoever keeps states on disk has to check that.
+        The state must come from a context of the same file on the same engine and version, with the same type of cache,
+        which the caller has to see to; the size of the context may differ.
 
         Raises:
             ContextFull: more tokens than this context has room for; it is left as it was.
@@ -229,13 +226,16 @@ class Context(ABC):
             raise
         self.tokens = list(state.tokens)
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed("this context was closed")
+
     def _truncate_all(self) -> None:
         self.tokens = []
         self._truncate(0)
 
     def _check_saves_state(self) -> None:
-        if self._closed:
-            raise Closed("this context was closed")
+        self._check_open()
         if not self.model.capabilities.saves_state:
             raise UsageError(f"{self.model.engine} cannot save the state of a context")
 
@@ -279,11 +279,15 @@ class Context(ABC):
 class Model(ABC):
     """Immutable weights, loaded by one engine.
 
+    Subclasses fill in the attributes, those that the file tells with ``_read_header``, and implement ``_new_context``,
+    ``_tokenize`` and ``_close``; arguments are checked here.
+
     Attributes:
         path: the GGUF file; of a model in parts, the first.
         backend: the engine's catalogue name, e.g. ``ik-llama``.
         engine: the engine's name, version and build, part of every cache key and report.
         vocab: tokens, types and special ids, read from the file and so the same for every engine.
+        architecture: the file's name for it.
         chat_template: the file's Jinja template, or None.
         n_ctx_train: the context length the model was trained for.
         size_bytes: size of the file; of a model in parts, of all of them.
@@ -295,6 +299,7 @@ class Model(ABC):
     backend: str
     engine: str
     vocab: Vocab
+    architecture: str
     chat_template: str | None
     n_ctx_train: int
     size_bytes: int
@@ -303,17 +308,40 @@ class Model(ABC):
     n_threads: int
     n_vocab: int
     """Width of a logits row. Can exceed the number of named tokens by padding rows."""
+    _closed = False
 
-    @abstractmethod
+    def _read_header(self, gguf: GGUFFile) -> None:
+        """Fill in what the file says, whatever the engine.
+
+        Raises:
+            UnsupportedModel: it cannot generate text.
+        """
+        gguf.check_generates_text()
+        self.path = gguf.path
+        self.vocab = Vocab.from_gguf(gguf)
+        self.architecture = gguf.architecture
+        template = gguf.metadata.get("tokenizer.chat_template")
+        self.chat_template = str(template) if template is not None else None
+        self.n_ctx_train = gguf.n_ctx_train
+        self.size_bytes = gguf.n_bytes
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed("this model was closed")
+
     def new_context(self, n_ctx: int, *, n_threads: int | None = None) -> Context:
         """An empty memory for n_ctx tokens. Contexts of one model are independent.
 
         Raises:
             UsageError: n_ctx is not positive.
             EngineError: not enough memory.
+            Closed: the model was closed.
         """
+        self._check_open()
+        if n_ctx <= 0:
+            raise UsageError(f"the context size must be over 0, not {n_ctx}")
+        return self._new_context(n_ctx, n_threads or self.n_threads)
 
-    @abstractmethod
     def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
         """Token ids of a text.
 
@@ -322,14 +350,63 @@ class Model(ABC):
             add_special: put the begin-of-text token in front if the model wants one.
             parse_special: read ``<|im_end|>`` and the like as the special tokens they name. Only for text that comes
                 from a chat template: a user's own text must not be able to forge a turn.
-        """
 
-    @abstractmethod
+        Raises:
+            UsageError: the text holds half a character.
+            Closed: the model was closed.
+        """
+        self._check_open()
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UsageError("the text holds a lone surrogate, which is not valid Unicode") from None
+        return self._tokenize(text, add_special, parse_special)
+
     def close(self) -> None:
         """Free the weights; safe to call twice. Contexts must be closed first."""
+        if not self._closed:
+            self._closed = True
+            self._close()
+
+    @abstractmethod
+    def _new_context(self, n_ctx: int, n_threads: int) -> Context: ...
+
+    @abstractmethod
+    def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]: ...
+
+    @abstractmethod
+    def _close(self) -> None: ...
 
     def __enter__(self) -> Model:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+class Loader(Protocol):
+    """What a backend's ``load`` is.
+
+    Args:
+        path: a GGUF file.
+        n_threads: CPU threads; None takes the physical cores. Not every engine has a setting for it.
+        n_gpu_layers: layers on the GPU; None puts all there if the engine has a GPU, 0 keeps all on the CPU.
+        kv_type: type of the KV cache: f32, f16, q8_0 or q4_0, as far as the engine has it.
+        progress: see ``Progress``.
+
+    Raises:
+        ModelFileError: the file is damaged, or of a kind that this engine does not compute.
+        EngineUnavailable: the engine cannot be used here.
+        UsageError: a type of cache or a place for layers that the engine does not have.
+        EngineError: loading failed or was cancelled.
+    """
+
+    def __call__(
+        self,
+        path: Path | str,
+        *,
+        n_threads: int | None = None,
+        n_gpu_layers: int | None = None,
+        kv_type: str = "f16",
+        progress: Progress | None = None,
+    ) -> Model: ...

@@ -7,16 +7,16 @@ whose default parameters do not read back as that version's.
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from localspec.backends.base import Progress
 from localspec.backends.builds import built_for, digest, foreign_features, system_info
-from localspec.backends.llama_family import N_BATCH, N_UBATCH, Binding, LlamaModel, check_kv_type
+from localspec.backends.llama_family import Binding, LlamaModel, check_kv_type
 from localspec.backends.noise import engine_log
 from localspec.errors import EngineUnavailable, UnsupportedModel, UsageError
 from localspec.model_files.gguf_file import GGUFFile, TensorInfo
@@ -92,7 +92,7 @@ class IkLlamaBinding(Binding):
             raise EngineUnavailable(f"ik-llama-cpp-python cannot load its library: {error}") from None
         self.api = api
         lib = self.lib = api._lib
-        # On other systems it is not told what the CPU has.
+        # Only Linux says what the CPU has.
         foreign = foreign_features(built_for(system_info(lib)), cpu_features()) if sys.platform == "linux" else []
         if foreign:
             raise EngineUnavailable(
@@ -123,45 +123,30 @@ class IkLlamaBinding(Binding):
     def _check_structs(self) -> None:
         model, context = self.api.llama_model_default_params(), self.api.llama_context_default_params()
         # Values spread over both structs: one field too many or too few anywhere shifts some of them.
-        seen = [
-            model.n_gpu_layers,
-            model.n_ubatch,
-            model.use_mmap,
-            model.repack_tensors,
-            context.n_ctx,
+        seen = [model.n_gpu_layers, model.n_ubatch, model.use_mmap, model.repack_tensors, context.n_ctx]
+        seen += [
             context.n_batch,
+            context.n_ubatch,
+            context.yarn_ext_factor,
+            context.type_k,
+            context.type_v,
+            context.flash_attn,
         ]
-        seen += [context.n_ubatch, context.yarn_ext_factor, context.type_k, context.type_v, context.flash_attn]
         if seen != [0, 512, True, False, 512, 2048, 512, -1.0, 1, 1, True]:
             raise EngineUnavailable(
                 f"the library in ik-llama-cpp-python {VERSION} has another layout than its bindings; reinstall it"
             )
 
-    def load_model(self, path: Path, n_gpu_layers: int, progress: Progress | None) -> int | None:
-        params = self.api.llama_model_default_params()
-        params.n_gpu_layers = n_gpu_layers
+    def set_model_options(self, params: Any) -> None:
         # Repacked rows are what makes wide passes cheap; they cannot be shared with the file's pages.
         params.use_mmap = not self.repacks
         params.repack_tensors = self.repacks
-        callback = self.api.llama_progress_callback(lambda fraction, _data: progress(fraction) if progress else True)
-        params.progress_callback = callback
-        return self.api.llama_model_load_from_file(os.fsencode(path), params)  # type: ignore[no-any-return]
+
+    def set_context_options(self, params: Any) -> None:
+        params.flash_attn = True
 
     def free_model(self, model: int) -> None:
         self.api.llama_free_model(model)
-
-    def new_context(self, model: int, n_ctx: int, n_threads: int, kv_type: int) -> int | None:
-        params = self.api.llama_context_default_params()
-        params.n_ctx = n_ctx
-        params.n_batch = N_BATCH
-        params.n_ubatch = N_UBATCH
-        params.n_threads = params.n_threads_batch = n_threads
-        params.type_k = params.type_v = kv_type
-        params.flash_attn = True
-        return self.api.llama_init_from_model(model, params)  # type: ignore[no-any-return]
-
-    def free_context(self, ctx: int) -> None:
-        self.api.llama_free(ctx)
 
     def remove(self, ctx: int, start: int) -> bool:
         return bool(self.lib.llama_kv_cache_seq_rm(ctx, 0, start, -1))
@@ -189,9 +174,6 @@ class IkLlamaBinding(Binding):
         block = max(self.lib.ggml_blck_size(kind), _ROWS_OF.get(kind, 0))
         return bool(block > 0 and tensor.shape[0] % block == 0)
 
-    def device(self, n_gpu_layers: int) -> str:
-        return "cpu"
-
 
 @cache
 def binding() -> IkLlamaBinding:
@@ -211,7 +193,7 @@ def load(
     kv_type: str = "f16",
     progress: Progress | None = None,
 ) -> LlamaModel:
-    """Load a GGUF with ik_llama.cpp, its rows repacked for wide passes; arguments as in ``llama_cpp.load``.
+    """Load a GGUF with ik_llama.cpp, its rows repacked for wide passes; see ``backends.base.Loader``.
 
     Raises:
         UnsupportedModel: it would end the process; see ``trial``.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from localspec.backends.base import Progress
 from localspec.backends.builds import digest
-from localspec.backends.llama_family import N_BATCH, N_UBATCH, Binding, LlamaModel
+from localspec.backends.llama_family import Binding, LlamaModel
 from localspec.backends.noise import engine_log
 from localspec.errors import EngineUnavailable
 from localspec.system.machine import default_threads, prepare_threads
@@ -36,40 +35,24 @@ class LlamaCppBinding(Binding):
             raise EngineUnavailable(f"llama-cpp-python cannot load its library: {error}") from None
         self.version = f"{llama_cpp.__version__}+{digest(Path(llama_cpp.llama_cpp._lib._name).parent)}"
         lib: Any = llama_cpp
-        self.lib = lib
+        self.lib = self.api = lib
         self._log = lib.llama_log_callback(lambda _level, text, _data: engine_log.write(text))
         lib.llama_log_set(self._log, ctypes.c_void_p(0))
         lib.llama_backend_init()
         self.gpu = bool(lib.llama_supports_gpu_offload())
 
-    def load_model(self, path: Path, n_gpu_layers: int, progress: Progress | None) -> int | None:
-        lib = self.lib
-        params = lib.llama_model_default_params()
-        params.n_gpu_layers = n_gpu_layers
-        callback = lib.llama_progress_callback(lambda fraction, _data: progress(fraction) if progress else True)
-        params.progress_callback = callback
-        return lib.llama_model_load_from_file(os.fsencode(path), params)  # type: ignore[no-any-return]
+    def set_model_options(self, params: Any) -> None:
+        pass
+
+    def set_context_options(self, params: Any) -> None:
+        params.n_seq_max = 1
+        params.flash_attn_type = self.lib.LLAMA_FLASH_ATTN_TYPE_AUTO
+        # A sliding-window cache that keeps only its window cannot take rejected tokens back out.
+        params.swa_full = True
+        params.no_perf = True
 
     def free_model(self, model: int) -> None:
         self.lib.llama_model_free(model)
-
-    def new_context(self, model: int, n_ctx: int, n_threads: int, kv_type: int) -> int | None:
-        lib = self.lib
-        params = lib.llama_context_default_params()
-        params.n_ctx = n_ctx
-        params.n_batch = N_BATCH
-        params.n_ubatch = N_UBATCH
-        params.n_seq_max = 1
-        params.n_threads = params.n_threads_batch = n_threads
-        params.type_k = params.type_v = kv_type
-        params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_AUTO
-        # A sliding-window cache that keeps only its window cannot take rejected guesses back out.
-        params.swa_full = True
-        params.no_perf = True
-        return lib.llama_init_from_model(model, params)  # type: ignore[no-any-return]
-
-    def free_context(self, ctx: int) -> None:
-        self.lib.llama_free(ctx)
 
     def remove(self, ctx: int, start: int) -> bool:
         return bool(self.lib.llama_memory_seq_rm(self.lib.llama_get_memory(ctx), 0, start, -1))
@@ -85,9 +68,6 @@ class LlamaCppBinding(Binding):
 
     def n_vocab(self, model: int) -> int:
         return int(self.lib.llama_vocab_n_tokens(self.lib.llama_model_get_vocab(model)))
-
-    def device(self, n_gpu_layers: int) -> str:
-        return "gpu" if self.gpu and n_gpu_layers != 0 else "cpu"
 
 
 @cache
@@ -108,15 +88,7 @@ def load(
     kv_type: str = "f16",
     progress: Progress | None = None,
 ) -> LlamaModel:
-    """Load a GGUF with llama.cpp.
-
-    Args:
-        path: the file.
-        n_threads: CPU threads; None takes the physical cores.
-        n_gpu_layers: layers on the GPU; None puts all there if the build has a GPU, 0 keeps all on the CPU.
-        kv_type: type of the KV cache: f32, f16, q8_0 or q4_0.
-        progress: see ``backends.base.Progress``.
-    """
+    """Load a GGUF with llama.cpp; see ``backends.base.Loader``."""
     engine = binding()
     layers = (-1 if engine.gpu else 0) if n_gpu_layers is None else n_gpu_layers
     return LlamaModel(

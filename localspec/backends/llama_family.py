@@ -7,6 +7,7 @@ public C functions are called, through ctypes, which releases the GIL while they
 from __future__ import annotations
 
 import ctypes
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,9 +18,8 @@ import numpy.typing as npt
 
 from localspec.backends.base import Capabilities, Context, ContextState, FloatArray, Forward, Model, Progress
 from localspec.backends.soundness import check_sound
-from localspec.errors import Closed, EngineError, UsageError
+from localspec.errors import EngineError, UsageError
 from localspec.model_files.gguf_file import GGUFFile, TensorInfo
-from localspec.model_files.vocab import Vocab
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -32,32 +32,61 @@ on CPUs."""
 
 
 class Binding(ABC):
-    """The C functions of one engine. Handles are opaque integers; 0 or None means failure."""
+    """The C functions of one engine. Handles are opaque integers; 0 or None means failure.
+
+    Attributes:
+        name: the engine's, in the catalogue.
+        version: of the package, and a digest of its libraries: builds of one version differ in speed and in what they
+            get wrong, so nothing that was found out about one may be taken for true of another.
+        lib: the module or library that has the llama_* functions both engines share under one name.
+        api: the module that has the structs and the functions that take them.
+        gpu: whether it was built for one.
+        state_flags: last arguments of the functions that save a sequence, for an engine that takes flags there.
+        alignment: what tensors in the file must be aligned to [bytes]; more for an engine that computes from the mapped
+            file.
+        keeps_rows: see ``Capabilities``.
+    """
 
     name: str
     version: str
-    """Of the package, and a digest of its libraries: builds of one version differ in speed and in what they get wrong,
-    so nothing that was found out about one may be taken for true of another."""
     lib: Any
-    """The module or library that has the llama_* functions both engines share under one name."""
+    api: Any
+    gpu = False
     state_flags: tuple[int, ...] = ()
-    """Last arguments of the functions that save a sequence, for an engine that takes flags there."""
     alignment = 1
-    """What tensors in the file must be aligned to [bytes]; more for an engine that computes from the mapped file."""
     keeps_rows = False
-    """See ``Capabilities``."""
 
     @abstractmethod
-    def load_model(self, path: Path, n_gpu_layers: int, progress: Progress | None) -> int | None: ...
+    def set_model_options(self, params: Any) -> None:
+        """Fill in what this engine alone has in ``llama_model_params``."""
+
+    @abstractmethod
+    def set_context_options(self, params: Any) -> None:
+        """Fill in what this engine alone has in ``llama_context_params``."""
+
+    def load_model(self, path: Path, n_gpu_layers: int, progress: Progress | None) -> int | None:
+        params = self.api.llama_model_default_params()
+        params.n_gpu_layers = n_gpu_layers
+        callback = self.api.llama_progress_callback(lambda fraction, _data: progress(fraction) if progress else True)
+        params.progress_callback = callback
+        self.set_model_options(params)
+        handle: int | None = self.api.llama_model_load_from_file(os.fsencode(path), params)
+        return handle
 
     @abstractmethod
     def free_model(self, model: int) -> None: ...
 
-    @abstractmethod
-    def new_context(self, model: int, n_ctx: int, n_threads: int, kv_type: int) -> int | None: ...
+    def new_context(self, model: int, n_ctx: int, n_threads: int, kv_type: int) -> int | None:
+        params = self.api.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, N_BATCH, N_UBATCH
+        params.n_threads = params.n_threads_batch = n_threads
+        params.type_k = params.type_v = kv_type
+        self.set_context_options(params)
+        handle: int | None = self.api.llama_init_from_model(model, params)
+        return handle
 
-    @abstractmethod
-    def free_context(self, ctx: int) -> None: ...
+    def free_context(self, ctx: int) -> None:
+        self.api.llama_free(ctx)
 
     @abstractmethod
     def remove(self, ctx: int, start: int) -> bool:
@@ -90,8 +119,8 @@ class Binding(ABC):
         """Whether the engine survives a tensor of this type and size; one that refuses the others itself says yes."""
         return True
 
-    @abstractmethod
-    def device(self, n_gpu_layers: int) -> str: ...
+    def device(self, n_gpu_layers: int) -> str:
+        return "gpu" if self.gpu and n_gpu_layers else "cpu"
 
 
 KV_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8}
@@ -136,30 +165,22 @@ class LlamaModel(Model):
         kv_type: str = "f16",
         progress: Progress | None = None,
     ) -> None:
-        gguf = GGUFFile(path)
-        gguf.check_generates_text()
-        check_kv_type(gguf, kv_type)
+        with GGUFFile(path) as gguf:
+            self._read_header(gguf)
+            check_kv_type(gguf, kv_type)
+            check_sound(gguf, self.vocab, binding.computes, binding.alignment)
         self.binding = binding
         self.backend = binding.name
         self.engine = f"{binding.name} {binding.version}"
-        self.path = path
-        self.vocab = Vocab.from_gguf(gguf)
-        check_sound(gguf, self.vocab, binding.computes, binding.alignment)
-        template = gguf.metadata.get("tokenizer.chat_template")
-        self.chat_template = str(template) if template is not None else None
-        self.n_ctx_train = gguf.n_ctx_train
-        self.size_bytes = gguf.n_bytes
-        self.architecture = gguf.architecture
         self.n_threads = n_threads
         self.kv_type = kv_type
-        gguf.close()
         handle = binding.load_model(path, n_gpu_layers, progress)
         if not handle:
             raise EngineError(
                 f"{self.engine} could not load {path.name} (architecture {self.architecture!r}); "
                 "try another --backend, or --verbose for the engine's own words"
             )
-        self._handle: int | None = handle
+        self._handle: int = handle
         self.n_vocab = binding.n_vocab(handle)
         self.capabilities = Capabilities(
             rollback="replay" if binding.is_recurrent(handle) else "exact",
@@ -170,26 +191,17 @@ class LlamaModel(Model):
 
     @property
     def handle(self) -> int:
-        if self._handle is None:
-            raise Closed("this model was closed")
+        self._check_open()
         return self._handle
 
-    def new_context(self, n_ctx: int, *, n_threads: int | None = None) -> LlamaContext:
-        if n_ctx <= 0:
-            raise UsageError(f"the context size must be over 0, not {n_ctx}")
-        return LlamaContext(self, n_ctx, n_threads or self.n_threads)
+    def _new_context(self, n_ctx: int, n_threads: int) -> LlamaContext:
+        return LlamaContext(self, n_ctx, n_threads)
 
-    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
-        try:
-            raw = text.encode()
-        except UnicodeEncodeError:
-            raise UsageError("the text holds a lone surrogate, which is not valid Unicode") from None
-        return self.binding.tokenize(self.handle, raw, add_special, parse_special)
+    def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
+        return self.binding.tokenize(self._handle, text.encode(), add_special, parse_special)
 
-    def close(self) -> None:
-        if self._handle is not None:
-            handle, self._handle = self._handle, None
-            self.binding.free_model(handle)
+    def _close(self) -> None:
+        self.binding.free_model(self._handle)
 
 
 class LlamaContext(Context):

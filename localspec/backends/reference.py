@@ -6,7 +6,7 @@ same shapes whatever the width of the pass, so the logits are equal to the bit a
 ``==``.
 
 It is public in the way a mock transport is: load a tiny GGUF with it (``LLM(path, backend="reference")``) and test an
-application against real rounds, accepted and rejected guesses included, without compiling anything or downloading
+application against real rounds, accepted and rejected tokens included, without compiling anything or downloading
 gigabytes. It reads files of the llama architecture in every quantisation that the ``gguf`` package can unpack, and
 keeps the weights as float64: 8 bytes for each. A model of 2 layers and 128 channels decodes thousands of tokens per
 second, one of 135M parameters about ten.
@@ -25,10 +25,10 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.backends.base import Capabilities, Context, ContextState, FloatArray, Forward, Model, Progress
-from localspec.backends.reference_tokenizer import Tokenizer
-from localspec.errors import Closed, EngineError, UnsupportedModel, UsageError
+from localspec.backends.reference_tokenizer import PythonByteLevel
+from localspec.backends.tokenizer import Tokenizer
+from localspec.errors import EngineError, UnsupportedModel, UsageError
 from localspec.model_files.gguf_file import GGUFFile
-from localspec.model_files.vocab import Vocab
 
 NAME = "reference"
 
@@ -134,26 +134,19 @@ class ReferenceModel(Model):
 
     def __init__(self, path: Path, progress: Progress | None = None) -> None:
         with GGUFFile(path) as file:
-            file.check_generates_text()
+            self._read_header(file)
             if file.architecture != "llama":
                 raise UnsupportedModel(
                     f"{path.name} has the architecture {file.architecture!r}; the reference backend "
                     "computes 'llama' only"
                 )
-            self.path = path
             self.backend = NAME
             self.engine = f"{NAME} numpy {np.__version__}"
-            self.vocab = Vocab.from_gguf(file)
-            template = file.metadata.get("tokenizer.chat_template")
-            self.chat_template = str(template) if template is not None else None
-            self.n_ctx_train = file.n_ctx_train
-            self.size_bytes = file.n_bytes
             self.capabilities = Capabilities(batch_invariant=True, saves_state=True)
             self.n_threads = 1
             self.hparams = Hyperparameters.from_metadata(file.metadata)
-            self._tokenizer = Tokenizer(file.metadata, self.vocab)
+            self._tokenizer = Tokenizer(file, self.vocab, PythonByteLevel)
             self._load(file, progress)
-        self._closed = False
 
     def _load(self, file: GGUFFile, progress: Progress | None) -> None:
         n_read = 0
@@ -203,23 +196,14 @@ class ReferenceModel(Model):
         rotations: npt.NDArray[np.complex128] = np.exp(1j * np.arange(n_ctx)[:, None] * frequency)
         return rotations
 
-    def new_context(self, n_ctx: int, *, n_threads: int | None = None) -> ReferenceContext:
-        if self._closed:
-            raise Closed("this model was closed")
-        if n_ctx <= 0:
-            raise UsageError(f"the context size must be over 0, not {n_ctx}")
+    def _new_context(self, n_ctx: int, n_threads: int) -> ReferenceContext:
         return ReferenceContext(self, n_ctx)
 
-    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
-        if self._closed:
-            raise Closed("this model was closed")
-        try:
-            return self._tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
-        except UnicodeEncodeError:
-            raise UsageError("the text holds a lone surrogate, which is not valid Unicode") from None
+    def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
+        return self._tokenizer.encode(text, add_special, parse_special)
 
-    def close(self) -> None:
-        self._closed = True
+    def _close(self) -> None:
+        pass
 
 
 def _read_tensor(file: GGUFFile, name: str, shape: Sequence[int | None]) -> Array:
@@ -332,19 +316,7 @@ def load(
     kv_type: str = "f16",
     progress: Progress | None = None,
 ) -> ReferenceModel:
-    """Load a GGUF of the llama architecture.
-
-    Args:
-        path: the file.
-        n_threads: accepted for symmetry with the other backends; NumPy decides.
-        n_gpu_layers: must be None or 0.
-        kv_type: accepted for symmetry; keys and values are float64.
-        progress: see ``backends.base.Progress``.
-
-    Raises:
-        ModelFileError: the file is damaged, or of a kind that this backend does not compute.
-        UsageError: layers on a GPU are asked for.
-    """
+    """Load a GGUF of the llama architecture; keys and values are float64 whatever ``kv_type`` says. See ``Loader``."""
     if n_gpu_layers:
         raise UsageError("the reference backend runs on the CPU only; use --backend llama-cpp for --gpu-layers")
     return ReferenceModel(Path(path), progress)

@@ -1,93 +1,57 @@
-"""The reference backend's tokeniser, in Python: SentencePiece by scores and byte-level BPE, as llama.cpp reads them."""
+"""Byte-level BPE in Python, as llama.cpp computes it, for the reference backend."""
 
 from __future__ import annotations
 
 import re
 import sys
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
-from typing import Any
 
-import numpy as np
-
-from localspec.backends.sentencepiece import SentencePiece
-from localspec.backends.special_tokens import SpecialTokens
 from localspec.errors import UnsupportedModel
-from localspec.model_files.vocab import Vocab
+from localspec.model_files.vocab import byte_of_character
 
 # Python's \s also has the separators 0x1C-0x1F, which are no white space to llama.cpp.
 _S = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 _CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
 
 
-class Tokenizer:
-    """Text -> token ids.
+class PythonByteLevel:
+    """Byte-level BPE over text without special tokens.
 
     Args:
-        metadata: the ``tokenizer.*`` keys of a GGUF file.
-        vocab: the vocabulary of the same file.
+        ids: token text, in GPT-2's letters for bytes -> id.
+        merges: pairs of such texts with a space between, the first to be applied first.
+        pre: the split's name.
+        file_name: for errors.
 
     Raises:
-        UnsupportedModel: another kind of tokeniser, or an unknown split into words.
+        UnsupportedModel: an unknown split into words.
     """
 
-    def __init__(self, metadata: Mapping[str, Any], vocab: Vocab) -> None:
-        if vocab.kind not in ("llama", "gpt2"):
-            raise UnsupportedModel(
-                f"the reference backend has no tokeniser of kind {vocab.kind!r}; use another --backend"
-            )
-        key = "tokenizer.ggml."
-        tokens: list[str] = list(metadata[key + "tokens"])
-        self.ids = {token: i for i, token in enumerate(tokens)}
-        self.is_bpe = vocab.kind == "gpt2"
-        self.pre = vocab.pre or "default"
-        self.bos = vocab.bos if vocab.add_bos else None
-        self.eos = vocab.eos if metadata.get(key + "add_eos_token") else None
-        self.add_space_prefix = not self.is_bpe and bool(metadata.get(key + "add_space_prefix", True))
-        scores = [float(score) for score in metadata.get(key + "scores", np.zeros(len(tokens)))]
-        self._sentencepiece = SentencePiece(self.ids, scores, vocab.unk)
-        self._special = SpecialTokens(vocab, self.ids, metadata)
-        self.ranks = {tuple(merge.split(" ", 1)): rank for rank, merge in enumerate(metadata.get(key + "merges", ()))}
-        if self.is_bpe:
-            _patterns(self.pre)
+    def __init__(self, ids: Mapping[str, int], merges: Sequence[str], pre: str, file_name: str) -> None:
+        self._ids, self._pre = ids, pre
+        self._ranks = {tuple(merge.split(" ", 1)): rank for rank, merge in enumerate(merges)}
+        _patterns(pre)
 
-    def encode(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
-        """Token ids of a text; see ``backends.base.Model.tokenize``."""
-        text.encode()  # refuses lone surrogates
-        ids = [self.bos] if add_special and self.bos is not None else []
-        after_special = True
-        for piece in self._special.cut(text, parse_special):
-            if isinstance(piece, int):
-                ids.append(piece)
-                after_special = True
-            elif self.is_bpe:
-                ids += self._bpe(piece)
-            else:
-                ids += self._sentencepiece.encode(" " + piece if self.add_space_prefix and after_special else piece)
-                after_special = False
-        if add_special and self.eos is not None:
-            ids.append(self.eos)
-        return ids
-
-    def _bpe(self, text: str) -> list[int]:
-        symbols = _byte_symbols()
-        ids: list[int] = []
-        for word in _split(text, self.pre):
-            pieces = [symbols[byte] for byte in word.encode()]
-            if self.pre == "llama-bpe" and "".join(pieces) in self.ids:
+    def encode(self, text: str) -> list[int]:
+        """Token ids."""
+        tokens: list[int] = []
+        for word in _split(text, self._pre):
+            pieces = [_byte_symbols()[byte] for byte in word.encode()]
+            if self._pre == "llama-bpe" and "".join(pieces) in self._ids:
                 pieces = ["".join(pieces)]
             while len(pieces) > 1:
-                ranked = [(self.ranks.get(pair, sys.maxsize), i) for i, pair in enumerate(pairwise(pieces))]
+                ranked = [(self._ranks.get(pair, sys.maxsize), i) for i, pair in enumerate(pairwise(pieces))]
                 rank, i = min(ranked)
                 if rank == sys.maxsize:
                     break
                 pieces[i : i + 2] = [pieces[i] + pieces[i + 1]]
             for piece in pieces:
-                token = self.ids.get(piece)
-                ids += [token] if token is not None else [self.ids[s] for s in piece if s in self.ids]
-        return ids
+                token = self._ids.get(piece)
+                tokens += [token] if token is not None else [self._ids[s] for s in piece if s in self._ids]
+        return tokens
 
 
 def _split(text: str, pre: str) -> list[str]:
@@ -152,10 +116,6 @@ def _category(initial: str) -> str:
 
 @cache
 def _byte_symbols() -> list[str]:
-    """The character that stands for each byte in byte-level BPE: itself where printable, else one from U+0100 on."""
-    symbols, n_shifted = [], 0
-    for byte in range(256):
-        printable = 0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xAC or byte >= 0xAE
-        symbols.append(chr(byte if printable else 0x100 + n_shifted))
-        n_shifted += not printable
-    return symbols
+    """The character that stands for each byte."""
+    character_of = {byte: character for character, byte in byte_of_character().items()}
+    return [character_of[bytes([byte])] for byte in range(256)]

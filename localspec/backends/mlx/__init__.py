@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localspec.backends.base import Progress
-from localspec.backends.mlx.library import NAME, Binding, binding, defer_mlx_lm
+from localspec.backends.mlx.library import NAME, binding, defer_mlx_lm
 
 if TYPE_CHECKING:
     from localspec.backends.mlx.model import MLXModel
 
-__all__ = ["NAME", "Binding", "binding", "load"]
+__all__ = ["NAME", "binding", "load"]
 
 
 def load(
@@ -22,22 +22,11 @@ def load(
     kv_type: str = "f16",
     progress: Progress | None = None,
 ) -> MLXModel:
-    """Load a GGUF with MLX.
+    """Load a GGUF with MLX; see ``backends.base.Loader``.
 
-    Args:
-        path: the file.
-        n_threads: accepted for symmetry with the other backends; MLX decides.
-        n_gpu_layers: None takes the GPU if there is one, 0 the CPU, and a number that covers all layers the GPU: a
-            model is not divided between the two.
-        kv_type: of the KV cache. ``q8_0`` and ``q4_0`` keep keys and values in MLX's 8 and 4 bits with a scale and an
-            offset for every 32 of them; with ``f16`` and ``f32`` they stay in the type that the model computes in
-            (float32 on a CPU; see ``network.default_dtype``).
-        progress: see ``backends.base.Progress``.
-
-    Raises:
-        ModelFileError: the file is damaged, or of a kind that this backend does not compute.
-        EngineUnavailable: MLX cannot be used here, or not with a GPU.
-        UsageError: an unknown type of cache, or layers on both CPU and GPU.
+    A model is not divided between GPU and CPU: ``n_gpu_layers`` is None, 0 or all of them. ``q8_0`` and ``q4_0`` keep
+    keys and values in MLX's 8 and 4 bits with a scale and an offset for every 32 of them; with ``f16`` and ``f32`` they
+    stay in the type that the model computes in (float32 on a CPU; see ``network.default_dtype``).
     """
     binding()
     defer_mlx_lm()

@@ -91,10 +91,6 @@ class AffineMatrix:
     bits: int
     group: int
 
-    @property
-    def n_bytes(self) -> int:
-        return self.codes.nbytes + self.scales.nbytes + self.biases.nbytes
-
 
 def repack(kind: BlockType, rows: Bytes) -> AffineMatrix:
     """Rewrite a matrix.

@@ -9,8 +9,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from localspec.backends.base import Context, ContextState, FloatArray, Forward
-from localspec.backends.mlx.memory import Memory
+from localspec.backends.base import Context, ContextState, Forward
+from localspec.backends.mlx.memory import LayerCaches
 from localspec.errors import Cancelled, EngineError
 
 if TYPE_CHECKING:
@@ -22,51 +22,10 @@ N_CHUNK = {"gpu": 512, "cpu": 32}
 Wanted = Literal["all", "last", "none"]
 
 
-class MLXForward(Forward):
-    """Rows of one pass, computed on the device together with their largest entries.
-
-    Nothing is copied: where CPU and GPU share their memory, ``logits`` is a view of MLX's array.
-    """
-
-    __slots__ = ("_best", "_hidden", "_logits", "_owner")
-
-    def __init__(self, context: MLXContext, logits: mx.array, best: mx.array, hidden: mx.array) -> None:
-        self._owner = context.model.owner
-        self._logits, self._best, self._hidden = logits, best, hidden
-
-    def __len__(self) -> int:
-        return int(self._logits.shape[0])
-
-    @property
-    def logits(self) -> FloatArray:  # type: ignore[override]
-        return np.array(self._logits, copy=False)
-
-    @property
-    def hidden(self) -> FloatArray:
-        """The last layer's normalised states [n_rows, n_embd], which the logits are made from; for drafters."""
-        return np.array(self._hidden, copy=False)
-
-    def argmax_rows(self) -> npt.NDArray[np.int64]:
-        """The most probable token of every row [n_rows], the lowest id among equals; without reading the rows."""
-        return np.array(self._best, copy=False).astype(np.int64)
-
-    def top_rows(self, k: int) -> tuple[npt.NDArray[np.int64], FloatArray]:
-        """The k most probable tokens of every row and their logits [n_rows, k], in no order; found on the device."""
-        return self._owner.run(lambda: _top(self._logits, k))
-
-
-def _top(logits: mx.array, k: int) -> tuple[npt.NDArray[np.int64], FloatArray]:
-    ids = mx.argpartition(-logits, kth=k - 1, axis=-1)[:, :k]
-    values = mx.take_along_axis(logits, ids, axis=-1)
-    mx.eval(ids, values)
-    return np.array(ids).astype(np.int64), np.array(values)
-
-
 class MLXContext(Context):
     """A sequence's memory in MLX's arrays.
 
-    A pass is one evaluation: the logits, their largest entries and the memory are computed together, and waited for
-    once.
+    A pass is one evaluation: the logits and the memory are computed together, and waited for once.
     """
 
     model: MLXModel
@@ -74,13 +33,13 @@ class MLXContext(Context):
     def __init__(self, model: MLXModel, n_ctx: int) -> None:
         super().__init__(model, n_ctx)
         self._owner = model.owner
-        self._memory = Memory(model.network, model.kv_type)
+        self._memory = LayerCaches(model.network, model.kv_type)
         self._n_chunk = N_CHUNK[model.capabilities.device]
 
     def _decode(self, tokens: Sequence[int], logits: Wanted) -> Forward:
         self._catch_up()
         self._memory.checkpoint()
-        forwards: list[MLXForward] = []
+        forwards: list[Forward] = []
         for start in range(0, len(tokens), self._n_chunk):
             if start and self.interrupted is not None and self.interrupted():
                 raise Cancelled("decoding was stopped")
@@ -95,10 +54,10 @@ class MLXContext(Context):
             return Forward(np.empty((0, self.model.n_vocab), dtype=np.float32))
         return Forward(np.concatenate([forward.logits for forward in forwards]))
 
-    def _pass(self, tokens: Sequence[int], wanted: Wanted) -> MLXForward | None:
+    def _pass(self, tokens: Sequence[int], wanted: Wanted) -> Forward | None:
         return self._owner.run(lambda: self._compute(tokens, wanted))
 
-    def _compute(self, tokens: Sequence[int], wanted: Wanted) -> MLXForward | None:
+    def _compute(self, tokens: Sequence[int], wanted: Wanted) -> Forward | None:
         """One pass; on the owner thread."""
         memory, network = self._memory, self.model.network
         mx.set_default_device(self.model.device)
@@ -112,14 +71,14 @@ class MLXContext(Context):
             if wanted == "last":
                 hidden = hidden[-1:]
             logits = network.logits(hidden[None])[0].astype(mx.float32)  # [n_rows, n_vocab]
-            best = mx.argmax(logits, axis=-1)
-            mx.eval(logits, best, hidden, memory.arrays())
+            mx.eval(logits, memory.arrays())
         except (RuntimeError, ValueError, MemoryError) as error:
             # Half of the layers may have got their rows: start over, from the tokens, with the next pass.
             memory.clear()
             raise EngineError(f"{self.model.engine} failed to decode {len(tokens)} tokens: {error}") from None
         memory.n_past += len(tokens)
-        return MLXForward(self, logits, best, hidden)
+        # Nothing is copied: where CPU and GPU share their memory, this is a view of MLX's array.
+        return Forward(np.array(logits, copy=False))
 
     def _catch_up(self) -> None:
         """Feed again what the memory lost in a rollback that it could only do in part."""
@@ -142,9 +101,9 @@ class MLXContext(Context):
         arrays = dict(state.arrays)
         self._owner.run(lambda: self._memory.restore(arrays, len(state.tokens), self._sample()))
 
-    def _sample(self) -> Memory:
+    def _sample(self) -> LayerCaches:
         """A memory of this model with one token in it."""
-        sample = Memory(self.model.network, self.model.kv_type)
+        sample = LayerCaches(self.model.network, self.model.kv_type)
         self.model.network.hidden(mx.array([[0]]), sample.layers)
         sample.n_past = 1
         return sample

@@ -18,7 +18,7 @@ NAME = "mlx"
 _NEEDS = ("mlx", "mlx-lm", "tokenizers")
 
 
-class Binding:
+class MLXLibrary:
     """MLX as it is installed here.
 
     Attributes:
@@ -55,13 +55,13 @@ def runs_here() -> bool:
 
 
 @cache
-def binding() -> Binding:
+def binding() -> MLXLibrary:
     """MLX, imported once per process.
 
     Raises:
         EngineUnavailable: not installed, not for this machine, or its library does not load here.
     """
-    return Binding()
+    return MLXLibrary()
 
 
 def defer_mlx_lm() -> None:

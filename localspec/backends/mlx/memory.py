@@ -1,7 +1,7 @@
 """What a context remembers in MLX's arrays: keys and values that can be taken back, and states that are restored.
 
 mlx-lm's cache for sliding windows overwrites old rows once it is full and cannot be rewound after that; one rejected
-guess would leave it wrong. Here every row is kept, and a layer with a window is *shown* only those that its new tokens
+token would leave it wrong. Here every row is kept, and a layer with a window is shown only those that its new tokens
 can see, so attention costs what the window costs and rewinding is a matter of a number.
 """
 
@@ -73,7 +73,7 @@ class QuantizedRows(_Windowed, QuantizedKVCache):  # type: ignore[misc]
         self.window = window
 
 
-class Memory:
+class LayerCaches:
     """The memory of one sequence. Only to be touched by the thread that computes.
 
     Attributes:
@@ -154,7 +154,7 @@ class Memory:
             exported[name] = np.array(used.view(mx.uint16) if used.dtype == mx.bfloat16 else used)
         return exported
 
-    def restore(self, arrays: dict[str, npt.NDArray[Any]], n_past: int, like: Memory) -> None:
+    def restore(self, arrays: dict[str, npt.NDArray[Any]], n_past: int, like: LayerCaches) -> None:
         """Hold what was exported.
 
         Args:

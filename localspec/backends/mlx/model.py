@@ -12,19 +12,16 @@ from localspec.backends.mlx.library import NAME, binding
 from localspec.backends.mlx.memory import check_kv_type
 from localspec.backends.mlx.network import Network, load_network
 from localspec.backends.mlx.owner import owner
-from localspec.backends.mlx.tokenizer import Tokenizer
+from localspec.backends.mlx.tokenizer import ByteLevel
+from localspec.backends.tokenizer import Tokenizer
 from localspec.errors import Closed, EngineUnavailable, LocalspecError, UnsupportedModel, UsageError
 from localspec.model_files.gguf_file import GGUFFile
-from localspec.model_files.vocab import Vocab
 
 
 class MLXModel(Model):
     """Weights in MLX's arrays, on one device.
 
     Attributes:
-        architecture: the file's name for it.
-        kv_type: type of the KV cache of its contexts.
-        bytes_per_token: bytes of weights that a pass over one token reads.
         device: where it computes.
         owner: the thread that everything of MLX is done on.
     """
@@ -35,22 +32,14 @@ class MLXModel(Model):
         engine = binding()
         self.owner = owner()
         with GGUFFile(path) as file:
-            file.check_generates_text()
+            self._read_header(file)
             self.device = _device(file, n_gpu_layers)
-            self.vocab = Vocab.from_gguf(file)
-            self._tokenizer = Tokenizer(file, self.vocab)
+            self._tokenizer = Tokenizer(file, self.vocab, ByteLevel)
             network = self.owner.run(lambda: _load(file, self.device, progress))
-            template = file.metadata.get("tokenizer.chat_template")
-            self.n_ctx_train = file.n_ctx_train
-            self.size_bytes = file.n_bytes
         self._network: Network | None = network
         check_kv_type(kv_type, network)
-        self.path = path
         self.backend = NAME
         self.engine = f"{NAME} {engine.version}"
-        self.chat_template = str(template) if template is not None else None
-        self.architecture = network.architecture
-        self.bytes_per_token = network.bytes_per_token
         self.kv_type = kv_type
         self.n_threads = 1  # MLX has no setting for it
         self.n_vocab = network.n_vocab
@@ -71,29 +60,21 @@ class MLXModel(Model):
             raise Closed("this model was closed")
         return self._network
 
-    def new_context(self, n_ctx: int, *, n_threads: int | None = None) -> MLXContext:
-        network = self.network
-        if n_ctx <= 0:
-            raise UsageError(f"the context size must be over 0, not {n_ctx}")
-        if network.max_context is not None and n_ctx > network.max_context:
+    def _new_context(self, n_ctx: int, n_threads: int) -> MLXContext:
+        most = self.network.max_context
+        if most is not None and n_ctx > most:
             raise UsageError(
-                f"MLX computes {self.path.name} up to {network.max_context} tokens of context; "
-                f"use --ctx {network.max_context}, or --backend llama-cpp"
+                f"MLX computes {self.path.name} up to {most} tokens of context; use --ctx {most}, or "
+                "--backend llama-cpp"
             )
         return MLXContext(self, n_ctx)
 
-    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
-        if self._network is None:
-            raise Closed("this model was closed")
-        try:
-            return self._tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
-        except UnicodeEncodeError:
-            raise UsageError("the text holds a lone surrogate, which is not valid Unicode") from None
+    def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
+        return self._tokenizer.encode(text, add_special, parse_special)
 
-    def close(self) -> None:
-        if self._network is not None:
-            self._network = None
-            self.owner.run(mx.clear_cache)
+    def _close(self) -> None:
+        self._network = None
+        self.owner.run(mx.clear_cache)
 
 
 def _device(file: GGUFFile, n_gpu_layers: int | None) -> mx.Device:

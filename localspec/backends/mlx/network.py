@@ -18,7 +18,6 @@ from localspec.backends.mlx.header import Header
 from localspec.backends.mlx.library import defer_mlx_lm
 from localspec.backends.mlx.placement import ROPE_TENSORS, fill
 from localspec.backends.mlx.rope import Rope, RopeScaling
-from localspec.backends.mlx.sizes import bytes_per_token
 from localspec.backends.mlx.weights import Format
 from localspec.errors import UnsupportedModel, UsageError
 from localspec.model_files.gguf_file import GGUFFile
@@ -42,7 +41,6 @@ class Network:
         recurrent: whether its memory is a state that cannot be rewound.
         max_context: tokens up to which it computes what the file means; None for no limit.
         size_bytes: bytes of all parameters.
-        bytes_per_token: bytes of parameters that a pass over one token reads.
         formats: tensor name -> how it is stored.
     """
 
@@ -57,7 +55,6 @@ class Network:
     recurrent: bool
     max_context: int | None
     size_bytes: int
-    bytes_per_token: int
     formats: Mapping[str, Format]
     _trunk: nn.Module
     _head: Callable[[mx.array], mx.array]
@@ -67,7 +64,7 @@ class Network:
         return cast(mx.array, self._trunk(tokens, cache))
 
     def layer_states(self, tokens: mx.array, cache: list[Any] | None = None) -> list[mx.array]:
-        """What each layer puts out, for whoever looks inside: [1, n] -> for each layer [1, n, n_embd]."""
+        """What each layer puts out: [1, n] -> for each layer [1, n, n_embd]."""
         states: list[mx.array] = []
         layers: list[Any] = self._trunk["layers"]
         originals = list(layers)
@@ -87,12 +84,6 @@ class Network:
         from mlx_lm.models.cache import make_prompt_cache
 
         return list(make_prompt_cache(self.module))
-
-    def make_plain_cache(self) -> list[Any]:
-        """An empty memory that keeps everything, so that it can be rewound; windows are then a matter of the mask."""
-        from mlx_lm.models.cache import KVCache
-
-        return [KVCache() for _ in range(self.n_layer)]
 
 
 class _Tap:
@@ -185,7 +176,7 @@ def _load(file: GGUFFile, compute_dtype: str, progress: Progress | None) -> Netw
     _check_head_size(header, architecture, args)
     module: nn.Module = models.Model(args)
     if tied and architecture.module == "gemma3_text":
-        module.sanitize({})  # this class is told that its output matrix is the embedding by what it lacks
+        module.sanitize({})  # to this class the output matrix is the embedding where none is handed to it
     if architecture.attention:
         _install_rope(header, architecture, module, args, scaling)
     formats = fill(file, architecture, module, dtype, progress)
@@ -203,7 +194,6 @@ def _load(file: GGUFFile, compute_dtype: str, progress: Progress | None) -> Netw
         recurrent=not architecture.attention,
         max_context=max_context,
         size_bytes=sum(format_.n_bytes for format_ in formats.values()),
-        bytes_per_token=bytes_per_token(file, compute_dtype),
         formats=formats,
         _trunk=trunk,
         _head=_make_head(module, architecture, args, tied),

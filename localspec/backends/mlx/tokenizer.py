@@ -1,74 +1,14 @@
-"""Text -> tokens from what a GGUF says about its tokenizer; equal to llama.cpp's, token for token.
+"""Byte-level BPE by the ``tokenizers`` package, given the file's vocabulary, merges and split.
 
-Byte-level BPE is run by the ``tokenizers`` package, given the file's vocabulary, merges and split; no other file of the
-model is needed, nor the packages that usually assemble such a tokenizer.
+No other file of the model is needed, nor the packages that usually assemble such a tokenizer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import numpy as np
-
 from localspec.backends.mlx.word_split import IGNORES_MERGES, word_split
-from localspec.backends.sentencepiece import SentencePiece
-from localspec.backends.special_tokens import SpecialTokens
-from localspec.errors import UnsupportedModel
-from localspec.model_files.gguf_file import GGUFFile
-from localspec.model_files.vocab import Vocab, byte_of_character
-
-
-class Tokenizer:
-    """The tokenizer of one file.
-
-    Args:
-        file: the open file; not needed afterwards.
-        vocab: its vocabulary.
-
-    Raises:
-        UnsupportedModel: another kind of tokenizer, or a split into words that is not known.
-    """
-
-    def __init__(self, file: GGUFFile, vocab: Vocab) -> None:
-        if vocab.kind not in ("llama", "gpt2"):
-            raise UnsupportedModel(
-                f"{file.path.name} has a tokenizer of the kind {vocab.kind!r}, which the MLX backend does not read; "
-                "use --backend llama-cpp"
-            )
-        metadata, key = file.metadata, "tokenizer.ggml."
-        ids = {text or f"[EMPTY_{i}]": i for i, text in enumerate(metadata[key + "tokens"])}
-        self._bos = vocab.bos if vocab.add_bos else None
-        self._eos = vocab.eos if metadata.get(key + "add_eos_token") else None
-        self._special = SpecialTokens(vocab, ids, metadata)
-        self._words: ByteLevel | SentencePiece
-        if vocab.kind == "gpt2":
-            self._add_space_prefix = False
-            self._words = ByteLevel(ids, metadata.get(key + "merges", ()), vocab.pre, file.path.name)
-        else:
-            self._add_space_prefix = bool(metadata.get(key + "add_space_prefix", True))
-            scores = np.asarray(metadata.get(key + "scores", np.zeros(len(ids))), dtype=np.float32)
-            self._words = SentencePiece(ids, scores.tolist(), vocab.unk)
-
-    def encode(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
-        """Token ids of a text; see ``backends.base.Model.tokenize``.
-
-        Raises:
-            UnicodeEncodeError: the text holds a lone surrogate.
-        """
-        text.encode()
-        tokens = [self._bos] if add_special and self._bos is not None else []
-        after_special = True
-        for piece in self._special.cut(text, parse_special):
-            if isinstance(piece, int):
-                tokens.append(piece)
-                after_special = True
-            else:
-                prefix = " " if self._add_space_prefix and after_special else ""
-                tokens += self._words.encode(prefix + piece)
-                after_special = False
-        if add_special and self._eos is not None:
-            tokens.append(self._eos)
-        return tokens
+from localspec.model_files.vocab import byte_of_character
 
 
 class ByteLevel:

@@ -16,15 +16,14 @@ os.environ.setdefault("MLX_DISABLE_COMPILE", "1")
 mx = pytest.importorskip("mlx.core")
 
 from mlx.utils import tree_flatten  # noqa: E402
+from mlx_lm.models.cache import KVCache  # noqa: E402
 
 from localspec.backends.mlx.architecture import ARCHITECTURES  # noqa: E402
 from localspec.backends.mlx.network import Network, load_network  # noqa: E402
-from localspec.backends.mlx.sizes import bytes_per_token, model_bytes  # noqa: E402
 from localspec.backends.trust import agreement  # noqa: E402
 from localspec.errors import EngineError, ModelFileError, UnsupportedModel, UsageError  # noqa: E402
 from localspec.model_files.gguf_file import GGUFFile  # noqa: E402
 from tests.conftest import TinyFiles, open_backend  # noqa: E402
-from tests.support.gguf_vocabs import bpe_vocab  # noqa: E402
 from tests.support.mlx_ggufs import Sizes, TinyFile  # noqa: E402
 from tests.support.mlx_products import numpy_products  # noqa: E402
 
@@ -137,7 +136,7 @@ def test_a_plain_memory_serves_a_sliding_window_as_well(tiny: TinyFiles) -> None
     assert network.layer_windows == (32, 32, 32, 32, 32, None)
     tokens = tokens_for(network.n_vocab, 80)
     whole = logits_of(network, tokens)
-    plain, forgetting = network.make_plain_cache(), network.make_cache()
+    plain, forgetting = [KVCache() for _ in range(network.n_layer)], network.make_cache()
     for cache in (plain, forgetting):
         parts = [network.module(mx.array([tokens[i : i + 8]]), cache=cache) for i in range(0, 80, 8)]
         assert np.abs(np.array(mx.concatenate(parts, axis=1))[0] - whole).max() < 1e-3
@@ -202,28 +201,13 @@ def test_formats_say_what_became_of_every_tensor(tmp_path: Path) -> None:
     assert network.size_bytes == sum(format_.n_bytes for format_ in network.formats.values())
 
 
-def test_bytes_that_a_token_costs(tmp_path: Path) -> None:
-    path = FILES["qwen3moe"].write(tmp_path / "model.gguf")
-    n_vocab = len(bpe_vocab())
-    layer = 256 * (384 + 384 + 192 + 192) + 2 * 256 + 2 * 96 + 8 * 256  # attention, norms and the router
-    experts = 3 * 3 * 256 * 64  # 3 of 8 experts, of 3 matrices each
-    weights = 256 + n_vocab * 256 + 256 + 4 * (layer + experts)  # a row of the embedding, output, norm
-    with GGUFFile(path) as file:
-        assert bytes_per_token(file) == 4 * weights
-        assert bytes_per_token(file, "float16") == 2 * weights
-    assert load_network(path, compute_dtype="float32").bytes_per_token == 4 * weights
-    tied = load_network(FILES["llama, tied"].write(tmp_path / "tied.gguf"))
-    assert tied.bytes_per_token == tied.size_bytes
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("name", ["llama, types of 32", "llama, types of 256", "llama, Llama 3's factors", "mamba"])
-def test_the_header_tells_how_large_a_model_will_be(name: str, dtype: str, tmp_path: Path) -> None:
+def test_the_formats_tell_how_large_a_model_is(name: str, dtype: str, tmp_path: Path) -> None:
     path = FILES[name].write(tmp_path / "model.gguf")
     network = load_network(path, compute_dtype=dtype)
     arrays = [array for _, array in tree_flatten(network.module.parameters())]
-    with GGUFFile(path) as file:
-        assert model_bytes(file, dtype) == network.size_bytes == sum(array.nbytes for array in arrays)
+    assert network.size_bytes == sum(array.nbytes for array in arrays)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -408,8 +392,7 @@ def test_real_logits_are_those_of_llama_cpp(name: str, real_model: Callable[[str
     print(
         f"{name}, {len(tokens)} tokens: KL {found.mean_kl:.2e}, top-1 {found.top1:.3f}; rounding alone: KL "
         f"{noise.mean_kl:.2e}, top-1 {noise.top1:.3f}; llama.cpp against itself in fours: KL {own.mean_kl:.2e}; "
-        f"{path.stat().st_size / 1e6:.0f} MB file, {network.size_bytes / 1e6:.0f} MB in memory, "
-        f"{network.bytes_per_token / 1e6:.0f} MB a token"
+        f"{path.stat().st_size / 1e6:.0f} MB file, {network.size_bytes / 1e6:.0f} MB in memory"
     )
     assert found.mean_kl <= 3 * noise.mean_kl
     assert found.top1 >= noise.top1 - 3 * np.sqrt(2 * max(1 - noise.top1, 0.02) / len(tokens))

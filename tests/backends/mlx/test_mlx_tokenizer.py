@@ -24,8 +24,9 @@ from tests.support.gguf_vocabs import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFIN
 
 pytest.importorskip("tokenizers")
 
-from localspec.backends.mlx.tokenizer import Tokenizer
+from localspec.backends.mlx.tokenizer import ByteLevel
 from localspec.backends.mlx.word_split import known_splits
+from localspec.backends.tokenizer import Tokenizer
 
 PIECES = [
     " ", "  ", "\t", "\n", "\r\n", "\r", "\u00a0", "\u3000", "\x85", "\x1c", "\u2028", "\u200b", "\u200d", "\ufeff",
@@ -139,7 +140,7 @@ class Both:
     def __init__(self, path: Path) -> None:
         with GGUFFile(path) as file:
             self.vocab = Vocab.from_gguf(file)
-            self.ours = Tokenizer(file, self.vocab)
+            self.ours = Tokenizer(file, self.vocab, ByteLevel)
         self.theirs: Model = open_backend("llama-cpp").load(path, n_gpu_layers=0)
 
     def check(self, text: str, special: Sequence[bool] = (False, True)) -> None:
@@ -279,7 +280,7 @@ def test_a_vocabulary_that_lacks_bytes_drops_them(folder: Path) -> None:
 def test_an_unknown_split_is_named(folder: Path) -> None:
     path = tiny_file(folder, pair_vocab("never-heard-of"), "unknown")
     with GGUFFile(path) as file, pytest.raises(UnsupportedModel, match=r"unknown\.gguf .*'never-heard-of'.*llama-cpp"):
-        Tokenizer(file, Vocab.from_gguf(file))
+        Tokenizer(file, Vocab.from_gguf(file), ByteLevel)
 
 
 def test_speed_does_not_fall_with_length(byte_level: Both, sentencepiece: Both) -> None:
