@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from localspec.backends import trust
 from localspec.backends.base import Capabilities, Context, Forward, Model, Progress
@@ -31,9 +30,9 @@ Order = Callable[[list[str], bool], list[str]]
 def candidates(n_gpu_layers: int | None = None) -> list[str]:
     """Usable engines for real models, the fastest for where the model will run first.
 
-    A GPU goes before the CPU, and on a Mac both llama.cpp and MLX can have it. llama.cpp comes first: whoever compiled
-    it for Metal wanted it, it reads every architecture, and it computes with the file's own bits. MLX comes next,
-    before the engines on the CPU. On Linux, where it is there to be tested, MLX is used only when asked for by name.
+    A GPU goes before the CPU, and on a Mac both llama.cpp and MLX can have it. llama.cpp comes first: it was compiled
+    for Metal on purpose, reads every architecture, and computes with the file's own bits. MLX comes next, before the
+    engines on the CPU. On Linux, where it is there to be tested, MLX is used only when asked for by name.
 
     Args:
         n_gpu_layers: None or positive prefers an engine with a GPU if there is one; 0 keeps the model on the CPU.
@@ -90,7 +89,7 @@ def load(
         progress: called with the loaded fraction; returning False cancels.
         say: takes what is being done, in a line.
         warn: takes remarks that a user should keep, such as why an engine was passed over.
-        check: whether the engine has to be right about the file; only what merely guesses may do without.
+        check: whether the engine has to be right about the file; only a draft model may do without.
         put_off: leave the comparison with another engine to idle time; see ``trust.load_checked``.
         order: the order in which ``auto`` tries several engines; None is the usual one, see ``candidates``.
 
@@ -115,10 +114,8 @@ def load(
         cancelled = cancelled or (progress is not None and not progress(fraction))
         return not cancelled
 
+    options = {"n_threads": n_threads, "n_gpu_layers": n_gpu_layers, "kv_type": kv_type, "progress": watched}
     for name in names:
-        options: dict[str, Any] = {"n_threads": n_threads, "n_gpu_layers": n_gpu_layers, "progress": watched}
-        if name != "reference":
-            options["kv_type"] = kv_type
         try:
             if not check:
                 model: Model = engine_module(name).load(path, **options)

@@ -1,7 +1,7 @@
-"""The same text in another engine, in idle time: is the engine that answers right, and is it the faster one?
+"""The same text in another engine, in idle time: is the engine that answers right, and the faster one?
 
 The check before the first answer compares an engine with itself. What all of its kernels get wrong alike shows only
-against another engine; loading that takes seconds and as much memory again, so it is done while nobody waits.
+against another engine; loading that takes seconds and as much memory again, so it waits for idle time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Measure = Callable[[Model], Steps[None]]
 
 
 class SecondOpinion:
-    """What another installed engine says of a loaded model.
+    """Another installed engine, compared with the one that a model is loaded with.
 
     Args:
         model: the model that answers.
@@ -49,7 +49,9 @@ class SecondOpinion:
     @property
     def waits(self) -> bool:
         """Whether there is something to find out."""
-        if self.model.capabilities.batch_invariant or self.model.path != self.path or not self._others():
+        if self.model.capabilities.batch_invariant or self.model.path != self.path:
+            return False
+        if not trust.other_engines(self.model):
             return False
         verdict = self._verdict()
         return verdict is not None and bool(verdict["holds"]) and ("waits" in verdict or not self.measured)
@@ -61,18 +63,15 @@ class SecondOpinion:
             stopped: asked while the model is loaded.
 
         Raises:
-            Cancelled: it said so.
+            Cancelled: ``stopped`` was true.
         """
         if read_memory().available < ROOM * self.model.size_bytes:
             return
-        for name in self._others():
-            other = trust.load_other(name, self.model, self.path, self.options, lambda fraction: not stopped())
-            if other is None and stopped():
+        other = trust.load_elsewhere(self.model, self.path, self.options, lambda fraction: not stopped())
+        if other is None:
+            if stopped():
                 raise Cancelled("loading was stopped")
-            if other is not None:
-                break
-        else:
-            self._settle({name: value for name, value in (self._verdict() or {}).items() if name != "waits"})
+            self._settle(trust.settled(self._verdict() or {}))
             return
         try:
             yield
@@ -89,15 +88,12 @@ class SecondOpinion:
             self._settle(verdict)
         if not verdict["holds"]:
             self.refuse(
-                f"{self.model.engine} computes {self.path.name} wrongly ({verdict['why']}): what it said may be wrong. "
+                f"{self.model.engine} computes {self.path.name} wrongly ({verdict['why']}): its answers may be wrong. "
                 "Start again: another engine, or a copy of the file that comes out right, is used then"
             )
         elif not self.measured:
             yield from self.measure(self.model)
             yield from self.measure(other)
-
-    def _others(self) -> list[str]:
-        return trust.other_engines(self.model)
 
     def _key(self) -> dict[str, str]:
         return trust.verdict_key(self.model.backend, self.options, trust.fingerprint(self.path))

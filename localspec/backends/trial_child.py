@@ -12,7 +12,7 @@ N_TOKENS = 280
 
 
 def main() -> None:
-    """What the child does: read, guess, reject, start over."""
+    """What the child does: read, draft, reject, start over."""
     path, kv_type, n_threads = sys.argv[1:]
     ik_llama.binding().repacks = False
     with (

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from localspec.backends import repack
-from localspec.backends.base import FloatArray, Model
+from localspec.backends.base import FloatArray, Model, Progress
 from localspec.backends.registry import engine_module, unavailable_reason
 from localspec.errors import EngineError, EngineMismatch, LocalspecError
 from localspec.model_files.gguf_parts import model_files
@@ -236,38 +236,34 @@ def load_checked(
     """
     module = engine_module(backend)
     store, source = verdicts(), fingerprint(path)
-    model: Model | None = None
 
     def key(digest: str) -> dict[str, str]:
         return verdict_key(backend, options, digest)
 
     verdict = store.get(key(source))
     if verdict is None or verdict["holds"]:
-        model = module.load(path, **options)
-        assert model is not None
+        model: Model = module.load(path, **options)
         if model.capabilities.batch_invariant:
             return model
-    if model is not None and verdict is None:
-        say(f"checking that {model.engine} computes {path.name} rightly (once per file)")
-        verdict = _examine_alone(model)
-        store.put(key(source), verdict)
-    if model is not None and verdict is not None and "waits" in verdict:
-        if put_off and verdict["waits"] < MAX_PUT_OFF:
-            verdict = {**verdict, "waits": verdict["waits"] + 1}
-        else:
-            verdict = _compare(model, path, options, verdict)
-        store.put(key(source), verdict)
-    assert verdict is not None
-    if verdict["holds"] and model is not None:
-        return model
-    if model is not None:
+        if verdict is None:
+            say(f"checking that {model.engine} computes {path.name} rightly (once per file)")
+            verdict = _examine_alone(model)
+            store.put(key(source), verdict)
+        if "waits" in verdict:
+            if put_off and verdict["waits"] < MAX_PUT_OFF:
+                verdict = {**verdict, "waits": verdict["waits"] + 1}
+            else:
+                verdict = _compare(model, path, options, verdict)
+            store.put(key(source), verdict)
+        if verdict["holds"]:
+            return model
         model.close()
     for repacked in repack.copies(path, source, say):
         copy: Model = module.load(repacked, **options)
         digest = fingerprint(repacked)
         found = store.get(key(digest))
         if found is None:
-            found = _examine(copy, path, options)
+            found = _compare(copy, path, options, _examine_alone(copy))
             store.put(key(digest), found)
         if found["holds"]:
             warn(f"{copy.engine} computes {path.name} wrongly in batches ({verdict['why']}): using {repacked.name}")
@@ -284,34 +280,35 @@ def _examine_alone(model: Model) -> dict[str, Any]:
     own = check_model(model)
     if not own.holds:
         return {"holds": False, "why": f"its batches differ from its single tokens, KL {own.mean_kl:.2g} nats"}
-    # In doubt, or if there is another engine, its word is asked for: at once, or when there is time.
+    # Where there is another engine the two are compared: at once if in doubt, else when there is time.
     waits = MAX_PUT_OFF if own.mean_kl > DOUBTFUL_KL else 0
     found = {"holds": True, "why": f"KL {own.mean_kl:.2g} nats"}
     return found | ({"waits": waits} if other_engines(model) else {})
 
 
-def _examine(model: Model, path: Path, options: dict[str, Any]) -> dict[str, Any]:
-    return _compare(model, path, options, _examine_alone(model))
-
-
 def _compare(model: Model, path: Path, options: dict[str, Any], verdict: dict[str, Any]) -> dict[str, Any]:
-    other = _another_engine(model, path, options) if "waits" in verdict else None
+    other = load_elsewhere(model, path, options) if "waits" in verdict else None
     if other is None:
-        return {name: value for name, value in verdict.items() if name != "waits"}
+        return settled(verdict)
     with other:
         try:
             return exhaust(comparing_verdict(model, other, verdict))
-        except EngineError:  # one that fails on the file, for want of memory say, is no witness either
-            return {name: value for name, value in verdict.items() if name != "waits"}
+        except EngineError:  # one that fails on the file, for want of memory say, contradicts nobody
+            return settled(verdict)
+
+
+def settled(verdict: Mapping[str, Any]) -> dict[str, Any]:
+    """A verdict that waits for no comparison any more."""
+    return {name: value for name, value in verdict.items() if name != "waits"}
 
 
 def comparing_verdict(model: Model, other: Model, verdict: dict[str, Any]) -> Steps[dict[str, Any]]:
     """The verdict on an engine that agrees with itself, once it was compared with another."""
     across = yield from comparing_models(model, other)
-    # An engine that contradicts itself on this file is no witness against another.
+    # An engine that contradicts itself on this file says nothing about another.
     if not across.holds and (yield from checking(other)).holds:
         return {"holds": False, "why": f"it differs from {other.engine}, KL {across.mean_kl:.2g} nats"}
-    return {name: value for name, value in verdict.items() if name != "waits"}
+    return settled(verdict)
 
 
 def other_engines(model: Model) -> list[str]:
@@ -320,23 +317,16 @@ def other_engines(model: Model) -> list[str]:
     return [name for name in names if name != model.backend and unavailable_reason(name) is None]
 
 
-def load_other(name: str, model: Model, path: Path, options: Mapping[str, Any], progress: Any = None) -> Model | None:
-    """The same file on another engine; None where that cannot have it."""
-    loader = engine_module(name).load
-    try:
-        own = options if name != "reference" else {key: options[key] for key in options if key != "kv_type"}
-        loaded: Model = loader(path, **{**own, "n_gpu_layers": 0, "progress": progress})
-    except LocalspecError:
-        return None
-    if loaded.n_vocab == model.n_vocab:
-        return loaded
-    loaded.close()
-    return None
-
-
-def _another_engine(model: Model, path: Path, options: dict[str, Any]) -> Model | None:
+def load_elsewhere(
+    model: Model, path: Path, options: Mapping[str, Any], progress: Progress | None = None
+) -> Model | None:
+    """The same file on another engine; None where no other can have it."""
     for name in other_engines(model):
-        loaded = load_other(name, model, path, options)
-        if loaded is not None:
+        try:
+            loaded: Model = engine_module(name).load(path, **{**options, "n_gpu_layers": 0, "progress": progress})
+        except LocalspecError:
+            continue
+        if loaded.n_vocab == model.n_vocab:
             return loaded
+        loaded.close()
     return None

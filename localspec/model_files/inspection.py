@@ -11,7 +11,7 @@ from localspec.model_files.kv_memory import kv_shape
 from localspec.model_files.vocab import Vocab
 
 CONTEXTS = (2048, 8192, 32768, 131072)
-"""Context sizes [tokens] for which memory is told."""
+"""Context sizes [tokens] for which the memory is listed."""
 
 _TEMPLATES = (
     ("<|im_start|>", "ChatML"),
