@@ -138,3 +138,13 @@ def test_no_private_attribute_of_another_rooms_object_is_touched() -> None:
                     owners[node.attr].add(unit[module])
     wrong = [f"{m}:{line}: {attr}" for m, line, attr in touched if owners[attr] and unit[m] not in owners[attr]]
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_class_name_means_one_thing() -> None:
+    """Of classes that a reader may meet in another module; those with an underscore are their module's own."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for module, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(module)
+    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
