@@ -1,7 +1,7 @@
 """What a backend must provide: a ``Model`` (weights), a ``Context`` (one sequence's memory), a ``Forward`` (one pass).
 
-A backend is a module of this folder with a function ``load(path, *, n_threads, n_gpu_layers, kv_type, progress)`` that
-returns a ``Model`` (see ``Loader``), and ``binding()`` where the engine may be missing; ``localspec.backends`` chooses.
+A backend is a module of this folder with a function ``load`` (see ``LoadEngine``), and ``binding`` where the engine may
+be missing; ``localspec.backends`` knows which exist and chooses one.
 """
 
 from __future__ import annotations
@@ -384,7 +384,7 @@ class Model(ABC):
         self.close()
 
 
-class Loader(Protocol):
+class LoadEngine(Protocol):
     """What a backend's ``load`` is.
 
     Args:

@@ -16,10 +16,11 @@ from typing import Any
 
 from localspec.backends.base import Progress
 from localspec.backends.builds import built_for, digest, foreign_features, system_info
-from localspec.backends.llama_family import Binding, LlamaModel, check_kv_type
+from localspec.backends.llama_family import Binding, LlamaModel
 from localspec.backends.noise import engine_log
 from localspec.errors import EngineUnavailable, UnsupportedModel, UsageError
 from localspec.model_files.gguf_file import GGUFFile, TensorInfo
+from localspec.model_files.kv_memory import check_kv_type
 from localspec.system.machine import cpu_features, default_threads, missing_cpu_features, prepare_threads
 
 NAME = "ik-llama"
@@ -193,7 +194,7 @@ def load(
     kv_type: str = "f16",
     progress: Progress | None = None,
 ) -> LlamaModel:
-    """Load a GGUF with ik_llama.cpp, its rows repacked for wide passes; see ``backends.base.Loader``.
+    """Load a GGUF with ik_llama.cpp, its rows repacked for wide passes; see ``backends.base.LoadEngine``.
 
     Raises:
         UnsupportedModel: it would end the process; see ``trial``.

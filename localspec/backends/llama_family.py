@@ -18,8 +18,9 @@ import numpy.typing as npt
 
 from localspec.backends.base import Capabilities, Context, ContextState, FloatArray, Forward, Model, Progress
 from localspec.backends.soundness import check_sound
-from localspec.errors import EngineError, UsageError
+from localspec.errors import EngineError
 from localspec.model_files.gguf_file import GGUFFile, TensorInfo
+from localspec.model_files.kv_memory import check_kv_type
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -125,31 +126,6 @@ class Binding(ABC):
 
 KV_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8}
 """ggml's numbers for the types a KV cache may have."""
-
-
-KV_BLOCK = 32
-"""Values that share a scale in a quantised KV cache."""
-
-
-def check_kv_type(gguf: GGUFFile, kv_type: str) -> None:
-    """Refuse a type of KV cache that the keys or values of a model cannot be stored in.
-
-    Raises:
-        UsageError: there is no such type, or heads are no whole number of its blocks: ik-llama aborts the process then.
-    """
-    if kv_type not in KV_TYPES:
-        raise UsageError(f"KV cache type {kv_type!r} is not one of {', '.join(KV_TYPES)}")
-    if not kv_type.startswith("q"):
-        return
-    n_embd, n_head = gguf.field("embedding_length", 0), gguf.field("attention.head_count", 0)
-    size = n_embd // n_head if isinstance(n_embd, int) and isinstance(n_head, int) and n_head > 0 else 0
-    for part in ("key_length", "value_length"):
-        length = gguf.field(f"attention.{part}", size)
-        if isinstance(length, int) and length % KV_BLOCK:
-            raise UsageError(
-                f"--kv-cache {kv_type} divides keys and values into blocks of {KV_BLOCK}, which the heads of "
-                f"{gguf.path.name}, {length} wide, are not made of; use f16"
-            )
 
 
 class LlamaModel(Model):

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from localspec.errors import UsageError
 from localspec.model_files.gguf_file import GGUFFile
+from localspec.values import KV_CACHE_TYPES
 
 # Every n-th layer sees the whole context and the others a window, where the file does not list the layers itself.
 _GLOBAL_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3n": 5, "cohere2": 4, "gpt-oss": 2, "llama4": 4, "exaone4": 4}
@@ -15,6 +17,9 @@ _GLOBAL_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3n": 5, "cohere2": 4, "gpt-oss"
 KV_VALUE_BYTES = {"f64": 8.0, "f32": 4.0, "f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
 """Type of a KV cache -> bytes per value: the quantised types keep 2 bytes of scale with every 32. f64 is the reference
 backend's own."""
+
+KV_BLOCK = 32
+"""Values that share a scale in a quantised KV cache, of ggml and of MLX."""
 
 _WINDOW_SLACK = 256
 """Rows beyond the window that an engine keeps for the tokens of one pass."""
@@ -78,6 +83,26 @@ def kv_shape(gguf: GGUFFile) -> KVShape:
         window,
         len(layers) < n_layer - shared or gguf.field("ssm.state_size") is not None,
     )
+
+
+def check_kv_type(gguf: GGUFFile, kv_type: str) -> None:
+    """Refuse a type of KV cache that the keys or values of a model cannot be stored in.
+
+    Raises:
+        UsageError: there is no such type, or heads are no whole number of its blocks: ik-llama aborts the process then.
+    """
+    if kv_type not in KV_CACHE_TYPES:
+        raise UsageError(f"KV cache type {kv_type!r} is not one of {', '.join(KV_CACHE_TYPES)}")
+    if not kv_type.startswith("q"):
+        return
+    n_embd, n_head = _int(gguf.field("embedding_length")), _int(gguf.field("attention.head_count"))
+    for part in ("key_length", "value_length"):
+        length = _int(gguf.field(f"attention.{part}"), n_embd // n_head if n_head else 0)
+        if length % KV_BLOCK:
+            raise UsageError(
+                f"--kv-cache {kv_type} divides keys and values into blocks of {KV_BLOCK}, which the heads of "
+                f"{gguf.path.name}, {length} wide, are not made of; use f16"
+            )
 
 
 def _windowed(gguf: GGUFFile, n_layer: int) -> list[bool]:

@@ -18,13 +18,11 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from localspec.backends.mlx.network import Network
-from localspec.errors import EngineError, UsageError
+from localspec.errors import EngineError
+from localspec.model_files.kv_memory import KV_BLOCK
 
 KV_BITS = {"f32": None, "f16": None, "q8_0": 8, "q4_0": 4}
 """Type of the KV cache -> bits per value; None keeps keys and values as they are computed."""
-
-KV_GROUP = 32
-"""Values that share a scale and an offset in a quantised cache: ggml's number too."""
 
 _N_CHECKPOINTS = 4
 
@@ -66,10 +64,10 @@ class PlainRows(_Windowed, KVCache):  # type: ignore[misc]
 
 
 class QuantizedRows(_Windowed, QuantizedKVCache):  # type: ignore[misc]
-    """Keys and values of one layer, in ``bits`` bits with a scale and an offset for every ``KV_GROUP`` of them."""
+    """Keys and values of one layer, in ``bits`` bits with a scale and an offset for every ``KV_BLOCK`` of them."""
 
     def __init__(self, window: int | None, bits: int) -> None:
-        super().__init__(group_size=KV_GROUP, bits=bits)
+        super().__init__(group_size=KV_BLOCK, bits=bits)
         self.window = window
 
 
@@ -192,20 +190,3 @@ class LayerCaches:
                 layer.offset = n_past
         mx.eval(list(taken.values()))
         self.n_past = n_past
-
-
-def check_kv_type(kv_type: str, network: Network) -> None:
-    """Refuse a type of cache that this model cannot have.
-
-    Raises:
-        UsageError: it cannot.
-    """
-    if kv_type not in KV_BITS:
-        raise UsageError(f"KV cache type {kv_type!r} is not one of {', '.join(KV_BITS)}")
-    if KV_BITS[kv_type] is None or network.recurrent:
-        return
-    d_head = getattr(network.args, "head_dim", None) or network.n_embd // network.args.num_attention_heads
-    if d_head % KV_GROUP:
-        raise UsageError(
-            f"--kv-cache {kv_type} divides keys into groups of {KV_GROUP}, which heads of {d_head} do not; use f16"
-        )

@@ -9,13 +9,13 @@ import mlx.core as mx
 from localspec.backends.base import Capabilities, Model, Progress
 from localspec.backends.mlx.context import MLXContext
 from localspec.backends.mlx.library import NAME, binding
-from localspec.backends.mlx.memory import check_kv_type
 from localspec.backends.mlx.network import Network, load_network
 from localspec.backends.mlx.owner import owner
 from localspec.backends.mlx.tokenizer import ByteLevel
 from localspec.backends.tokenizer import Tokenizer
 from localspec.errors import Closed, EngineUnavailable, LocalspecError, UnsupportedModel, UsageError
 from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.kv_memory import check_kv_type
 
 
 class MLXModel(Model):
@@ -33,11 +33,11 @@ class MLXModel(Model):
         self.owner = owner()
         with GGUFFile(path) as file:
             self._read_header(file)
+            check_kv_type(file, kv_type)
             self.device = _device(file, n_gpu_layers)
             self._tokenizer = Tokenizer(file, self.vocab, ByteLevel)
             network = self.owner.run(lambda: _load(file, self.device, progress))
         self._network: Network | None = network
-        check_kv_type(kv_type, network)
         self.backend = NAME
         self.engine = f"{NAME} {engine.version}"
         self.kv_type = kv_type

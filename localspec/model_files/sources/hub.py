@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,16 +76,19 @@ class _Broken(Exception):
         self.error = error
 
 
+@dataclass(frozen=True, slots=True)
 class _Download:
     """One file, appended to what an earlier attempt left; its digest is computed on the way.
 
     ``hf_hub_download`` would do, but it starts over after every interruption.
     """
 
-    def __init__(self, url: str, target: Path, label: str, size: int, expected: str, watch: Watch) -> None:
-        self.url, self.target, self.label, self.size, self.expected, self.watch = (
-            url, target, label, size, expected, watch,
-        )  # fmt: skip
+    url: str
+    target: Path
+    label: str
+    size: int
+    expected: str
+    watch: Watch
 
     def run(self, attempts: int) -> Path:
         """Fetch what is missing, going on after broken connections.
@@ -187,9 +191,9 @@ def _goes_on(response: Any, first: int) -> bool:
     """
     if response.status_code != 206:
         return False
-    said = _RANGE.match(response.headers.get("Content-Range") or "")
-    if said is not None and int(said[1]) != first:
-        raise _Broken(DownloadError(f"the hub sends bytes from {said[1]} on where {first} were asked for"))
+    sent = _RANGE.match(response.headers.get("Content-Range") or "")
+    if sent is not None and int(sent[1]) != first:
+        raise _Broken(DownloadError(f"the hub sends bytes from {sent[1]} on where {first} were asked for"))
     return True
 
 

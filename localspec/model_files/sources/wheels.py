@@ -224,12 +224,12 @@ def _pip() -> list[str]:
 
 
 def _failure(package: str, log: str) -> DownloadError:
-    """pip's complaint as one line."""
+    """pip's errors as one line."""
     if "No space left" in log or "Errno 28" in log or "Errno 122" in log:
         return NotEnoughSpace(f"the disk is full: {package} could not be written; make room and pull again")
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     unreachable = ("NewConnectionError", "ConnectTimeout", "Max retries", "ProxyError", "Read timed out", "ReadTimeout")
     if any(word in log for word in (*unreachable, "Connection refused", "Temporary failure in name resolution")):
         return DownloadError("the package index cannot be reached")
-    said = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")] or lines[-1:] or ["no reason"]
-    return DownloadError(f"pip could not fetch {package}: {said[-1][:160]}")
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")] or lines[-1:] or ["no reason"]
+    return DownloadError(f"pip could not fetch {package}: {errors[-1][:160]}")
