@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -16,6 +17,7 @@ from localspec.backends.base import Model
 from localspec.backends.registry import unavailable_reason
 from localspec.system.home import models_dir
 from tests.support import ggufs
+from tests.support.browsing import chromium
 
 # A shell that starts pytest in the background makes it, and all it starts, ignore Ctrl-C; the tests send it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -163,6 +165,13 @@ def fast_backend(request: pytest.FixtureRequest) -> Backend:
 def reference() -> Backend:
     """The reference engine alone."""
     return open_backend("reference")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A headless Chromium."""
+    with chromium() as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

@@ -133,7 +133,7 @@ class Context(ABC):
         Raises:
             ContextFull: they do not fit; the memory is unchanged.
             UsageError: no tokens, or an id outside the vocabulary.
-            Cancelled: ``interrupted`` said so; the memory holds the pieces that were done.
+            Cancelled: ``interrupted`` was true; the memory holds the pieces that were done.
             Closed: the context was closed.
         """
         self._check_open()

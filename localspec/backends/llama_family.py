@@ -258,7 +258,7 @@ class LlamaContext(Context):
             if start < n:
                 self._compute(self.tokens[start:n], start, "none")
         except BaseException:
-            # Nobody knows how far it came. What `tokens` names must be in the memory, so it names nothing.
+            # How far it came is unknown. What `tokens` names must be in the memory, so it names nothing.
             self._binding.clear(self._handle)
             self._checkpoint = None
             self.tokens = []

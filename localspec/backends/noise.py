@@ -25,7 +25,7 @@ class EngineLog:
             self.recent.append(message)
             if self.verbose:
                 sys.stderr.write(message)
-        except Exception:  # the caller is C code, with nobody to catch it
+        except Exception:  # the caller is C code, which cannot catch it
             return
 
 

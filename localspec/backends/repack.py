@@ -4,7 +4,7 @@ a draft model lighter.
 ik-llama-cpp-python 0.1.5 computes batches over Q4_1 and Q5_1 wrongly when a row is not a whole number of 128-value
 groups (SmolLM2's 576, for one). Q8_0 and F16 of the same rows are right. Rounding the dequantised values to Q8_0 moves
 a weight by at most 1/254 of the largest in its block of 32, to F16 by at most 1/2048 of itself; both are called
-near-exact here, and said.
+near-exact here, and a line says which was taken.
 """
 
 from __future__ import annotations

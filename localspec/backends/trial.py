@@ -24,7 +24,7 @@ _FORMAT = 1
 _POLL_S = 0.1
 
 _KILLED_FROM_OUTSIDE = {-int(each) for each in (signal.SIGINT, signal.SIGTERM)} | {-9}
-"""Says nothing about the file: somebody lost patience, or the machine its memory."""
+"""Says nothing about the file: the user stopped it, or the machine ran out of memory."""
 
 
 def survives(path: Path, engine: str, kv_type: str, n_threads: int, progress: Progress | None = None) -> bool:
@@ -38,7 +38,7 @@ def survives(path: Path, engine: str, kv_type: str, n_threads: int, progress: Pr
         progress: see ``backends.base.Progress``.
 
     Raises:
-        Cancelled: ``progress`` said so.
+        Cancelled: ``progress`` returned False.
     """
     store, key = JsonStore(home() / "trials", _FORMAT), {"engine": engine, "file": fingerprint(path), "kv": kv_type}
     known = (store.get(key) or {}).get("survives")

@@ -293,7 +293,7 @@ def _compare(model: Model, path: Path, options: dict[str, Any], verdict: dict[st
     with other:
         try:
             return exhaust(comparing_verdict(model, other, verdict))
-        except EngineError:  # one that fails on the file, for want of memory say, contradicts nobody
+        except EngineError:  # one that fails on the file, for want of memory say, contradicts no other
             return settled(verdict)
 
 

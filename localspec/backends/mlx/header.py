@@ -28,9 +28,9 @@ _WITHOUT_EFFECT = {
 
 
 class Header:
-    """``<architecture>.<key>`` settings, which remembers the keys that were asked for.
+    """``<architecture>.<key>`` settings, which remembers the keys that were read.
 
-    A setting that nobody asked for may change what the model computes, so ``refuse_unread`` is called last.
+    A setting that was not read may change what the model computes, so ``refuse_unread`` is called last.
     """
 
     def __init__(self, file: GGUFFile) -> None:
@@ -81,7 +81,7 @@ class Header:
         self._read.update(keys)
 
     def refuse_unread(self) -> None:
-        """Raise for a setting that nothing asked for.
+        """Raise for a setting that was not read.
 
         Raises:
             UnsupportedModel: it names the settings.

@@ -86,7 +86,7 @@ class Wheels(Source):
                                     out.write(chunk)
                                     yield out.n_bytes
                 except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
-                    # RuntimeError: a member is encrypted, or compressed in a way that nobody knows.
+                    # RuntimeError: a member is encrypted, or compressed in an unknown way.
                     wheel.unlink()
                     raise DownloadError(f"{wheel.name} arrived damaged ({error}); pull again") from None
             out.finish()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from localspec.commands.bench.results import analyse
 from localspec.commands.report.html import html
 from tests.commands.bench.test_bench import SETTINGS, answer, run_of, sitting
 from tests.commands.replay.test_replay_page import HOSTILE
-from tests.support.browsing import PATIENCE, chromium
+from tests.support.browsing import PATIENCE
 
 ARMS = ["plain", "auto", "model:4"]
 
@@ -48,12 +47,6 @@ def record(hostile: str = "") -> Record:
 def write(path: Path, found: Record) -> Path:
     path.write_text(html(bench_report(found, analyse(found))), encoding="utf-8")
     return path
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as running:
-        yield running
 
 
 class Opened:

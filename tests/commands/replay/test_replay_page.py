@@ -18,7 +18,7 @@ from localspec.commands.chat.saved_chat import AnswerRecord
 from localspec.commands.replay.page import replay_page
 from localspec.commands.replay.recording import read
 from tests.commands.replay.test_replay import EVENTS, a_round, emitted, events, guess
-from tests.support.browsing import CONTRAST, PATIENCE, WIDE, chromium
+from tests.support.browsing import CONTRAST, PATIENCE, WIDE
 from tests.support.saved_chats import write_chat
 from tests.support.waiting import wait_until
 
@@ -76,12 +76,6 @@ class Tab:
             "() => [...document.querySelectorAll('#answer .round:not(.future) [data-token]:not(.unborn, .cut)')]"
             ".map((token) => token.textContent).join('')"
         )
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

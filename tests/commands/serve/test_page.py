@@ -14,7 +14,7 @@ import pytest
 
 from localspec import LLM, SamplingParams
 from tests.conftest import TinyFiles
-from tests.support.browsing import CONTRAST, PATIENCE, WIDE, chromium
+from tests.support.browsing import CONTRAST, PATIENCE, WIDE
 from tests.support.endless import N_CTX, write_endless
 from tests.support.serving import Server, serve
 
@@ -87,12 +87,6 @@ class Tab:
             "() => [...document.querySelectorAll('.turn:last-of-type .answer .token:not(.rejected)')]"
             ".map((token) => token.textContent).join('')"
         )
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
