@@ -29,11 +29,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlx_sizes import bytes_per_token
+
 from localspec import LLM, SamplingParams
 from localspec.backends import mlx
 from localspec.backends.base import Context, Model
 from localspec.backends.mlx.model import MLXModel
-from localspec.backends.mlx.network import bytes_per_token
 from localspec.backends.trust import CHECK_TEXT
 from localspec.commands.questions import own_questions
 from localspec.model_files.catalog import Catalog
@@ -83,10 +84,11 @@ def weights_table(models: dict[str, MLXModel], ms: dict[str, float], bandwidth: 
     for role, model in models.items():
         with GGUFFile(model.path) as file:
             in_file = bytes_per_token(file)
-        least = model.bytes_per_token / bandwidth * 1e3
+            repacked = bytes_per_token(file, str(model.network.compute_dtype).rpartition(".")[2])
+        least = repacked / bandwidth * 1e3
         rows.append(
             [role, model.path.name, megabytes(model.size_bytes), megabytes(model.network.size_bytes),
-             megabytes(in_file), megabytes(model.bytes_per_token), f"{model.bytes_per_token / in_file:.2f}",
+             megabytes(in_file), megabytes(repacked), f"{repacked / in_file:.2f}",
              f"{least:.1f} ms", f"{ms[role]:.1f} ms", f"{least / ms[role]:.0%}"]
         )  # fmt: skip
     head = ["model", "file", "file size", "in memory", "a token reads: of the file", "as repacked", "ratio"]

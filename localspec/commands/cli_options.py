@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from localspec.values import MAX_COUNT, MAX_THREADS
+
 if TYPE_CHECKING:
     from localspec.commands.options import RunOptions
 
@@ -40,12 +42,15 @@ RepeatPenalty = Annotated[float | None, typer.Option(help="Over 1 makes recent t
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text again.")]
 MaxTokens = Annotated[int | None, typer.Option(min=1, help="Longest answer.", show_default="what the context holds")]
 Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End the answer before this text; repeatable.")]
-Ctx = Annotated[int | None, typer.Option(min=1, help="Context size in tokens, answer included.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.", show_default="the physical cores")]
+Ctx = Annotated[int | None, typer.Option(min=1, max=MAX_COUNT, help="Context size in tokens, answer included.")]
+Threads = Annotated[
+    int | None,
+    typer.Option(min=1, max=MAX_THREADS, help="CPU threads.", show_default="the physical cores"),
+]
 KVCache = Annotated[str, typer.Option(metavar="f16|f32|q8_0|q4_0", help="Type of the attention cache.")]
 GpuLayers = Annotated[
     int | None,
-    typer.Option(min=0, help="Layers on the GPU.", show_default="all, if the engine can"),
+    typer.Option(min=0, max=MAX_COUNT, help="Layers on the GPU.", show_default="all, if the engine can"),
 ]
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="The system prompt.")]
 LightDraft = Annotated[

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import pkgutil
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -177,6 +179,12 @@ def test_every_model_of_the_catalogue_is_on_the_page_of_models() -> None:
 def test_every_benchmark_is_on_the_page_of_benchmarks() -> None:
     page = text_of("docs/bench.md")
     assert not {path.name for path in ROOT.glob("benchmarks/*.py") if f"`benchmarks/{path.name}`" not in page}
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("benchmarks/*.py")), ids=lambda path: path.name)
+def test_every_benchmark_starts(path: Path) -> None:
+    found = subprocess.run([sys.executable, path, "--help"], capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stdout[:6]) == (0, "usage:"), found.stderr
 
 
 @pytest.mark.parametrize("page", PAGES)
