@@ -51,8 +51,9 @@ def bytes_per_token(file: GGUFFile, dtype: str | None = None) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.gguf")
+    files = parser.parse_args().files
     print("| file | bytes a token reads | in MLX, float16 | in MLX, float32 |\n|---|---|---|---|")
-    for path in parser.parse_args().files:
+    for path in files:
         with GGUFFile(path) as file:
             own = bytes_per_token(file)
             made = [bytes_per_token(file, dtype) for dtype in ("float16", "float32")]
