@@ -14,6 +14,12 @@ EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 
 N_BINS = len(EDGES) + 1
 
+SURE = 0.9
+"""From this confidence on a draft token counts as sure; sure ones come in runs."""
+
+START, AFTER_SURE, AFTER_UNSURE = range(3)
+"""What a draft token comes after: the target's own token, a sure token of the same draft, an unsure one."""
+
 Histogram = tuple[float, ...]
 
 
@@ -22,28 +28,32 @@ class Prior(NamedTuple):
 
     Attributes:
         acceptance: probability of acceptance by confidence bin.
-        histogram: shares of the confidence bins.
+        histograms: shares of the confidence bins, by ``START``, ``AFTER_SURE``, ``AFTER_UNSURE``.
     """
 
     acceptance: tuple[float, ...]
-    histogram: Histogram
+    histograms: tuple[Histogram, ...]
 
 
 # Measured on 27 answers of Qwen2.5-Coder 1.5B drafted by its 0.5B (benchmarks/record_traces.py on the tuning prompts),
-# and smoothed. The histogram agrees with the means of several other pairs, near 0.75.
-_MODEL_HISTOGRAM = (0.01, 0.04, 0.06, 0.06, 0.06, 0.06, 0.06, 0.06, 0.07, 0.06, 0.12, 0.34)
+# and smoothed. The histograms of draft models agree with the means of several other pairs, near 0.75.
+_MODEL_HISTOGRAMS = (
+    (0.01, 0.02, 0.03, 0.05, 0.06, 0.07, 0.07, 0.08, 0.12, 0.09, 0.14, 0.26),
+    (0.01, 0.01, 0.02, 0.02, 0.03, 0.04, 0.04, 0.05, 0.07, 0.08, 0.18, 0.45),
+    (0.01, 0.03, 0.06, 0.07, 0.08, 0.08, 0.08, 0.08, 0.13, 0.09, 0.12, 0.17),
+)
 # Greedily a model's probability is a fair estimate. At a temperature (0.8, top-k 40) its most probable token is right
 # with the target's probability for it, which is less; a sample is accepted with probability sum(min(p, q)), which is
 # more where both are flat.
-GREEDY = Prior((0.10, 0.19, 0.29, 0.39, 0.49, 0.59, 0.68, 0.77, 0.86, 0.93, 0.97, 0.99), _MODEL_HISTOGRAM)
-MOST_PROBABLE = Prior((0.05, 0.10, 0.17, 0.25, 0.34, 0.42, 0.49, 0.57, 0.67, 0.78, 0.91, 0.985), _MODEL_HISTOGRAM)
-SAMPLE = Prior((0.30, 0.34, 0.38, 0.43, 0.49, 0.54, 0.58, 0.64, 0.71, 0.79, 0.92, 0.985), _MODEL_HISTOGRAM)
+GREEDY = Prior((0.10, 0.19, 0.29, 0.39, 0.49, 0.59, 0.68, 0.77, 0.86, 0.93, 0.97, 0.99), _MODEL_HISTOGRAMS)
+MOST_PROBABLE = Prior((0.05, 0.10, 0.17, 0.25, 0.34, 0.42, 0.49, 0.57, 0.67, 0.78, 0.91, 0.985), _MODEL_HISTOGRAMS)
+SAMPLE = Prior((0.30, 0.34, 0.38, 0.43, 0.49, 0.54, 0.58, 0.64, 0.71, 0.79, 0.92, 0.985), _MODEL_HISTOGRAMS)
 
 # Drafters that copy report an estimate, not a probability: a bin's middle. "Nothing to copy" counts as no confidence. A
-# copy goes on as it began, so only its first token is counted.
+# copy goes on as it began, so only its first token is counted, and what it comes after makes no difference.
 COPIED = Prior(
     (0.03, *((low + high) / 2 for low, high in zip(EDGES, (*EDGES[1:], 1.0), strict=True))),
-    (0.40, 0.13, 0.12, 0.09, 0.06, 0.06, 0.05, 0.05, 0.02, 0.01, 0.01, 0.0),
+    ((0.40, 0.13, 0.12, 0.09, 0.06, 0.06, 0.05, 0.05, 0.02, 0.01, 0.01, 0.0),) * 3,
 )
 
 CERTAINTY_EDGES = (0.3, 0.6, 0.85, 0.95, 0.99)
@@ -61,18 +71,17 @@ _MODEL_WHERE_CERTAIN: tuple[Histogram, ...] = (
 the certainty of the first 24 tokens predicts has a correlation of 0.79 with that of the whole answer; that of the
 draft's own first 24 tokens, which cost their time, has 0.81."""
 
-# How fast evidence replaces what was expected, in tokens. Chosen together on the replay; with a histogram's prior of 12
-# and the first machine's costs it is 1 % slower, with 34 instead of 19 of 772 answers under 0.97 of plain; with its
-# memory at 64 it differs by no more than with another seed.
+# How fast evidence replaces what was expected, in tokens. Chosen together on the replay; with a histogram's memory of
+# 64 it differs by no more than with another seed.
 PRIOR_WEIGHT = 6.0
 MEMORY = 80.0
-HISTOGRAM_PRIOR = 6.0
+HISTOGRAM_PRIOR = 12.0
 HISTOGRAM_MEMORY = 32.0
 CERTAINTY_PRIOR = 8.0
 CERTAINTY_MEMORY = 48.0
 IDLE_MEMORY = 200.0
 NEW_TEXT_KEPT = 0.75
-"""Of the histogram of one answer, what is expected of the next; the rest is the prior's."""
+"""Of the histograms of one answer, what is expected of the next; the rest is the prior's."""
 
 
 def bin_of(confidence: float) -> int:
@@ -80,25 +89,30 @@ def bin_of(confidence: float) -> int:
     return bisect_right(EDGES, confidence)
 
 
+def leads_to(confidence: float) -> int:
+    """What the next token of the draft comes after, if this one is sent."""
+    return AFTER_SURE if confidence >= SURE else AFTER_UNSURE
+
+
 class SourceAcceptance:
     """Calibration of one drafter.
 
     Each confidence bin holds a Beta estimate of P(accepted | confidence, all before it accepted), starting from the
-    prior; evidence fades, so that a change of topic shows within tens of tokens. The histogram holds the shares of the
-    bins among recent draft tokens.
+    prior; evidence fades, so that a change of topic shows within tens of tokens. The histograms hold the shares of the
+    bins among recent draft tokens, for each thing that one can come after.
     """
 
     def __init__(self, prior: Prior) -> None:
         self.prior = prior
         self.hits = [0.0] * N_BINS
         self.seen = [0.0] * N_BINS
-        self.histogram = list(prior.histogram)
+        self.histograms = [list(histogram) for histogram in prior.histograms]
         self._begin()
 
     def _begin(self) -> None:
-        self.typical = list(self.prior.histogram)
+        self.typical = [list(histogram) for histogram in self.prior.histograms]
         self._n_certainties = CERTAINTY_PRIOR
-        self._n_noticed = HISTOGRAM_PRIOR
+        self._n_noticed = [HISTOGRAM_PRIOR] * len(self.histograms)
         self._has_drafted = False
 
     def new_text(self) -> None:
@@ -120,7 +134,7 @@ class SourceAcceptance:
 
     def mean(self) -> float:
         """Expected acceptance of the next draft token, its confidence not yet known."""
-        return sum(share * expected for share, expected in zip(self.histogram, self.table(), strict=True))
+        return sum(share * expected for share, expected in zip(self.histograms[START], self.table(), strict=True))
 
     def observe(self, confidence: float, accepted: float) -> None:
         """Record the fate of a draft token that the target judged (all before it having been accepted)."""
@@ -129,16 +143,17 @@ class SourceAcceptance:
         self.hits[i] = self.hits[i] * fade + accepted
         self.seen[i] = self.seen[i] * fade + 1.0
 
-    def notice(self, confidence: float) -> None:
+    def notice(self, confidence: float, after: int = START) -> None:
         """Record the confidence of a draft token, sent to the target or not."""
         self._has_drafted = True
-        self._n_noticed = min(self._n_noticed + 1, HISTOGRAM_MEMORY)
-        fade = 1.0 - 1.0 / self._n_noticed
-        self.histogram = [share * fade for share in self.histogram]
-        self.histogram[bin_of(confidence)] += 1.0 - fade
+        n = self._n_noticed[after] = min(self._n_noticed[after] + 1, HISTOGRAM_MEMORY)
+        fade = 1.0 - 1.0 / n
+        histogram = self.histograms[after]
+        histogram[:] = [share * fade for share in histogram]
+        histogram[bin_of(confidence)] += 1.0 - fade
 
     def idle(self, n_tokens: int, certainties: Sequence[float] = ()) -> None:
-        """Tokens went by without a draft token: evidence fades, and the histogram drifts to what the text predicts.
+        """Tokens went by without a draft token: evidence fades, and the histograms drift to what the text predicts.
 
         A small model is unsure where a large one is. So how certain the target was of its tokens, which costs nothing
         to know, predicts how a draft model would fare.
@@ -157,32 +172,36 @@ class SourceAcceptance:
         self._drift(fade)
 
     def _predict(self, certainties: Sequence[float]) -> None:
+        start = self.typical[START]
         for certainty in certainties:
             self._n_certainties = min(self._n_certainties + 1, CERTAINTY_MEMORY)
             there = _MODEL_WHERE_CERTAIN[bisect_right(CERTAINTY_EDGES, certainty)]
-            self.typical = _mixed(self.typical, there, 1.0 - 1.0 / self._n_certainties)
+            start[:] = [share + (new - share) / self._n_certainties for share, new in zip(start, there, strict=True)]
+        usual = self.prior.histograms
+        for after in (AFTER_SURE, AFTER_UNSURE):
+            moved = [now * of / at for now, of, at in zip(start, usual[after], usual[START], strict=True)]
+            self.typical[after] = [share / sum(moved) for share in moved]
 
     def _drift(self, keep: float) -> None:
-        self.histogram = _mixed(self.histogram, self.typical, keep)
+        for histogram, typical in zip(self.histograms, self.typical, strict=True):
+            histogram[:] = [keep * old + (1.0 - keep) * new for old, new in zip(histogram, typical, strict=True)]
 
     def as_dict(self) -> dict[str, Any]:
         """What was learned, as JSON values."""
-        return {"hits": self.hits, "seen": self.seen, "histogram": self.histogram}
+        return {"hits": self.hits, "seen": self.seen, "histograms": self.histograms}
 
     def restore(self, stored: Any) -> None:
         """Start from what another run learned, at half its weight; anything that is not that is ignored."""
         try:
-            hits, seen, histogram = ([float(x) for x in stored[name]] for name in ("hits", "seen", "histogram"))
+            hits, seen = [float(x) for x in stored["hits"]], [float(x) for x in stored["seen"]]
+            histograms = [[float(x) for x in histogram] for histogram in stored["histograms"]]
         except (TypeError, KeyError, ValueError):
             return
-        if {len(hits), len(seen), len(histogram)} != {N_BINS}:
+        sizes = [len(each) for each in (hits, seen, *histograms)]
+        if sizes != [N_BINS] * (2 + len(self.histograms)):
             return
-        are_shares = abs(sum(histogram) - 1) < 0.05 and min(histogram) >= 0
+        are_shares = all(abs(sum(shares) - 1) < 0.05 and min(shares) >= 0 for shares in histograms)
         if are_shares and all(0 <= hit <= n <= 1e4 for hit, n in zip(hits, seen, strict=True)):
             self.hits, self.seen = [hit / 2 for hit in hits], [n / 2 for n in seen]
-            self.histogram = histogram
+            self.histograms = histograms
             self._drift(0.5)
-
-
-def _mixed(old: Sequence[float], new: Sequence[float], keep: float) -> list[float]:
-    return [keep * a + (1.0 - keep) * b for a, b in zip(old, new, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from localspec.controllers.acceptance import START, leads_to
 from localspec.controllers.estimates import Estimates
 from localspec.controllers.prefill_gate import PrefillGate
 from localspec.controllers.time_budget import TimeBudget
@@ -31,8 +32,10 @@ class AutoPlan:
         self._index = index
         self._n = 0  # tokens drafted
         self._reach = 1.0  # probability that all of them are accepted
+        self._after = START
         self._last_source = ""
         self._is_reading = False
+        self._last_counterfactual = START
 
     # -- what drafters ask -----------------------------------------------------------------------------------------
 
@@ -51,15 +54,18 @@ class AutoPlan:
 
     def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
         acceptance = self.estimates.acceptance[source]
-        if source in self.estimates.draft_times or self._last_source != source:  # of a copy the first token counts
+        if source in self.estimates.draft_times:
+            acceptance.notice(confidence, self._after)
+        elif self._last_source != source:  # of a copy only the first token counts
             acceptance.notice(confidence)
         expected = (self.estimates.sampled[source] if sampled else acceptance).expected(confidence)
-        if self.room <= 0 or not self._row_pays(source, expected):
+        after = leads_to(confidence)
+        if self.room <= 0 or not self._row_pays(source, expected, after):
             return None
         self.room -= 1
         self._n += 1
         self._reach *= expected
-        self._last_source = source
+        self._after, self._last_source = after, source
         return expected
 
     # -- what drafters report --------------------------------------------------------------------------------------
@@ -82,6 +88,9 @@ class AutoPlan:
     def counterfactual(self, source: str, confidence: float, right: bool) -> None:
         acceptance = self.estimates.acceptance[source]
         acceptance.notice(confidence)
+        if self._last_counterfactual != START:
+            acceptance.notice(confidence, self._last_counterfactual)
+        self._last_counterfactual = leads_to(confidence) if right else START
         acceptance.observe(confidence, right)
         self.estimates.stale = True
 
@@ -97,12 +106,12 @@ class AutoPlan:
             return False
         if not self._affords(estimates.draft_times[source](1 if self._is_reading else pending), 1.0):
             return False
-        if estimates.prospect.step(self._n, self._reach, estimates.models.index(source)) <= 0:
+        if estimates.prospect.step(self._n, self._reach, self._after, estimates.models.index(source)) <= 0:
             return False
         estimates.set_lagging(source, False)
         return True
 
-    def _row_pays(self, source: str, expected: float) -> bool:
+    def _row_pays(self, source: str, expected: float, after: int) -> bool:
         """Whether a draft token, already made, is worth a row of the target's pass, or leads to rows that are.
 
         One that cost nothing also stands in the way of a better one: it is passed over where a step of a draft model is
@@ -113,11 +122,11 @@ class AutoPlan:
         if not self._affords(0.0, 1.0 if runs_model else COPY_SHARE):
             return False
         if runs_model:
-            return estimates.prospect.send(self._n, self._reach, expected) > 0
+            return estimates.prospect.send(self._n, self._reach, expected, after) > 0
         continuation = estimates.at_hand
-        worth = continuation.copy(self._n, self._reach, expected, self.room)
+        worth = continuation.copy(self._n, self._reach, expected, self.room, after)
         models = range(len(estimates.draft_times) - len(estimates.lagging))
-        steps = (continuation.step(self._n, self._reach, model) for model in models)
+        steps = (continuation.step(self._n, self._reach, self._after, model) for model in models)
         return worth > 0 and all(worth >= step for step in steps)
 
     def _affords(self, step_ms: float, share: float) -> bool:

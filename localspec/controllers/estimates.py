@@ -6,7 +6,7 @@ from collections.abc import Mapping, Set
 
 import numpy as np
 
-from localspec.controllers.acceptance import SourceAcceptance
+from localspec.controllers.acceptance import EDGES, SourceAcceptance, leads_to
 from localspec.controllers.break_even import lowest_break_even
 from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.stopping import Continuation, Prospects
@@ -16,6 +16,8 @@ NEVER = 0.995
 
 LENGTHS = range(1, 9)
 """Draft lengths of which the best counts for the break-even acceptance rate."""
+
+_LEADS_TO = np.array([leads_to(low) for low in (0.0, *EDGES)])
 
 
 class Estimates:
@@ -104,7 +106,7 @@ class Estimates:
         table = np.array(self.acceptance[source].table())
         if self.takes_samples and source in self.sampled:
             table = np.maximum(table, self.sampled[source].table())
-        return Prospects(np.array(self.acceptance[source].histogram), table, self.step_ms(source))
+        return Prospects(np.array(self.acceptance[source].histograms), _LEADS_TO, table, self.step_ms(source))
 
     @property
     def at_hand(self) -> Continuation:

@@ -17,6 +17,7 @@ from localspec.controllers.acceptance import (
     COPIED,
     GREEDY,
     N_BINS,
+    START,
     SourceAcceptance,
     bin_of,
 )
@@ -25,7 +26,6 @@ from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.fixed import FixedController
 from localspec.controllers.prefill_gate import PATIENCE_TOKENS, PROBE_TOKENS
 from localspec.controllers.stopping import Continuation, Prospects
-from localspec.controllers.time_budget import GRANT, SHARE
 from localspec.errors import UsageError
 from localspec.sampling.sampling import Row, SamplingParams, top_probability
 from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Verdict
@@ -72,9 +72,7 @@ KINDS = [
 @pytest.mark.parametrize("kind", KINDS)
 def test_never_slower_than_plain_decoding(curve: str, draft_share: float, kind: str) -> None:
     here = world(curve, draft_share, kind)
-    # An adversary can make it lose what the budget allows, and nothing else can.
-    lost = GRANT + SHARE * N_TOKENS if kind == "adversarial" else 0.02 * N_TOKENS
-    assert here.run(auto(here), N_TOKENS) >= N_TOKENS / (N_TOKENS + lost) * here.plain_rate()
+    assert here.run(auto(here), N_TOKENS) >= 0.98 * here.plain_rate()
 
 
 @pytest.mark.parametrize("curve", ["ik", "gpu"])
@@ -139,7 +137,7 @@ def test_expected_acceptance_is_calibrated() -> None:
 
 def one_kind(acceptance: float, step_ms: float) -> Prospects:
     """A source whose guesses are all alike."""
-    return Prospects(np.array([1.0]), np.array([acceptance]), step_ms)
+    return Prospects(np.array([[1.0]]), np.array([0]), np.array([acceptance]), step_ms)
 
 
 @pytest.mark.parametrize("curve", CURVES)
@@ -161,7 +159,7 @@ def test_the_stopping_problem_has_the_solution_of_the_theory(curve: str, accepta
 def test_a_step_is_an_option_on_its_guess() -> None:
     """Half of the guesses are surely right, half surely wrong, the confidence tells: the wrong ones are not sent."""
     rows = [10.0 + 3.0 * w for w in range(17)]
-    both = Prospects(np.array([0.5, 0.5]), np.array([1e-6, 1.0]), 2.0)
+    both = Prospects(np.array([[0.5, 0.5]]), np.array([0, 0]), np.array([1e-6, 1.0]), 2.0)
     blind = one_kind(0.5, 2.0)
     assert Continuation(rows, [both], None).rate > 1.1 * Continuation(rows, [blind], None).rate
     assert Continuation(rows, [both], None).send(0, 1.0, 1e-6) < 0
@@ -216,7 +214,7 @@ def test_absurd_lengths_are_refused(length: int) -> None:
 def test_explains_itself() -> None:
     here = world("ik", 0.6, "stationary 0.4")
     controller = auto(here)
-    controller.estimates.acceptance["model"].histogram[:] = [1.0] + [0.0] * (N_BINS - 1)
+    controller.estimates.acceptance["model"].histograms[START][:] = [1.0] + [0.0] * (N_BINS - 1)
     assert re.search(
         r"not drafting with model: needs \d+% acceptance to break even here, this text gives \d+%", controller.explain()
     )
@@ -381,11 +379,9 @@ def test_how_certain_the_target_is_predicts_how_the_draft_would_fare() -> None:
 
 
 def test_a_prompt_is_not_read_for_a_text_that_the_target_is_unsure_of() -> None:
-    unsure = reading_world(0.25, 0.4)
+    unsure, sure = reading_world(0.25, 0.4), reading_world(0.97, 0.9)
     assert unsure.run(auto(unsure), N_TOKENS) >= 0.995 * unsure.plain_rate()  # where reading alone would cost 0.99
-    # The first draft after a reading that took the whole grant may be rejected, and then there is nothing to try with.
-    sure = [reading_world(0.97, mean) for mean in (0.88, 0.9, 0.92)]
-    assert np.median([each.run(auto(each), N_TOKENS) / each.plain_rate() for each in sure]) >= 1.15
+    assert sure.run(auto(sure), N_TOKENS) >= 1.15 * sure.plain_rate()
 
 
 def test_a_longer_prompt_is_read_from_what_copies_have_saved() -> None:
