@@ -1,16 +1,16 @@
 """When to stop drafting: the value of going on, by dynamic programming.
 
-A draft is built guess by guess, each costing a row of the target's pass and, from a draft model, a step. With n
-guesses made that are all right with probability P, let V(n, P) be the tokens still to be gained by going on in the best
-way, net of the time it takes, a millisecond being worth r tokens:
+A draft is built token by token, each costing a row of the target's pass and, from a draft model, a step. With n
+draft tokens proposed, all accepted with probability P, let V(n, P) be the tokens still to be gained by going on in the
+best way, net of the time it takes, a millisecond being worth r tokens:
 
-    go on with a guess of acceptance a:   P·a - r·(t(n + 2) - t(n + 1)) + V(n + 1, P·a)
+    go on with a token of acceptance a:   P·a - r·(t(n + 2) - t(n + 1)) + V(n + 1, P·a)
     a step of a draft model:              S(n, P) = -r·d + mean over its confidences of max(0, that)
-    V(n, P) = max(0, S(n, P)), or what a free guess offers where there is one
+    V(n, P) = max(0, S(n, P)), or what a free draft token offers where there is one
 
 t(w) is the time of a target pass over w tokens, d that of a draft step. The mean over confidences is what makes a step
-an option: its guess is looked at, and sent only if it is worth its row. V looks past steps and dips of t, up to the
-longest draft. What sure guesses lead to differs from what unsure ones do, so V is kept for each (see ``acceptance``).
+an option: its token is looked at, and sent only if it is worth its row. V looks past steps and dips of t, up to the
+longest draft. What sure tokens lead to differs from what unsure ones do, so V is kept for each (see ``acceptance``).
 The r that makes a whole round worth nothing, 1 + V(0, 1) = r·t(1), is the best rate there is (Dinkelbach 1967), and it
 is found by Newton's method from plain decoding's 1 / t(1).
 """
@@ -43,11 +43,11 @@ class Prospects:
     """What guesses of one source will look like.
 
     Attributes:
-        shares: probability of each confidence bin for the next guess, by what it comes after (see ``acceptance``)
+        shares: probability of each confidence bin for the next draft token, by what it comes after (see ``acceptance``)
             [n_groups, n_bins].
-        group: what a guess in each bin leads to, as an index of ``shares`` [n_bins].
+        group: what a token in each bin leads to, as an index of ``shares`` [n_bins].
         acceptance: expected acceptance in each bin [n_bins].
-        step_ms: time of a step; 0 for guesses that need no model.
+        step_ms: time of a step; 0 where no model is needed.
     """
 
     shares: Floats
@@ -61,8 +61,8 @@ class Continuation:
 
     Args:
         rows_ms: t(1) … t(N + 1) of the target, our own time per round included [N + 1].
-        models: draft models, each a way to buy a guess.
-        free: a source of guesses that cost nothing, or None.
+        models: draft models, each a way to buy a draft token.
+        free: a source of draft tokens that cost nothing, or None.
         rate: a rate that is close already [tokens/ms], as from an earlier solution; None looks for it.
 
     Attributes:
@@ -134,7 +134,7 @@ class Continuation:
         """V: tokens to be gained after ``n`` guesses that are all right with probability ``reach``.
 
         Args:
-            after: what the next guess comes after, an index of ``Prospects.shares``.
+            after: what the next draft token comes after, an index of ``Prospects.shares``.
         """
         return self._at(self._value, n, reach, after)
 
