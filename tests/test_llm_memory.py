@@ -52,7 +52,7 @@ def residents(
 
 
 LIMIT_MB = 0.5
-"""Per cycle. Measured: 0.0 to 0.1, and 1.4 (reference) and 34 (ik-llama) with a model left open."""
+"""Per cycle. Measured: 0.0 to 0.1, and 0.85 to 1.4 (reference) and 34 (ik-llama) with a model left open."""
 
 ONE_STEP = [71.0, 96.6, 96.6, 96.6, 96.6, 96.6, 96.6]
 """Measured where ik-llama leaks nothing: its threads' stacks and tables came with the second cycle."""
@@ -77,7 +77,7 @@ def test_cycles_on_a_tiny_pair(tiny: TinyFiles, backend: str) -> None:
     if backend != "reference":  # nearly all of it is memory that the C library would keep
         assert inside[0] - after[0] > 15
     leaking, _ = residents(backend, 8, 1024, pair.target, pair.draft, leak=True)
-    assert growth_per_cycle(leaking) > 2 * LIMIT_MB, "this test would not see a leak"
+    assert growth_per_cycle(leaking) > LIMIT_MB, "this test would not see a leak"
 
 
 @pytest.mark.real

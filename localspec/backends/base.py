@@ -1,7 +1,7 @@
 """What a backend must provide: a ``Model`` (weights), a ``Context`` (one sequence's memory), a ``Forward`` (one pass).
 
-A backend is a module of this folder with a function ``load`` (see ``LoadEngine``), and ``binding`` where the engine may
-be missing; ``localspec.backends`` knows which exist and chooses one.
+A backend is a module of this folder with a function ``load`` (see ``registry.LoadEngine``), and ``binding`` where the
+engine may be missing; ``localspec.backends`` knows which exist and chooses one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -382,31 +382,3 @@ class Model(ABC):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-class LoadEngine(Protocol):
-    """What a backend's ``load`` is.
-
-    Args:
-        path: a GGUF file.
-        n_threads: CPU threads; None takes the physical cores. Not every engine has a setting for it.
-        n_gpu_layers: layers on the GPU; None puts all there if the engine has a GPU, 0 keeps all on the CPU.
-        kv_type: type of the KV cache: f32, f16, q8_0 or q4_0, as far as the engine has it.
-        progress: see ``Progress``.
-
-    Raises:
-        ModelFileError: the file is damaged, or of a kind that this engine does not compute.
-        EngineUnavailable: the engine cannot be used here.
-        UsageError: a type of cache or a place for layers that the engine does not have.
-        EngineError: loading failed or was cancelled.
-    """
-
-    def __call__(
-        self,
-        path: Path | str,
-        *,
-        n_threads: int | None = None,
-        n_gpu_layers: int | None = None,
-        kv_type: str = "f16",
-        progress: Progress | None = None,
-    ) -> Model: ...

@@ -194,7 +194,7 @@ def load(
     kv_type: str = "f16",
     progress: Progress | None = None,
 ) -> LlamaModel:
-    """Load a GGUF with ik_llama.cpp, its rows repacked for wide passes; see ``backends.base.LoadEngine``.
+    """Load a GGUF with ik_llama.cpp, its rows repacked for wide passes; see ``backends.registry.LoadEngine``.
 
     Raises:
         UnsupportedModel: it would end the process; see ``trial``.

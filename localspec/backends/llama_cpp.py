@@ -88,7 +88,7 @@ def load(
     kv_type: str = "f16",
     progress: Progress | None = None,
 ) -> LlamaModel:
-    """Load a GGUF with llama.cpp; see ``backends.base.LoadEngine``."""
+    """Load a GGUF with llama.cpp; see ``backends.registry.LoadEngine``."""
     engine = binding()
     layers = (-1 if engine.gpu else 0) if n_gpu_layers is None else n_gpu_layers
     return LlamaModel(

@@ -316,7 +316,7 @@ def load(
     kv_type: str = "f16",
     progress: Progress | None = None,
 ) -> ReferenceModel:
-    """Load a llama-architecture GGUF; keys and values are float64 whatever ``kv_type`` says. See ``LoadEngine``."""
+    """Load a llama-architecture GGUF; keys and values are float64 whatever ``kv_type``. See ``registry.LoadEngine``."""
     if n_gpu_layers:
         raise UsageError("the reference backend runs on the CPU only; use --backend llama-cpp for --gpu-layers")
     return ReferenceModel(Path(path), progress)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
+from localspec.backends.base import Model, Progress
 from localspec.errors import EngineUnavailable, UsageError
 from localspec.values import shown
 
@@ -41,3 +43,31 @@ def check_name(backend: str) -> None:
 def engine_module(backend: str) -> Any:
     """The module of an engine: ``load`` and, where the engine may be missing, ``binding``."""
     return import_module(BACKENDS[backend])
+
+
+class LoadEngine(Protocol):
+    """What a backend's ``load`` is.
+
+    Args:
+        path: a GGUF file.
+        n_threads: CPU threads; None takes the physical cores. Not every engine has a setting for it.
+        n_gpu_layers: layers on the GPU; None puts all there if the engine has a GPU, 0 keeps all on the CPU.
+        kv_type: type of the KV cache: f32, f16, q8_0 or q4_0, as far as the engine has it.
+        progress: see ``base.Progress``.
+
+    Raises:
+        ModelFileError: the file is damaged, or of a kind that this engine does not compute.
+        EngineUnavailable: the engine cannot be used here.
+        UsageError: a type of cache or a place for layers that the engine does not have.
+        EngineError: loading failed or was cancelled.
+    """
+
+    def __call__(
+        self,
+        path: Path | str,
+        *,
+        n_threads: int | None = None,
+        n_gpu_layers: int | None = None,
+        kv_type: str = "f16",
+        progress: Progress | None = None,
+    ) -> Model: ...

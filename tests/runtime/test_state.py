@@ -141,9 +141,8 @@ def test_recalibration_measures_target_and_drafts_anew(llm: LLM) -> None:
         before = [state.times, *(draft.times for draft in state.models)]
         pair.recalibrate(lambda what, fraction: None)
         after = [state.times, *(draft.times for draft in state.models)]
-        return all(
-            new is not old and new.base.keys() == old.base.keys() for new, old in zip(after, before, strict=True)
-        )
+        # How many widths are measured depends on how fast they turn out to be.
+        return all(new is not old and 1 in new.base for new, old in zip(after, before, strict=True))
 
     assert llm.run(again)
 
