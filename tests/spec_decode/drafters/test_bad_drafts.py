@@ -96,7 +96,7 @@ def test_a_wider_draft_guesses_only_what_the_target_has(engine: str, wide: ggufs
             guesses = [guess for round_ in seen for guess in round_.draft]
             assert all(guess.id < N_VOCAB for guess in guesses)
             assert all(guess.dist is None or guess.dist.ids[-1] < N_VOCAB for guess in guesses)
-            assert length == "auto" or guesses
+            assert length == "auto" or len(guesses) >= 32  # eight rounds of four, where all are accepted
             if engine == "reference" and (params.greedy or params.seed is not None):
                 assert rounds.reply.token_ids == llm.generate(PROMPT, params, speculate=False).token_ids
         assert not llm.warnings
