@@ -21,6 +21,7 @@ ROOMS = {
     "sampling": "model_files backends",
     "spec_decode": "backends sampling",
     "controllers": "system model_files backends sampling spec_decode",
+    "training": "system model_files backends prompts sampling",
     "runtime": "system model_files backends prompts sampling spec_decode controllers",
     "api": "system model_files backends prompts sampling spec_decode runtime",
     "commands.files": "system terminal model_files",

@@ -1,0 +1,84 @@
+"""Shards: what was written is read back, and a run that was cut off loses nothing that was on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from localspec.training.shards import Passage, ShardError, Shards, as_states
+
+TAPS, WIDTH = ("layer:0", "norm"), 8
+
+
+def passage(name: str, n: int, *, start: int = 3, held_out: bool = False) -> Passage:
+    rng = np.random.default_rng(n)
+    return Passage(
+        name,
+        "own",
+        start,
+        0.8,
+        held_out,
+        rng.integers(0, 100, n + 1, dtype=np.int32),
+        as_states(rng.standard_normal((n, len(TAPS), WIDTH), dtype=np.float32)),
+        rng.integers(0, 100, (n, 4), dtype=np.int32),
+        rng.standard_normal((n, 4)).astype(np.float16),
+    )
+
+
+def assert_equal(one: Passage, other: Passage) -> None:
+    for field in Passage.__slots__:
+        np.testing.assert_array_equal(getattr(one, field), getattr(other, field), err_msg=field)
+
+
+def test_what_was_written_is_read_back(tmp_path: Path) -> None:
+    written = [passage("a", 5), passage("b", 17, held_out=True), passage("c", 1)]
+    shards = Shards(tmp_path, TAPS, WIDTH)
+    shards.append(written[:2])
+    shards.append(written[2:])
+    again = Shards(tmp_path, TAPS, WIDTH)
+    for found in (shards.passages, again.passages):
+        assert len(found) == 3
+        for one, other in zip(written, found, strict=True):
+            assert_equal(one, other)
+    assert shards.n_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
+
+
+def test_what_was_under_way_counts_once_after_a_run_was_cut_off(tmp_path: Path) -> None:
+    shards = Shards(tmp_path, TAPS, WIDTH)
+    shards.append([passage("a", 5)], [passage("b", 3), passage("c", 4)])
+    # "b" came to its end, and the run was killed between the two files of the next minute.
+    before = (tmp_path / "unfinished.shard").read_bytes()
+    shards.append([passage("b", 9)])
+    (tmp_path / "unfinished.shard").write_bytes(before)
+    for _ in range(2):
+        found = Shards(tmp_path, TAPS, WIDTH).passages
+        assert [(each.name, len(each)) for each in found] == [("a", 5), ("b", 9), ("c", 4)]
+
+
+def test_a_damaged_shard_is_left_out_and_said(tmp_path: Path) -> None:
+    shards = Shards(tmp_path, TAPS, WIDTH)
+    for name in "abcd":
+        shards.append([passage(name, 6)])
+    whole = (tmp_path / "00001.shard").read_bytes()
+    (tmp_path / "00000.shard").write_bytes(whole[:-10])
+    (tmp_path / "00001.shard").write_bytes(b"")
+    (tmp_path / "00002.shard").write_bytes(b"GGUF" + whole)
+    found = Shards(tmp_path, TAPS, WIDTH)
+    assert [each.name for each in found.passages] == ["d"]
+    assert [line.split()[0] for line in found.remarks] == ["00000.shard", "00001.shard", "00002.shard"]
+    found.append([passage("e", 2)])
+    assert [each.name for each in Shards(tmp_path, TAPS, WIDTH).passages] == ["d", "e"]
+
+
+def test_shards_of_other_taps_are_refused(tmp_path: Path) -> None:
+    Shards(tmp_path, TAPS, WIDTH).append([passage("a", 5)])
+    with pytest.raises(ShardError, match="layer:0, norm"):
+        Shards(tmp_path, ("norm",), WIDTH)
+
+
+def test_states_that_float16_cannot_hold_stay_finite() -> None:
+    kept = as_states(np.array([[1e6, -1e6, 2.0]], dtype=np.float32))
+    assert np.isfinite(kept).all()
+    assert kept[0, 2] == 2.0
