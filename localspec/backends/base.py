@@ -1,5 +1,7 @@
 """What a backend must provide: a ``Model`` (weights), a ``Context`` (one sequence's memory), a ``Forward`` (one pass).
 
+``Context`` is in ``context``, ``Forward`` in ``forward``; both can be imported from here.
+
 A backend is a module of this folder with a function ``load`` (see ``registry.LoadEngine``), and ``binding`` where the
 engine may be missing; ``localspec.backends`` knows which exist and chooses one.
 """
@@ -7,21 +9,30 @@ engine may be missing; ``localspec.backends`` knows which exist and chooses one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
-
-from localspec.errors import Cancelled, Closed, ContextFull, UsageError
+from localspec.backends.context import Context, ContextState, shared_prefix
+from localspec.backends.forward import FloatArray, Forward, checked_names
+from localspec.backends.sequence_batch import SequenceBatch, SequencesInTurn
+from localspec.errors import Closed, UsageError
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.vocab import Vocab
 
-FloatArray = npt.NDArray[np.float32]
-N_UNINTERRUPTED = 256
-"""Tokens decoded between two looks at ``Context.interrupted``: what the engines compute together anyway."""
+__all__ = [
+    "FEW_ROWS",
+    "Capabilities",
+    "Context",
+    "ContextState",
+    "FloatArray",
+    "Forward",
+    "Model",
+    "Progress",
+    "SequenceBatch",
+    "shared_prefix",
+]
 
 FEW_ROWS = 8
 """Rows of logits that may be asked for at no lasting cost.
@@ -47,6 +58,9 @@ class Capabilities:
         device: where the weights live: ``cpu``, ``gpu`` or ``mixed``.
         saves_state: contexts can hand out what they hold and take it back; see ``ContextState``.
         keeps_rows: once a pass was asked for more than ``FEW_ROWS`` rows of logits, every later one takes longer.
+        hidden: contexts can return hidden states; see ``Forward.hidden``.
+        float_rows: ``Context.decode_floats`` works.
+        first_layers: ``Context.decode_first_layers`` works, in a context that returns hidden states.
     """
 
     rollback: Literal["exact", "replay"] = "exact"
@@ -54,226 +68,9 @@ class Capabilities:
     device: str = "cpu"
     saves_state: bool = False
     keeps_rows: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ContextState:
-    """What a context held at some moment, copied out of the engine.
-
-    Attributes:
-        tokens: what was in the memory, in order.
-        arrays: the memory itself, in whatever arrays the engine needs; opaque to everyone else. Contiguous, of dtypes
-            that NumPy has, so that they can be written to a file (view what it lacks, such as bfloat16, as integers).
-    """
-
-    tokens: tuple[int, ...]
-    arrays: Mapping[str, npt.NDArray[Any]]
-
-    @property
-    def n_bytes(self) -> int:
-        """Size of the arrays [bytes]."""
-        return sum(array.nbytes for array in self.arrays.values())
-
-
-class Forward:
-    """The logits of one pass.
-
-    Attributes:
-        logits: float array [n_rows, n_vocab]; row i predicts the token that follows the i-th row asked for. Usually a
-            view of the engine's memory: valid until the next decode on the same context; copy what must outlive it.
-    """
-
-    __slots__ = ("logits",)
-
-    def __init__(self, logits: FloatArray) -> None:
-        self.logits = logits
-
-    def __len__(self) -> int:
-        return len(self.logits)
-
-
-def shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the longest common prefix of two texts in tokens."""
-    n = min(len(a), len(b))
-    if list(a[:n]) == list(b[:n]):
-        return n
-    return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
-
-
-class Context(ABC):
-    """The memory of one sequence.
-
-    ``tokens`` is what the memory holds, in order. Subclasses implement ``_decode`` and ``_truncate``, and where their
-    model ``saves_state`` also ``_export``, ``_state_bytes`` and ``_import``; arguments are checked here, so that every
-    backend refuses the same things with the same words.
-
-    Attributes:
-        interrupted: asked between the pieces of a long input; a true answer ends the decode with ``Cancelled``.
-    """
-
-    def __init__(self, model: Model, n_ctx: int) -> None:
-        self.model = model
-        self.n_ctx = n_ctx
-        self.tokens: list[int] = []
-        self.interrupted: Callable[[], bool] | None = None
-        self._closed = False
-
-    @property
-    def n_past(self) -> int:
-        """Tokens in the memory."""
-        return len(self.tokens)
-
-    def decode(self, tokens: Sequence[int], logits: Literal["all", "last", "none"] = "all") -> Forward:
-        """Feed tokens after those already in the memory.
-
-        Args:
-            tokens: at least one token id.
-            logits: which rows to return: one per token, the last one only, or none (prefill).
-
-        Raises:
-            ContextFull: they do not fit; the memory is unchanged.
-            UsageError: no tokens, or an id outside the vocabulary.
-            Cancelled: ``interrupted`` was true; the memory holds the pieces that were done.
-            Closed: the context was closed.
-        """
-        self._check_open()
-        if not tokens:
-            raise UsageError("decode needs at least one token")
-        if self.n_past + len(tokens) > self.n_ctx:
-            raise ContextFull(
-                f"the context holds {self.n_ctx} tokens; {self.n_past} are used and {len(tokens)} more do not fit"
-            )
-        if min(tokens) < 0 or max(tokens) >= self.model.n_vocab:
-            raise UsageError(f"token ids must lie in 0..{self.model.n_vocab - 1}")
-        if logits != "all":
-            while len(tokens) > N_UNINTERRUPTED and self.interrupted is not None:
-                self._feed(tokens[:N_UNINTERRUPTED], "none")
-                tokens = tokens[N_UNINTERRUPTED:]
-                if self.interrupted():
-                    raise Cancelled("decoding was stopped")
-        return self._feed(tokens, logits)
-
-    def _feed(self, tokens: Sequence[int], logits: Literal["all", "last", "none"]) -> Forward:
-        n_before = self.n_past
-        try:
-            forward = self._decode(tokens, logits)
-        except BaseException:
-            # A pass that broke off (Ctrl-C lands between chunks) must not leave rows that `tokens` does not name.
-            self._truncate(n_before)
-            raise
-        self.tokens.extend(tokens)
-        return forward
-
-    def truncate(self, n: int) -> None:
-        """Forget all but the first n tokens; afterwards the context behaves as a fresh one that was fed just those.
-
-        Raises:
-            UsageError: n is negative or larger than ``n_past``.
-            Closed: the context was closed.
-        """
-        self._check_open()
-        if not 0 <= n <= self.n_past:
-            raise UsageError(f"cannot truncate {self.n_past} tokens to {n}")
-        if n < self.n_past:
-            self._truncate(n)
-            del self.tokens[n:]
-
-    def reuse(self, tokens: Sequence[int]) -> int:
-        """Keep the longest common prefix of the memory and ``tokens``, drop the rest, and return its length."""
-        n = shared_prefix(self.tokens, tokens)
-        self.truncate(n)
-        return n
-
-    def export_state(self) -> ContextState:
-        """A copy of what the memory holds, to be given back to this context, or to one like it, later.
-
-        Raises:
-            UsageError: the model's engine cannot; see ``Capabilities.saves_state``.
-            EngineError: the engine failed.
-            Closed: the context was closed.
-        """
-        self._check_saves_state()
-        return ContextState(tuple(self.tokens), self._export() if self.tokens else {})
-
-    @property
-    def state_bytes(self) -> int:
-        """Size of what ``export_state`` would give now, or an upper bound of it [bytes]."""
-        self._check_saves_state()
-        return self._state_bytes() if self.tokens else 0
-
-    def import_state(self, state: ContextState) -> None:
-        """Hold what was exported: afterwards the context behaves as the exporting one did.
-
-        The state must come from a context of the same file on the same engine and version, with the same type of cache,
-        which the caller has to see to; the size of the context may differ.
-
-        Raises:
-            ContextFull: more tokens than this context has room for; it is left as it was.
-            UsageError: the model's engine cannot.
-            EngineError: the engine refuses the state; the context is then empty.
-            Closed: the context was closed.
-        """
-        self._check_saves_state()
-        if len(state.tokens) > self.n_ctx:
-            raise ContextFull(f"the state holds {len(state.tokens)} tokens and the context has room for {self.n_ctx}")
-        try:
-            if state.tokens:
-                self._import(state)
-            else:  # engines abort the whole process on the state of an empty memory
-                self._truncate_all()
-        except BaseException:
-            self._truncate_all()
-            raise
-        self.tokens = list(state.tokens)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise Closed("this context was closed")
-
-    def _truncate_all(self) -> None:
-        self.tokens = []
-        self._truncate(0)
-
-    def _check_saves_state(self) -> None:
-        self._check_open()
-        if not self.model.capabilities.saves_state:
-            raise UsageError(f"{self.model.engine} cannot save the state of a context")
-
-    def close(self) -> None:
-        """Free the memory; safe to call twice."""
-        if not self._closed:
-            self._closed = True
-            self.tokens = []
-            self._close()
-
-    def __enter__(self) -> Context:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    @abstractmethod
-    def _decode(self, tokens: Sequence[int], logits: Literal["all", "last", "none"]) -> Forward: ...
-
-    @abstractmethod
-    def _truncate(self, n: int) -> None:
-        """Drop all rows from position n on, rows of a broken-off pass included.
-
-        If that fails, ``tokens`` must be left naming no more than what is still there.
-        """
-
-    def _export(self) -> Mapping[str, npt.NDArray[Any]]:
-        raise NotImplementedError
-
-    def _state_bytes(self) -> int:
-        raise NotImplementedError
-
-    def _import(self, state: ContextState) -> None:
-        """Replace what the memory holds. Must refuse, with EngineError, arrays that cannot be right."""
-        raise NotImplementedError
-
-    @abstractmethod
-    def _close(self) -> None: ...
+    hidden: bool = False
+    float_rows: bool = False
+    first_layers: bool = False
 
 
 class Model(ABC):
@@ -291,6 +88,8 @@ class Model(ABC):
         chat_template: the file's Jinja template, or None.
         n_ctx_train: the context length the model was trained for.
         size_bytes: size of the file; of a model in parts, of all of them.
+        n_embd: width of the residual stream, of hidden states and of rows of floats.
+        n_layers: number of blocks; those for multi-token prediction, which are no part of a pass, are not counted.
         capabilities: see ``Capabilities``.
         kv_type: type of the attention cache, where the engine has several: part of what a saved state has to match.
     """
@@ -303,6 +102,8 @@ class Model(ABC):
     chat_template: str | None
     n_ctx_train: int
     size_bytes: int
+    n_embd: int
+    n_layers: int
     capabilities: Capabilities
     kv_type: str = ""
     n_threads: int
@@ -324,23 +125,53 @@ class Model(ABC):
         self.chat_template = str(template) if template is not None else None
         self.n_ctx_train = gguf.n_ctx_train
         self.size_bytes = gguf.n_bytes
+        self.n_embd = _number(gguf, "embedding_length")
+        self.n_layers = _number(gguf, "block_count") - _number(gguf, "nextn_predict_layers")
 
     def _check_open(self) -> None:
         if self._closed:
             raise Closed("this model was closed")
 
-    def new_context(self, n_ctx: int, *, n_threads: int | None = None) -> Context:
+    def new_context(self, n_ctx: int, *, n_threads: int | None = None, hidden: Sequence[str] = ()) -> Context:
         """An empty memory for n_ctx tokens. Contexts of one model are independent.
 
+        Args:
+            n_ctx: its room [tokens].
+            n_threads: that passes use; those of the model by default.
+            hidden: hidden states that every pass is to return: ``norm``, ``layer:i``; see ``forward``.
+
         Raises:
-            UsageError: n_ctx is not positive.
+            UsageError: n_ctx is not positive, there is no such state, or the engine returns none.
             EngineError: not enough memory.
             Closed: the model was closed.
         """
         self._check_open()
+        return self._new_context(n_ctx, n_threads or self.n_threads, self._check_memory(n_ctx, hidden))
+
+    def new_batch(self, n_sequences: int, n_ctx_each: int, *, hidden: Sequence[str] = ()) -> SequenceBatch:
+        """Empty memories of several sequences that are fed together; see ``SequenceBatch``.
+
+        Args:
+            n_sequences: how many.
+            n_ctx_each: room of each [tokens].
+            hidden: as for ``new_context``.
+
+        Raises:
+            UsageError: a number is not positive, there is no such state, or the engine returns none.
+            EngineError: not enough memory.
+            Closed: the model was closed.
+        """
+        self._check_open()
+        if n_sequences <= 0:
+            raise UsageError(f"the number of sequences must be over 0, not {n_sequences}")
+        return self._new_batch(n_sequences, n_ctx_each, self._check_memory(n_ctx_each, hidden))
+
+    def _check_memory(self, n_ctx: int, hidden: Sequence[str]) -> tuple[str, ...]:
         if n_ctx <= 0:
             raise UsageError(f"the context size must be over 0, not {n_ctx}")
-        return self._new_context(n_ctx, n_threads or self.n_threads)
+        if hidden and not self.capabilities.hidden:
+            raise UsageError(f"{self.engine} returns no hidden states for {self.path.name}")
+        return checked_names(hidden, self.n_layers)
 
     def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
         """Token ids of a text.
@@ -369,7 +200,18 @@ class Model(ABC):
             self._close()
 
     @abstractmethod
-    def _new_context(self, n_ctx: int, n_threads: int) -> Context: ...
+    def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> Context: ...
+
+    def _new_batch(self, n_sequences: int, n_ctx_each: int, hidden: tuple[str, ...]) -> SequenceBatch:
+        contexts: list[Context] = []
+        try:
+            while len(contexts) < n_sequences:
+                contexts.append(self._new_context(n_ctx_each, self.n_threads, hidden))
+        except BaseException:
+            for context in contexts:
+                context.close()
+            raise
+        return SequencesInTurn(contexts)
 
     @abstractmethod
     def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]: ...
@@ -382,3 +224,9 @@ class Model(ABC):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _number(gguf: GGUFFile, name: str) -> int:
+    """A number of the header; 0 where it has none, or a list."""
+    value = gguf.field(name, 0)
+    return value if isinstance(value, int) else 0

@@ -170,7 +170,7 @@ class LlamaModel(Model):
         self._check_open()
         return self._handle
 
-    def _new_context(self, n_ctx: int, n_threads: int) -> LlamaContext:
+    def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> LlamaContext:
         return LlamaContext(self, n_ctx, n_threads)
 
     def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:

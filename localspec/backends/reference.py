@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.backends.base import Capabilities, Context, ContextState, FloatArray, Forward, Model, Progress
+from localspec.backends.forward import NORM, layer_name
 from localspec.backends.reference_tokenizer import PythonByteLevel
 from localspec.backends.tokenizer import Tokenizer
 from localspec.errors import EngineError, UnsupportedModel, UsageError
@@ -33,6 +34,7 @@ from localspec.model_files.gguf_file import GGUFFile
 NAME = "reference"
 
 Array = npt.NDArray[np.float64]
+Wanted = Literal["all", "last", "none"]
 
 _HEAD_COUNTS = ("head_count", "head_count_kv")
 
@@ -121,6 +123,8 @@ class Layer:
 
     qkv: Array
     """[(n_head + 2 n_head_kv) * d_head, n_embd]"""
+    qkv_bias: Array | None
+    """[(n_head + 2 n_head_kv) * d_head]"""
     attn_output: Array
     """[n_embd, n_head * d_head]"""
     gate_up: Array
@@ -142,7 +146,9 @@ class ReferenceModel(Model):
                 )
             self.backend = NAME
             self.engine = f"{NAME} numpy {np.__version__}"
-            self.capabilities = Capabilities(batch_invariant=True, saves_state=True)
+            self.capabilities = Capabilities(
+                batch_invariant=True, saves_state=True, hidden=True, float_rows=True, first_layers=True
+            )
             self.n_threads = 1
             self.hparams = Hyperparameters.from_metadata(file.metadata)
             self._tokenizer = Tokenizer(file, self.vocab, PythonByteLevel)
@@ -164,14 +170,17 @@ class ReferenceModel(Model):
         for i in range(h.n_layer):
             attn_norm = read(f"blk.{i}.attn_norm.weight", h.n_embd)
             ffn_norm = read(f"blk.{i}.ffn_norm.weight", h.n_embd)
-            qkv = [
-                read(f"blk.{i}.attn_{part}.weight", n, h.n_embd)
-                for part, n in zip("qkv", (n_q, n_kv, n_kv), strict=True)
+            parts = list(zip("qkv", (n_q, n_kv, n_kv), strict=True))
+            qkv = [read(f"blk.{i}.attn_{part}.weight", n, h.n_embd) for part, n in parts]
+            biases = [
+                read(name, n) if (name := f"blk.{i}.attn_{part}.bias") in file.tensors else np.zeros(n)
+                for part, n in parts
             ]
             gate = read(f"blk.{i}.ffn_gate.weight", None, h.n_embd)
             self._layers.append(
                 Layer(
                     qkv=np.concatenate(qkv) * attn_norm,
+                    qkv_bias=np.concatenate(biases) if any(bias.any() for bias in biases) else None,
                     attn_output=read(f"blk.{i}.attn_output.weight", h.n_embd, n_q),
                     gate_up=np.concatenate([gate, read(f"blk.{i}.ffn_up.weight", len(gate), h.n_embd)]) * ffn_norm,
                     down=read(f"blk.{i}.ffn_down.weight", h.n_embd, len(gate)),
@@ -181,7 +190,8 @@ class ReferenceModel(Model):
         n_rows = max(self.vocab.n_tokens, embedding.shape[-1] if embedding is not None else 0)  # padding may follow
         self._embedding = read("token_embd.weight", n_rows, h.n_embd)
         output = read("output.weight", n_rows, h.n_embd) if "output.weight" in file.tensors else self._embedding
-        self._output = output * read("output_norm.weight", h.n_embd)
+        self._output_norm = read("output_norm.weight", h.n_embd)
+        self._output = output * self._output_norm
         self._rope_factors = read("rope_freqs.weight", h.d_head // 2) if "rope_freqs.weight" in file.tensors else None
         self.n_vocab = len(self._output)
         if progress is not None:
@@ -196,8 +206,8 @@ class ReferenceModel(Model):
         rotations: npt.NDArray[np.complex128] = np.exp(1j * np.arange(n_ctx)[:, None] * frequency)
         return rotations
 
-    def _new_context(self, n_ctx: int, n_threads: int) -> ReferenceContext:
-        return ReferenceContext(self, n_ctx)
+    def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> ReferenceContext:
+        return ReferenceContext(self, n_ctx, hidden)
 
     def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
         return self._tokenizer.encode(text, add_special, parse_special)
@@ -234,8 +244,8 @@ class ReferenceContext(Context):
 
     model: ReferenceModel
 
-    def __init__(self, model: ReferenceModel, n_ctx: int) -> None:
-        super().__init__(model, n_ctx)
+    def __init__(self, model: ReferenceModel, n_ctx: int, hidden: tuple[str, ...]) -> None:
+        super().__init__(model, n_ctx, hidden)
         h = model.hparams
         try:
             self._keys = np.zeros((h.n_layer, h.n_head_kv, n_ctx, h.d_head))
@@ -244,25 +254,46 @@ class ReferenceContext(Context):
         except MemoryError:
             raise EngineError(f"not enough memory for a context of {n_ctx} tokens; use a smaller --ctx") from None
 
-    def _decode(self, tokens: Sequence[int], logits: Literal["all", "last", "none"]) -> Forward:
-        n_rows = {"all": len(tokens), "last": 1, "none": 0}[logits]
-        rows: FloatArray = np.empty((n_rows, self.model.n_vocab), dtype=np.float32)
-        first = len(tokens) - n_rows
-        # One by one: a matrix product over several tokens would round differently from one over a single token.
-        for i, token in enumerate(tokens):
-            state = self._step(token, self.n_past + i)
-            if i >= first:
-                rows[i - first] = self.model._output.dot(self._normalised(state))
-        return Forward(rows)
+    def _decode(self, tokens: Sequence[int], logits: Wanted) -> Forward:
+        return self._pass(self.model._embedding[list(tokens)], logits)
 
-    def _step(self, token: int, position: int) -> Array:
-        """Take one token through all layers, write its keys and values, and return the last layer's state [n_embd]."""
+    def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
+        return self._pass(rows.astype(np.float64), logits)
+
+    def _decode_first_layers(self, tokens: Sequence[int], n_layers: int) -> Forward:
+        return self._pass(self.model._embedding[list(tokens)], "none", n_layers)
+
+    def _pass(self, rows: Array, logits: Wanted, n_layers: int | None = None) -> Forward:
+        """Take rows [n, n_embd] through the first ``n_layers``, or all and the output matrix."""
+        model, n_all = self.model, self.model.n_layers
+        n_rows = {"all": len(rows), "last": 1, "none": 0}[logits]
+        first = len(rows) - n_rows
+        found: FloatArray = np.empty((n_rows, model.n_vocab), dtype=np.float32)
+        whole = [layer_name(i) for i in range(n_layers or n_all - 1)]
+        states: dict[str, list[Array]] = {name: [] for name in self.hidden if not n_layers or name in whole}
+        # One by one: a matrix product over several tokens would round differently from one over a single token.
+        for i, row in enumerate(rows):
+            after = self._step(row, self.n_past + i, n_layers or n_all)
+            taps = dict(zip(whole, after, strict=False)) if states else {}
+            if i >= first:
+                norm = self._normalised(after[-1])
+                found[i - first] = model._output.dot(norm)
+                taps |= {layer_name(n_all - 1): after[-1], NORM: norm * model._output_norm} if states else {}
+            for name in states.keys() & taps.keys():
+                states[name].append(taps[name])
+        width = model.n_embd
+        return Forward(found, {k: np.array(v, dtype=np.float32).reshape(-1, width) for k, v in states.items()})
+
+    def _step(self, x: Array, position: int, n_layers: int) -> list[Array]:
+        """Take one row through layers, write its keys and values, and return the states after each [n_embd]."""
         h = self.model.hparams
         n_q, n_kv, group = h.n_head * h.d_head, h.n_head_kv * h.d_head, h.n_head // h.n_head_kv
         rotation, scale, end = self._rotations[position], 1.0 / math.sqrt(h.d_head), position + 1
-        x: Array = self.model._embedding[token]
-        for layer, keys, values in zip(self.model._layers, self._keys, self._values, strict=True):
+        after: list[Array] = []
+        for layer, keys, values in zip(self.model._layers[:n_layers], self._keys, self._values, strict=False):
             qkv = layer.qkv.dot(self._normalised(x))
+            if layer.qkv_bias is not None:
+                qkv = qkv + layer.qkv_bias
             rotated = qkv[: n_q + n_kv].view(np.complex128).reshape(-1, h.d_head // 2) * rotation
             heads = rotated.view(np.float64)  # [n_head + n_head_kv, d_head]
             keys[:, position] = heads[h.n_head :]
@@ -278,7 +309,8 @@ class ReferenceContext(Context):
             gate, up = gate_up[: len(gate_up) // 2], gate_up[len(gate_up) // 2 :]
             # silu(z) = z * sigmoid(z); by tanh, which cannot overflow.
             x = x + layer.down.dot(gate * (0.5 + 0.5 * np.tanh(0.5 * gate)) * up)
-        return x
+            after.append(x)
+        return after
 
     def _normalised(self, x: Array) -> Array:
         norm: Array = x * (1.0 / math.sqrt(float(x.dot(x)) / len(x) + self.model.hparams.norm_eps))

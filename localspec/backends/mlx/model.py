@@ -60,7 +60,7 @@ class MLXModel(Model):
             raise Closed("this model was closed")
         return self._network
 
-    def _new_context(self, n_ctx: int, n_threads: int) -> MLXContext:
+    def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> MLXContext:
         most = self.network.max_context
         if most is not None and n_ctx > most:
             raise UsageError(

@@ -1,0 +1,64 @@
+"""What a pass returns: logits, and hidden states by name.
+
+A hidden state is what the residual stream holds for one token somewhere inside of the model [n_embd]. ``layer:i`` is
+the stream after block i, counted from 0; ``norm`` is what the output matrix multiplies, after the last norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec.errors import UsageError
+
+FloatArray = npt.NDArray[np.float32]
+
+NORM = "norm"
+_NOTHING: Mapping[str, FloatArray] = MappingProxyType({})
+
+
+class Forward:
+    """The logits of one pass, and the hidden states that its context was made to return.
+
+    Attributes:
+        logits: float array [n_rows, n_vocab]; row i predicts the token that follows the i-th row asked for. Usually a
+            view of the engine's memory: valid until the next decode on the same context; copy what must outlive it.
+        hidden: by name, float32 [n, n_embd], copies that stay valid; empty where nothing was asked for. A ``layer:i``
+            before the last layer has a row for every token of the call, whatever logits were wanted; ``norm`` and the
+            last layer have a row for each row of logits, because engines compute no more there.
+    """
+
+    __slots__ = ("hidden", "logits")
+
+    def __init__(self, logits: FloatArray, hidden: Mapping[str, FloatArray] = _NOTHING) -> None:
+        self.logits = logits
+        self.hidden = hidden
+
+    def __len__(self) -> int:
+        return len(self.logits)
+
+
+def layer_name(layer: int) -> str:
+    """The name of the state after a layer, counted from 0."""
+    return f"layer:{layer}"
+
+
+def checked_names(names: Iterable[str], n_layers: int) -> tuple[str, ...]:
+    """The names of hidden states without repetitions.
+
+    Raises:
+        UsageError: a model of ``n_layers`` has no such state.
+    """
+    known = {NORM, *map(layer_name, range(n_layers))}
+    for name in names:
+        if name not in known:
+            raise UsageError(f"no hidden state is called {name!r}: it is {NORM!r} or layer:0 to layer:{n_layers - 1}")
+    return tuple(dict.fromkeys(names))
+
+
+def joined_states(forwards: Sequence[Forward]) -> dict[str, FloatArray]:
+    """The hidden states of passes that continued each other, as of one pass."""
+    return {name: np.concatenate([forward.hidden[name] for forward in forwards]) for name in forwards[0].hidden}
