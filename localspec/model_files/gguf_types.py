@@ -43,6 +43,7 @@ NOT_GENERATORS = {
     "sd3": "an image model",
     "dream": "a diffusion model",
     "llada": "a diffusion model",
+    "localspec-head": "a head that drafts for another model",
 }
 """Architectures that cannot continue a text token by token, and what they are."""
 

@@ -1,0 +1,54 @@
+"""Rows of a tensor as float32, and back: only the rows that are asked for are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec.errors import UnsupportedModel
+from localspec.model_files.gguf_file import GGUFFile
+
+Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+
+
+def n_rows(file: GGUFFile, name: str) -> int:
+    """Rows of a tensor; 1 for a vector."""
+    tensor = file.tensors[name]
+    return tensor.n_elements // tensor.shape[0]
+
+
+def tensor_rows(file: GGUFFile, name: str, rows: slice | Sequence[int] | npt.NDArray[np.int32]) -> Floats:
+    """Some rows of a tensor, dequantised [n, columns]; a copy.
+
+    Raises:
+        UnsupportedModel: a type that the ``gguf`` package cannot unpack.
+        IndexError: there is no such row.
+    """
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    tensor = file.tensors[name]
+    raw = file.tensor_bytes(name).reshape(n_rows(file, name), -1)[rows]
+    try:
+        values = dequantize(np.ascontiguousarray(raw), GGMLQuantizationType(tensor.ggml_type))
+    except (NotImplementedError, ValueError):
+        raise UnsupportedModel(
+            f"{file.path.name}: the gguf package cannot unpack {tensor.type_name} ({name[:60]})"
+        ) from None
+    return np.array(values, dtype=np.float32).reshape(len(raw), tensor.shape[0])
+
+
+def as_type(values: Floats, type_name: str) -> Bytes:
+    """Rows in a tensor type of GGUF, as bytes [n, bytes of a row]; rows must be whole blocks.
+
+    Raises:
+        NotImplementedError: the ``gguf`` package cannot write that type.
+    """
+    from gguf import GGMLQuantizationType
+    from gguf.quants import quantize
+
+    quantised = quantize(np.ascontiguousarray(values, dtype=np.float32), GGMLQuantizationType[type_name])
+    return np.ascontiguousarray(quantised).view(np.uint8)
