@@ -241,29 +241,39 @@ def _mix_int(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def edit_logits(row: Row, history: Sequence[int], params: SamplingParams) -> Row:
+def edit_logits(row: Row, history: Sequence[int], params: SamplingParams, ids: Ids | None = None) -> Row:
     """Logit bias and penalties; returns ``row`` itself, uncopied, where nothing changes it.
 
     Args:
-        row: logits [n_vocab].
+        row: logits [n].
         history: all tokens before the one to choose, the accepted draft tokens of this round included.
         params: the sampling parameters.
+        ids: the tokens that the logits belong to, increasing [n]; None is 0, 1, 2, …
     """
     if not params.edits_logits:
         return row
     row = row.copy()
-    for token, bias in params.logit_bias.items():
-        if 0 <= token < len(row):
-            row[token] += bias
+    at, bias = _placed(params.logit_bias, ids, len(row))
+    row[at] += bias.astype(row.dtype)
     recent = history[-params.repeat_last_n :] if params.repeat_last_n else ()
     if recent and (params.repeat_penalty != 1.0 or params.presence_penalty or params.frequency_penalty):
-        counts = Counter(recent)
-        ids = np.fromiter(counts.keys(), dtype=np.int64, count=len(counts))
-        times = np.fromiter(counts.values(), dtype=np.float64, count=len(counts))
-        values = row[ids].astype(np.float64)
+        at, times = _placed(Counter(recent), ids, len(row))
+        values = row[at].astype(np.float64)
         values = np.where(values > 0, values / params.repeat_penalty, values * params.repeat_penalty)
-        row[ids] = values - params.presence_penalty - params.frequency_penalty * times
+        row[at] = values - params.presence_penalty - params.frequency_penalty * times
     return row
+
+
+def _placed(by_token: Mapping[int, float], ids: Ids | None, n: int) -> tuple[Ids, Probs]:
+    """Numbers by token id: the places in a row of n logits that they belong to, and the numbers for those."""
+    tokens = np.fromiter(by_token.keys(), dtype=np.int64, count=len(by_token))
+    numbers = np.fromiter(by_token.values(), dtype=np.float64, count=len(by_token))
+    if ids is None:
+        at, found = tokens, (tokens >= 0) & (tokens < n)
+    else:
+        at = np.minimum(np.searchsorted(ids, tokens), n - 1)
+        found = ids[at] == tokens
+    return at[found], numbers[found]
 
 
 def greedy_token(row: Row, history: Sequence[int], params: SamplingParams) -> int:
@@ -321,13 +331,16 @@ def top_k_ids(row: Row, k: int) -> Ids:
     return np.sort(candidates[order])
 
 
-def distribution(row: Row, history: Sequence[int], params: SamplingParams) -> Distribution:
+def distribution(
+    row: Row, history: Sequence[int], params: SamplingParams, token_ids: Ids | None = None
+) -> Distribution:
     """The distribution that plain sampling draws the next token from.
 
     Args:
-        row: logits [n_vocab]; not modified.
+        row: logits [n]; not modified.
         history: all tokens before the one to choose.
         params: temperature 0 gives the point mass on the greedy token.
+        token_ids: the tokens that the logits belong to, increasing [n], where sampled; None is 0, 1, 2, …
 
     Returns:
         A ``Distribution`` over the tokens that survive the chain.
@@ -338,7 +351,7 @@ def distribution(row: Row, history: Sequence[int], params: SamplingParams) -> Di
     """
     if params.greedy:
         return Distribution(np.array([greedy_token(row, history, params)]), np.ones(1))
-    raw, row = row, edit_logits(row, history, params)
+    raw, row = row, edit_logits(row, history, params, token_ids)
     top = float(row.max())
     _check_top(top, raw)
     ids: Ids | None = None
@@ -365,7 +378,7 @@ def distribution(row: Row, history: Sequence[int], params: SamplingParams) -> Di
     if probs.min() <= 0.0:
         alive = np.flatnonzero(probs)
         ids, probs = ids[alive], probs[alive]
-    return Distribution(ids, probs)
+    return Distribution(ids if token_ids is None else token_ids[ids], probs)
 
 
 def _nucleus(probs: Probs, top_p: float) -> Ids:

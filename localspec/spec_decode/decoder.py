@@ -77,8 +77,7 @@ class SpeculativeDecoder:
             if cancelled():
                 break
             chunk = prompt[start : min(start + PREFILL_CHUNK, len(prompt) - 1)]
-            self.target.decode(chunk, "none")
-            self.drafters.process(chunk, None)
+            self.drafters.process(chunk, self.target.decode(chunk, "none"))
         return reused
 
     def rounds(

@@ -11,6 +11,7 @@ import numpy as np
 from localspec.errors import UsageError
 from localspec.sampling.sampling import (
     Distribution,
+    Ids,
     Noise,
     Row,
     SamplingParams,
@@ -71,19 +72,22 @@ class SamplingProposer:
         self.constraint.advance(token)
         return self.constraint.complete
 
-    def confidence(self, row: Row, history: Sequence[int], n_known: int = 0) -> float:
+    def confidence(self, row: Row, history: Sequence[int], n_known: int = 0, ids: Ids | None = None) -> float:
         """The draft's probability for its most probable token, in [0, 1]; see ``drafters.base.Proposer``."""
         row = row[: self.n_vocab]
         if not math.isfinite(row.max()):  # NaN anywhere is the maximum
             raise DrafterFailed("computed logits that are not numbers")
         if self.constraint is not None:
-            row = self.constraint.masked(row, n_known)
+            row = self.constraint.masked(row, n_known, ids)
+            if row.max() == -math.inf:  # a trimmed vocabulary has nothing that may come here
+                return 0.0
         if self.params.greedy:
-            row = edit_logits(row, history, self.params)
-            self._choice = int(np.argmax(row))
-            return top_probability(row) if row[self._choice] > -math.inf else 0.0
+            row = edit_logits(row, history, self.params, ids)
+            best = int(np.argmax(row))
+            self._choice = best if ids is None else int(ids[best])
+            return top_probability(row) if row[best] > -math.inf else 0.0
         try:
-            q = distribution(row, history, self.params)
+            q = distribution(row, history, self.params, ids)
         except UsageError:  # banned, all of them; the target may have more
             return 0.0
         self._choice = q

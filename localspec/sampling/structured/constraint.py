@@ -18,7 +18,7 @@ from localspec.sampling.structured.vocabulary import GrammarVocabulary, vocabula
 
 if TYPE_CHECKING:
     from localspec.model_files.vocab import Vocab
-    from localspec.sampling.sampling import Row, SamplingParams
+    from localspec.sampling.sampling import Ids, Row, SamplingParams
 
 Mask = npt.NDArray[np.bool_]
 
@@ -122,28 +122,32 @@ class Constraint:
         """How many tokens may come next."""
         return int(np.count_nonzero(self.allowed(len(self.vocabulary.lengths))))
 
-    def masked(self, row: Row, behind: int = 0) -> Row:
+    def masked(self, row: Row, behind: int = 0, ids: Ids | None = None) -> Row:
         """A copy of a row of logits with -inf for what is forbidden.
 
         Args:
-            row: logits [n_vocab].
+            row: logits [n].
             behind: how many tokens before this place the row belongs to; its token is the first of them.
+            ids: the tokens that the logits belong to, increasing [n]; None is 0, 1, 2, …
         """
+        n_vocab = len(row) if ids is None else int(ids[-1]) + 1
         if behind:
             self._back(behind)
             try:
-                mask = self.allowed(len(row))
+                mask = self.allowed(n_vocab)
             finally:
                 self._matcher.consume_tokens(self._tokens[-behind:])
         else:
-            mask = self.allowed(len(row))
+            mask = self.allowed(n_vocab)
+        if ids is not None:
+            mask = mask[ids]
         if 2 * np.count_nonzero(mask) > len(mask):
             row = row.copy()
             row[np.flatnonzero(~mask)] = -np.inf
             return row
-        ids = np.flatnonzero(mask)
+        at = np.flatnonzero(mask)
         few: Row = np.full(len(row), -np.inf, dtype=np.float32)
-        few[ids] = row[ids]
+        few[at] = row[at]
         return few
 
     def forced_bytes(self) -> bytes:

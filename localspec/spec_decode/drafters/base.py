@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from localspec.backends.base import Context, Forward
-from localspec.sampling.sampling import Distribution, Noise, Row, SamplingParams
+from localspec.sampling.sampling import Distribution, Ids, Noise, Row, SamplingParams
 from localspec.spec_decode.rounds import DraftToken
 
 
@@ -86,7 +86,7 @@ class Proposer(Protocol):
     def extend(self, token: int) -> bool:
         """The token is part of the draft. Returns whether no other can follow it."""
 
-    def confidence(self, row: Row, history: Sequence[int], n_known: int = 0) -> float:
+    def confidence(self, row: Row, history: Sequence[int], n_known: int = 0, ids: Ids | None = None) -> float:
         """The draft's confidence [0, 1] in the draft token that ``choose`` would make; independent of fresh randomness.
 
         0 is none at all: the request bans all that the draft model could propose.
@@ -95,6 +95,7 @@ class Proposer(Protocol):
             row: the draft model's logits [n], which can be more or fewer than the target's.
             history: the tokens before the one to draft.
             n_known: how many tokens are known already from that one on; 0 drafts the next.
+            ids: the target's tokens that the logits belong to, increasing [n]; None is 0, 1, 2, …
 
         Raises:
             DrafterFailed: the logits are not numbers.
@@ -118,12 +119,14 @@ class Drafter(ABC):
         source: its name in rounds and statistics: ``model``, ``ngram``, …
         context: what it decodes in with a model of its own; None where it runs none.
         copies: whether it copies text that it has read, as n-grams do.
+        taps: names of the target's hidden states that ``process`` is to bring, see ``Context.hidden``.
         failed: whether it has raised ``DrafterFailed``; it is then done without.
     """
 
     source: str
     context: Context | None = None
     copies: bool = False
+    taps: tuple[str, ...] = ()
     failed: bool = False
 
     @property
@@ -145,8 +148,8 @@ class Drafter(ABC):
     def begin(self, tokens: Sequence[int]) -> None:  # noqa: B027 - optional hook
         """A new request starts; ``tokens`` is its whole prompt. Keep what earlier requests share with it."""
 
-    def process(self, tokens: Sequence[int], forward: Forward | None) -> None:  # noqa: B027 - optional hook
-        """The target decoded ``tokens`` (prefill, with forward None, or a verification pass)."""
+    def process(self, tokens: Sequence[int], forward: Forward) -> None:  # noqa: B027 - optional hook
+        """The target decoded ``tokens``: in prefill, before ``begin``, or to verify a draft, before ``accept``."""
 
     @abstractmethod
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
@@ -158,6 +161,9 @@ class Drafter(ABC):
         Raises:
             DrafterFailed: it cannot go on; it is not asked again.
         """
+
+    def drafted(self) -> None:  # noqa: B027 - optional hook
+        """The draft of this round is complete: a drafter that decoded in the target's context leaves it as it was."""
 
     def accept(self, emitted: Sequence[int]) -> None:  # noqa: B027 - optional hook
         """The round is over: these tokens were settled."""

@@ -31,7 +31,7 @@ class DrafterGroup:
         for drafter in self.drafters:
             drafter.begin(tokens)
 
-    def process(self, tokens: Sequence[int], forward: Forward | None) -> None:
+    def process(self, tokens: Sequence[int], forward: Forward) -> None:
         for drafter in self.drafters:
             drafter.process(tokens, forward)
 
@@ -56,6 +56,8 @@ class DrafterGroup:
                         return draft
         finally:
             del tokens[settled:]
+            for drafter in self.drafters:
+                drafter.drafted()
         return draft
 
     def _ask(self, drafter: Drafter, tokens: list[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:

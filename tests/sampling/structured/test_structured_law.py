@@ -210,7 +210,7 @@ def test_the_languages_are_worth_enumerating(models: tuple[Predictions, Predicti
 # -- seeded defects ----------------------------------------------------------------------------------------------------
 
 
-def unmasked(self: SamplingProposer, row: object, history: object, n_known: int = 0) -> float:
+def unmasked(self: SamplingProposer, row: object, history: object, n_known: int = 0, ids: object = None) -> float:
     constraint, self.constraint = self.constraint, None
     try:
         return CONFIDENCE(self, row, history)  # type: ignore[arg-type]

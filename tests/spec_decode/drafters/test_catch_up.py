@@ -12,7 +12,7 @@ from localspec import LLM, SamplingParams
 from localspec.backends.base import FEW_ROWS, Forward
 from localspec.controllers.auto_plan import AutoPlan
 from localspec.controllers.fixed import FixedPlan
-from localspec.sampling.sampling import Noise, Row
+from localspec.sampling.sampling import Ids, Noise, Row
 from localspec.spec_decode.drafters.draft_model import MAX_ABRIDGED, MAX_COUNTERFACTUAL, N_HEAD, N_TAIL
 from localspec.spec_decode.proposer import SamplingProposer
 from tests.conftest import TinyFiles
@@ -95,9 +95,9 @@ def test_a_guess_is_charged_for_what_is_made_of_its_logits_too(
     now = [0.0]
 
     class Slow(SamplingProposer):
-        def confidence(self, row: Row, history: Sequence[int], n_known: int = 0) -> float:
+        def confidence(self, row: Row, history: Sequence[int], n_known: int = 0, ids: Ids | None = None) -> float:
             now[0] += 0.05
-            return super().confidence(row, history, n_known)
+            return super().confidence(row, history, n_known, ids)
 
     with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=256) as llm:
         (drafter,) = llm._pair.state.drafters

@@ -1,0 +1,92 @@
+"""Rows over a trimmed vocabulary: what is proposed is what the whole vocabulary would give with all others banned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.vocab import Vocab
+from localspec.sampling.sampling import Ids, Noise, Row, SamplingParams
+from localspec.sampling.structured.constraint import constraint_for
+from localspec.spec_decode.drafters.base import DrafterFailed
+from localspec.spec_decode.proposer import SamplingProposer
+from tests.conftest import TinyFiles
+
+HISTORY = [5, 9, 9, 30, 31, 9]
+SAMPLED = SamplingParams(temperature=0.9)
+CHAINS = {
+    "greedy": SamplingParams(),
+    "greedy, penalties": SamplingParams(repeat_penalty=1.7, frequency_penalty=0.6, logit_bias={30: 4.0, 11: 3.0}),
+    "seeded": replace(SAMPLED, seed=3),
+    "seeded, top-k": replace(SAMPLED, seed=4, top_k=5),
+    "sampled": SAMPLED,
+    "sampled, top-p": replace(SAMPLED, top_p=0.8),
+    "sampled, min-p": replace(SAMPLED, min_p=0.1),
+    "sampled, everything": replace(
+        SAMPLED, top_k=12, top_p=0.9, min_p=0.02, repeat_penalty=1.3, presence_penalty=0.5, logit_bias={9: 2.0, 8: 9.0}
+    ),
+}
+GRAMMAR = 'root ::= ("the " | "a " | "1" | "22") [a-z]+'
+
+
+@pytest.fixture(scope="module")
+def vocab(tiny: TinyFiles) -> Vocab:
+    with GGUFFile(tiny.pair.target) as file:
+        return Vocab.from_gguf(file)
+
+
+def trimmed(vocab: Vocab, seed: int) -> tuple[Ids, Row, Row]:
+    """Ids, their logits, and the same as a row over all tokens."""
+    rng = np.random.default_rng(seed)
+    ids = np.flatnonzero(rng.random(vocab.n_tokens) < 0.4)
+    row = rng.normal(0.0, 2.0, len(ids)).astype(np.float32)
+    whole: Row = np.full(vocab.n_tokens, -np.inf, dtype=np.float32)
+    whole[ids] = row
+    return ids, row, whole
+
+
+@pytest.mark.parametrize("grammar", [None, GRAMMAR])
+@pytest.mark.parametrize("chain", CHAINS)
+def test_the_law_is_that_of_the_whole_vocabulary_with_the_others_banned(
+    vocab: Vocab, chain: str, grammar: str | None
+) -> None:
+    params = replace(CHAINS[chain], grammar=grammar)
+    n_proposed = 0
+    for seed in range(20):
+        ids, row, whole = trimmed(vocab, seed)
+        proposed = []
+        for logits, of in ((row, ids), (whole, None)):
+            proposer = SamplingProposer(params, Noise(7), constraint_for(params, vocab), vocab.n_tokens)
+            confidence = proposer.confidence(logits, HISTORY, ids=of)
+            token, q = proposer.choose(len(HISTORY))
+            proposed.append((confidence, proposer.best(), token, q))
+        (confidence, best, token, q), (confidence_, best_, token_, q_) = proposed
+        assert confidence == pytest.approx(confidence_, rel=1e-6)
+        if confidence == 0.0:  # the grammar allows none of these
+            continue
+        n_proposed += 1
+        assert (best, token) == (best_, token_)
+        assert token in ids
+        assert (q is None) == (q_ is None) == (params.greedy or params.seed is not None)
+        if q is not None and q_ is not None:
+            assert np.array_equal(q.ids, q_.ids)
+            assert q.probs == pytest.approx(q_.probs, rel=1e-9)
+    assert n_proposed > 10
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SAMPLED])
+def test_where_nothing_of_it_may_come_there_is_no_confidence(vocab: Vocab, params: SamplingParams) -> None:
+    constrained = replace(params, grammar='root ::= "22"')
+    constraint = constraint_for(constrained, vocab)
+    assert constraint is not None
+    forbidden = np.flatnonzero(~constraint.allowed(vocab.n_tokens))[:50]
+    row: Row = np.linspace(0, 1, 50, dtype=np.float32)
+    assert SamplingProposer(constrained, Noise(0), constraint).confidence(row, [], ids=forbidden) == 0.0
+    banned = replace(params, logit_bias={int(token): -np.inf for token in forbidden})
+    assert SamplingProposer(banned, Noise(0)).confidence(row, [], ids=forbidden) == 0.0
+    row[3] = np.nan
+    with pytest.raises(DrafterFailed, match="not numbers"):
+        SamplingProposer(params, Noise(0)).confidence(row, [], ids=forbidden)
