@@ -23,39 +23,6 @@ START, AFTER_SURE, AFTER_UNSURE = range(3)
 Histogram = tuple[float, ...]
 
 
-class Prior(NamedTuple):
-    """What is expected of a drafter before any evidence.
-
-    Attributes:
-        acceptance: probability of acceptance by confidence bin.
-        histograms: shares of the confidence bins, by ``START``, ``AFTER_SURE``, ``AFTER_UNSURE``.
-    """
-
-    acceptance: tuple[float, ...]
-    histograms: tuple[Histogram, ...]
-
-
-# Measured on 27 answers of Qwen2.5-Coder 1.5B drafted by its 0.5B (benchmarks/record_traces.py on the tuning prompts),
-# and smoothed. The histograms of draft models agree with the means of several other pairs, near 0.75.
-_MODEL_HISTOGRAMS = (
-    (0.01, 0.02, 0.03, 0.05, 0.06, 0.07, 0.07, 0.08, 0.12, 0.09, 0.14, 0.26),
-    (0.01, 0.01, 0.02, 0.02, 0.03, 0.04, 0.04, 0.05, 0.07, 0.08, 0.18, 0.45),
-    (0.01, 0.03, 0.06, 0.07, 0.08, 0.08, 0.08, 0.08, 0.13, 0.09, 0.12, 0.17),
-)
-# Greedily a model's probability is a fair estimate. At a temperature (0.8, top-k 40) its most probable token is right
-# with the target's probability for it, which is less; a sample is accepted with probability sum(min(p, q)), which is
-# more where both are flat.
-GREEDY = Prior((0.10, 0.19, 0.29, 0.39, 0.49, 0.59, 0.68, 0.77, 0.86, 0.93, 0.97, 0.99), _MODEL_HISTOGRAMS)
-MOST_PROBABLE = Prior((0.05, 0.10, 0.17, 0.25, 0.34, 0.42, 0.49, 0.57, 0.67, 0.78, 0.91, 0.985), _MODEL_HISTOGRAMS)
-SAMPLE = Prior((0.30, 0.34, 0.38, 0.43, 0.49, 0.54, 0.58, 0.64, 0.71, 0.79, 0.92, 0.985), _MODEL_HISTOGRAMS)
-
-# Drafters that copy report an estimate, not a probability: a bin's middle. "Nothing to copy" counts as no confidence. A
-# copy goes on as it began, so only its first token is counted, and what it comes after makes no difference.
-COPIED = Prior(
-    (0.03, *((low + high) / 2 for low, high in zip(EDGES, (*EDGES[1:], 1.0), strict=True))),
-    ((0.40, 0.13, 0.12, 0.09, 0.06, 0.06, 0.05, 0.05, 0.02, 0.01, 0.01, 0.0),) * 3,
-)
-
 CERTAINTY_EDGES = (0.3, 0.6, 0.85, 0.95, 0.99)
 """Upper ends of the bins of the target's certainty: its own probability for its most probable token."""
 
@@ -82,6 +49,68 @@ CERTAINTY_MEMORY = 48.0
 IDLE_MEMORY = 200.0
 NEW_TEXT_KEPT = 0.75
 """Of the histograms of one answer, what is expected of the next; the rest is the prior's."""
+
+
+class Prior(NamedTuple):
+    """What is expected of a drafter before any evidence.
+
+    Attributes:
+        acceptance: probability of acceptance by confidence bin.
+        histograms: shares of the confidence bins, by ``START``, ``AFTER_SURE``, ``AFTER_UNSURE``.
+        where_certain: shares of the bins at a place where the target is as certain as ``CERTAINTY_EDGES`` say.
+        drift: over how many tokens without a draft token the histograms of a text in which there were some drift to
+            what the target's certainty predicts.
+    """
+
+    acceptance: tuple[float, ...]
+    histograms: tuple[Histogram, ...]
+    where_certain: tuple[Histogram, ...] = _MODEL_WHERE_CERTAIN
+    drift: float = HISTOGRAM_MEMORY
+
+
+# Measured on 27 answers of Qwen2.5-Coder 1.5B drafted by its 0.5B (benchmarks/record_traces.py on the tuning prompts),
+# and smoothed. The histograms of draft models agree with the means of several other pairs, near 0.75.
+_MODEL_HISTOGRAMS = (
+    (0.01, 0.02, 0.03, 0.05, 0.06, 0.07, 0.07, 0.08, 0.12, 0.09, 0.14, 0.26),
+    (0.01, 0.01, 0.02, 0.02, 0.03, 0.04, 0.04, 0.05, 0.07, 0.08, 0.18, 0.45),
+    (0.01, 0.03, 0.06, 0.07, 0.08, 0.08, 0.08, 0.08, 0.13, 0.09, 0.12, 0.17),
+)
+# Greedily a model's probability is a fair estimate. At a temperature (0.8, top-k 40) its most probable token is right
+# with the target's probability for it, which is less; a sample is accepted with probability sum(min(p, q)), which is
+# more where both are flat.
+GREEDY = Prior((0.10, 0.19, 0.29, 0.39, 0.49, 0.59, 0.68, 0.77, 0.86, 0.93, 0.97, 0.99), _MODEL_HISTOGRAMS)
+MOST_PROBABLE = Prior((0.05, 0.10, 0.17, 0.25, 0.34, 0.42, 0.49, 0.57, 0.67, 0.78, 0.91, 0.985), _MODEL_HISTOGRAMS)
+SAMPLE = Prior((0.30, 0.34, 0.38, 0.43, 0.49, 0.54, 0.58, 0.64, 0.71, 0.79, 0.92, 0.985), _MODEL_HISTOGRAMS)
+
+# A head's confidences are lower than a draft model's: set by hand so that the first token of a draft is right at 0.5 of
+# the places, as a prototype was that had seen 160k tokens, and the next ones less often, as its states are guesses
+# themselves. A step is cheap, so one that did badly a moment ago is not asked again only because the target is certain.
+_HEAD_HISTOGRAMS = (
+    (0.10, 0.12, 0.11, 0.10, 0.09, 0.08, 0.07, 0.07, 0.08, 0.06, 0.06, 0.06),
+    (0.06, 0.08, 0.08, 0.08, 0.08, 0.08, 0.08, 0.09, 0.11, 0.08, 0.09, 0.09),
+    (0.16, 0.15, 0.13, 0.11, 0.10, 0.08, 0.07, 0.06, 0.06, 0.03, 0.03, 0.02),
+)
+_HEAD_WHERE_CERTAIN: tuple[Histogram, ...] = (
+    (0.30, 0.32, 0.18, 0.09, 0.05, 0.03, 0.01, 0.01, 0.01, 0.00, 0.00, 0.00),
+    (0.18, 0.24, 0.20, 0.14, 0.09, 0.06, 0.04, 0.02, 0.02, 0.01, 0.00, 0.00),
+    (0.12, 0.16, 0.17, 0.15, 0.12, 0.09, 0.07, 0.05, 0.04, 0.02, 0.01, 0.00),
+    (0.08, 0.12, 0.14, 0.13, 0.12, 0.11, 0.09, 0.08, 0.07, 0.03, 0.02, 0.01),
+    (0.05, 0.09, 0.10, 0.11, 0.11, 0.11, 0.10, 0.10, 0.11, 0.06, 0.04, 0.02),
+    (0.03, 0.05, 0.06, 0.07, 0.07, 0.08, 0.08, 0.10, 0.13, 0.10, 0.11, 0.12),
+)
+
+
+def of_a_head(prior: Prior) -> Prior:
+    """What is expected of a head, where this is expected of a draft model."""
+    return Prior(prior.acceptance, _HEAD_HISTOGRAMS, _HEAD_WHERE_CERTAIN, IDLE_MEMORY)
+
+
+# Drafters that copy report an estimate, not a probability: a bin's middle. "Nothing to copy" counts as no confidence. A
+# copy goes on as it began, so only its first token is counted, and what it comes after makes no difference.
+COPIED = Prior(
+    (0.03, *((low + high) / 2 for low, high in zip(EDGES, (*EDGES[1:], 1.0), strict=True))),
+    ((0.40, 0.13, 0.12, 0.09, 0.06, 0.06, 0.05, 0.05, 0.02, 0.01, 0.01, 0.0),) * 3,
+)
 
 
 def bin_of(confidence: float) -> int:
@@ -168,14 +197,14 @@ class SourceAcceptance:
         if certainties:
             self._predict(certainties)
             # At once, where of this text nothing else is known.
-            fade = (1.0 - 1.0 / HISTOGRAM_MEMORY) ** n_tokens if self._has_drafted else 0.0
+            fade = (1.0 - 1.0 / self.prior.drift) ** n_tokens if self._has_drafted else 0.0
         self._drift(fade)
 
     def _predict(self, certainties: Sequence[float]) -> None:
         start = self.typical[START]
         for certainty in certainties:
             self._n_certainties = min(self._n_certainties + 1, CERTAINTY_MEMORY)
-            there = _MODEL_WHERE_CERTAIN[bisect_right(CERTAINTY_EDGES, certainty)]
+            there = self.prior.where_certain[bisect_right(CERTAINTY_EDGES, certainty)]
             start[:] = [share + (new - share) / self._n_certainties for share, new in zip(start, there, strict=True)]
         usual = self.prior.histograms
         for after in (AFTER_SURE, AFTER_UNSURE):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from localspec.controllers.acceptance import COPIED, GREEDY, MOST_PROBABLE, SAMPLE, SourceAcceptance
+from localspec.controllers.acceptance import COPIED, GREEDY, MOST_PROBABLE, SAMPLE, SourceAcceptance, of_a_head
 from localspec.controllers.time_budget import TimeBudget
 from localspec.sampling.sampling import SamplingParams
 from localspec.system.json_store import JsonStore, Key
@@ -38,7 +38,9 @@ class AcceptanceStore:
         self._stored: dict[str, Any] = (self._store.get(self._key) or {}) if self._store else {}
         self.budget = TimeBudget.restored(self._stored.get("budget"))
 
-    def source(self, params: SamplingParams, source: str, *, copies: bool, sampled: bool = False) -> SourceAcceptance:
+    def source(
+        self, params: SamplingParams, source: str, *, copies: bool, sampled: bool = False, reads_target: bool = False
+    ) -> SourceAcceptance:
         """The table of one source, for requests sampled like this one; what an earlier run learned is its start.
 
         Args:
@@ -46,11 +48,12 @@ class AcceptanceStore:
             source: the drafter's name.
             copies: whether it copies from the text, rather than running a model.
             sampled: for guesses drawn from a model's distribution, rather than its most probable tokens.
+            reads_target: whether it drafts from what the target computes, as heads do.
         """
         name = f"{mode_of(params)} {source}{' sample' if sampled else ''}"
         if name not in self._tables:
             prior = COPIED if copies else GREEDY if params.greedy else SAMPLE if sampled else MOST_PROBABLE
-            table = SourceAcceptance(prior)
+            table = SourceAcceptance(of_a_head(prior) if reads_target else prior)
             table.restore(self._stored.get(name))
             self._tables.setdefault(name, table)  # the other of two threads may have been faster
         return self._tables[name]

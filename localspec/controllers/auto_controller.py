@@ -7,7 +7,7 @@ decides by them, and here they learn from every round.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from localspec.controllers.acceptance import SourceAcceptance
 from localspec.controllers.auto_plan import AutoPlan
@@ -111,8 +111,7 @@ class AutoController(Controller):
         self._at_work = {token.source for token in round_.draft}
         self._learn_acceptance(round_)
         round_.ms_verify_expected = self.estimates.times(len(round_.draft) + 1)
-        self._book(round_)
-        self._learn_costs(round_)
+        self._learn_costs(round_, self._book(round_))
         if self._n_rounds % EXPLAIN_EVERY == 1:
             self._reason = explain(self.estimates, self._find_the_unprofitable(), has_begun=True)
         round_.reason = self._reason
@@ -128,20 +127,24 @@ class AutoController(Controller):
                 acceptance, confidence = self.estimates.sampled, float(token.dist.probs.max())
             acceptance[token.source].observe(confidence, i < round_.verdict.n_accepted)
 
-    def _book(self, round_: Round) -> None:
+    def _book(self, round_: Round) -> Set[str]:
         """Book what a round saved or lost against plain decoding.
 
         The pass is charged as expected, not as it went: a machine that is slow now is slow for plain decoding too, and
         what a width really costs shows in the times from the next round on.
+
+        Returns:
+            The sources of which a model took a step.
         """
-        spent, invested = (self._plan.ms_spent, self._plan.ms_invested) if self._plan else (0.0, 0.0)
-        self._plan = None
+        plan, self._plan = self._plan, None
+        spent, invested, stepped = (plan.ms_spent, plan.ms_invested, plan.stepped) if plan else (0.0, 0.0, set())
         estimates, n_tokens = self.estimates, len(round_.emitted)
         ms = estimates.times(len(round_.draft) + 1) + estimates.ms_other + spent + invested
         saved = n_tokens - ms / estimates.ms_plain
         self.time_budget.book(n_tokens, saved, invested / estimates.ms_plain)
+        return stepped
 
-    def _learn_costs(self, round_: Round) -> None:
+    def _learn_costs(self, round_: Round, stepped: Set[str]) -> None:
         estimates = self.estimates
         before = estimates.times.scale
         estimates.times.observe(len(round_.draft) + 1, round_.ms_verify)
@@ -149,7 +152,7 @@ class AutoController(Controller):
             if source not in self._at_work:
                 # What slows the target's passes slows those of a draft model that is not running too.
                 times.scale *= estimates.times.scale / before
-                if round_.ms_draft < 0.5 * times(1) and source not in estimates.unprofitable:
+                if source not in stepped and source not in estimates.unprofitable:
                     estimates.acceptance[source].idle(len(round_.emitted), self._certainties(round_))
 
     def _certainties(self, round_: Round) -> list[float]:

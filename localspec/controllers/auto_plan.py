@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from localspec.controllers.acceptance import START, leads_to
 from localspec.controllers.estimates import Estimates
 from localspec.controllers.prefill_gate import PrefillGate
@@ -20,12 +23,14 @@ class AutoPlan:
         room: tokens that may still be drafted.
         ms_spent: time that draft models took for their steps.
         ms_invested: time that they took for readings.
+        stepped: sources of which a model took a step or read.
     """
 
     def __init__(self, estimates: Estimates, budget: TimeBudget, gate: PrefillGate, room: int, index: int) -> None:
         self.estimates = estimates
         self.room = min(room, estimates.max_draft)
         self.ms_spent = self.ms_invested = 0.0
+        self.stepped: set[str] = set()
         self._budget = budget
         self._gate = gate
         self._answer_room = room
@@ -38,6 +43,18 @@ class AutoPlan:
         self._last_counterfactual = START
 
     # -- what drafters ask -----------------------------------------------------------------------------------------
+
+    def order(self, sources: Sequence[str]) -> Sequence[str]:
+        """What costs nothing first, then models by what a step of each is worth, as if all had read everything.
+
+        One that has not is asked all the same: whether it should read is weighed then (see ``prefill_gate``).
+        """
+        models = self.estimates.models
+        if len(models) < 2:
+            return sources
+        prospect = self.estimates.prospect
+        worth = {model: prospect.step(self._n, self._reach, self._after, i) for i, model in enumerate(models)}
+        return sorted(sources, key=lambda source: -worth.get(source, math.inf))
 
     def more(self, source: str, pending: int = 0) -> bool:
         if self.room <= 0 or pending == 0:  # where looking costs nothing, keep() decides with the confidence known
@@ -80,6 +97,7 @@ class AutoPlan:
         else:
             self.ms_spent += charged
         times.observe(n_tokens, ms)
+        self.stepped.add(source)
 
     def nothing(self, source: str) -> None:
         if self._last_source != source:

@@ -28,6 +28,9 @@ class FixedPlan:
     room: int
     copying: Collection[str] = ()
 
+    def order(self, sources: Sequence[str]) -> Sequence[str]:
+        return sources
+
     def more(self, source: str, pending: int = 0) -> bool:
         return self.room > 0
 

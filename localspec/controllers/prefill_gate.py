@@ -46,8 +46,8 @@ PROBE_TOKENS = 8
 """Tokens of a long reading that are read first on a machine that has become slower: with more in a pass a token is
 cheaper, and with fewer the pass says less of the rest."""
 
-FREE_ROUNDS = 48
-"""Rounds for which the gain of the free sources alone is taken as known."""
+GAIN_ROUNDS = 48
+"""Rounds for which the gain of the other sources alone is taken as known."""
 
 
 def prompt_pays(cost_ms: float, gain_ms: float, plain_ms: float, n_emitted: int, room: int) -> bool:
@@ -71,8 +71,7 @@ class PrefillGate:
     def __init__(self, estimates: Estimates, budget: TimeBudget) -> None:
         self._estimates = estimates
         self._budget = budget
-        self._free_gain = 1.0
-        self._free_until = 0
+        self._gains: dict[str, tuple[float, int]] = {}
 
     def is_reading(self, source: str, n_tokens: int) -> bool:
         """Whether a pass over so many tokens is more than a step: a prompt, or a stretch that was decoded plainly."""
@@ -105,7 +104,7 @@ class PrefillGate:
         is_long = cost > LONG_READING * plain
         if is_long and n_emitted < PATIENCE_TOKENS:
             return False
-        gain = estimates.ms_plain / self._gain_without(round_index) - 1.0 / estimates.prospect.rate
+        gain = estimates.ms_plain / self._gain_without(source, round_index) - 1.0 / estimates.prospect.rate
         if is_long:
             return prompt_pays(cost, gain, estimates.ms_plain, n_emitted, room)
         return gain * min(room, STRETCH_TOKENS) > cost
@@ -114,14 +113,15 @@ class PrefillGate:
         times = self._estimates.draft_times[source]
         return times(n_tokens) - times(1)
 
-    def _gain_without(self, round_index: int) -> float:
-        """The rate with the sources that are at hand, or with free ones if all are, over that of plain decoding."""
+    def _gain_without(self, source: str, round_index: int) -> float:
+        """The rate with the other sources that are at hand, over that of plain decoding."""
         estimates = self._estimates
-        if estimates.lagging:
+        if source in estimates.lagging:
             return estimates.at_hand.rate * estimates.ms_plain
-        if round_index >= self._free_until:
-            free = [source for source in estimates.acceptance if source not in estimates.draft_times]
+        gain, until = self._gains.get(source, (1.0, 0))
+        if round_index >= until:
+            others = [each for each in estimates.acceptance if each != source and each not in estimates.lagging]
             # Kept as a ratio, so that a machine that slows down does not make it stale.
-            self._free_gain = estimates.solve(*free).rate * estimates.ms_plain
-            self._free_until = round_index + FREE_ROUNDS
-        return self._free_gain
+            gain, until = estimates.solve(*others).rate * estimates.ms_plain, round_index + GAIN_ROUNDS
+            self._gains[source] = gain, until
+        return gain

@@ -20,6 +20,7 @@ from localspec.controllers.acceptance import (
     START,
     SourceAcceptance,
     bin_of,
+    of_a_head,
 )
 from localspec.controllers.auto_controller import MAX_DRAFT, AutoController
 from localspec.controllers.cost_model import PassTimes
@@ -37,7 +38,8 @@ N_TOKENS = 500
 
 def auto(world: World) -> AutoController:
     models = world.draft_times()
-    sources = {name: SourceAcceptance(GREEDY) if name in models else SourceAcceptance(COPIED) for name in world.sources}
+    priors = {"head": of_a_head(GREEDY)} | {name: COPIED for name in world.sources if name not in models}
+    sources = {name: SourceAcceptance(priors.get(name, GREEDY)) for name in world.sources}
     return AutoController(world.true_times(), models, sources)
 
 
@@ -486,3 +488,20 @@ def test_copies_are_no_longer_than_an_engine_bears(tiny: TinyFiles, engine: str,
         prediction = llm.generate("a b c d", params, speculate=False).token_ids
         with llm.rounds("a b c d", params, prediction=prediction) as rounds:
             assert max(len(round_.draft) for round_ in rounds) == longest
+
+
+def two_models(head: float, model: float) -> World:
+    """A cheap head that reads next to nothing beside a dear draft model that has a prompt to read, and n-grams."""
+    rng = np.random.default_rng(17)
+    cheap, dear = stationary(rng, N_TOKENS + 64, head), stationary(rng, N_TOKENS + 64, model)
+    cheap.step_ms, dear.step_ms = 4.0, 15.0
+    cheap.prefill_ms, dear.prefill_ms = 0.5, 4.0
+    return World(CURVES["ik"], {"head": cheap, "model": dear})
+
+
+@pytest.mark.parametrize(("head", "model"), [(0.5, 0.55), (0.75, 0.6), (0.2, 0.9), (0.05, 0.9)])
+def test_of_two_models_the_one_that_pays_more_is_asked_first(head: float, model: float) -> None:
+    both = two_models(head, model)
+    alone = [World(both.curve, {name: source}) for name, source in both.sources.items()]
+    best = max(here.run(auto(here), N_TOKENS) for here in alone)
+    assert both.run(auto(both), N_TOKENS) >= 0.93 * best

@@ -114,7 +114,8 @@ class World:
             right: list[bool] = []
             while alive and plan.room > 0:
                 at = position + len(draft)
-                for name, source in self.sources.items():
+                for name in plan.order(list(self.sources)):
+                    source = self.sources[name]
                     pending = at + 1 - caught_up[name] if source.step_ms else 0
                     if at >= len(source.confidence):
                         continue

@@ -28,6 +28,13 @@ class Plan(Protocol):
     def room(self) -> int:
         """How many more tokens may be drafted in this round."""
 
+    def order(self, sources: Sequence[str]) -> Sequence[str]:
+        """In which order drafters are to be asked for the next token of the draft.
+
+        Args:
+            sources: their names, in the order in which they were loaded.
+        """
+
     def more(self, source: str, pending: int = 0) -> bool:
         """Whether one more step of this drafter is worth its time; asked before the step.
 
@@ -133,6 +140,19 @@ class Drafter(ABC):
     def runs_model(self) -> bool:
         """Whether a draft token takes a pass of a model, so that there is a cost model of it; else it costs nothing."""
         return self.context is not None
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether its context holds the text itself, which can be read ahead, put aside and brought back.
+
+        What decodes states of the target cannot read a text without it, and starts anew after a gap.
+        """
+        return self.context is not None and not self.taps
+
+    @property
+    def reads_target(self) -> bool:
+        """Whether it drafts from what the target computes, as heads do, and not with a model of the text of its own."""
+        return bool(self.taps)
 
     def clone(self, context: Context | None) -> Drafter:
         """Another one that knows what this one has learned, and has read nothing.

@@ -1,4 +1,4 @@
-"""Several drafters as one: the cheapest that is confident enough drafts next, token by token."""
+"""Several drafters as one: the first that is confident enough drafts next, token by token, in the plan's order."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from localspec.spec_decode.rounds import Draft, DraftToken
 
 
 class DrafterGroup:
-    """Asks its drafters in order, token by token: the first with one that the plan wants continues the draft.
+    """Asks its drafters in the plan's order, token by token: the first with one that it wants continues the draft.
 
     So a run that an n-gram recognises is copied for free in the middle of what a model began, and the model takes over
     again where the copy ends.
 
     Args:
-        drafters: in the order they are asked.
+        drafters: in the order in which they were loaded.
         lost: takes a drafter that failed, which is not asked again, and why.
     """
 
@@ -43,7 +43,7 @@ class DrafterGroup:
         draft = Draft()
         try:
             while plan.room > 0:
-                for drafter in list(self.drafters):
+                for drafter in self._in_order(plan):
                     found = _legal(self._ask(drafter, tokens, plan, proposer), proposer)
                     if found:
                         break
@@ -59,6 +59,12 @@ class DrafterGroup:
             for drafter in self.drafters:
                 drafter.drafted()
         return draft
+
+    def _in_order(self, plan: Plan) -> list[Drafter]:
+        if len(self.drafters) < 2:
+            return list(self.drafters)
+        place = {source: i for i, source in enumerate(plan.order([drafter.source for drafter in self.drafters]))}
+        return sorted(self.drafters, key=lambda drafter: place[drafter.source])
 
     def _ask(self, drafter: Drafter, tokens: list[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         try:
