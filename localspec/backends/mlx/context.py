@@ -9,7 +9,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from localspec.backends.base import Context, ContextState, Forward
+from localspec.backends.base import Context, ContextState, FloatArray, Forward
+from localspec.backends.forward import NORM, joined_states, layer_name
 from localspec.backends.mlx.memory import LayerCaches
 from localspec.errors import Cancelled, EngineError
 
@@ -30,55 +31,77 @@ class MLXContext(Context):
 
     model: MLXModel
 
-    def __init__(self, model: MLXModel, n_ctx: int) -> None:
-        super().__init__(model, n_ctx)
+    def __init__(self, model: MLXModel, n_ctx: int, hidden: tuple[str, ...]) -> None:
+        super().__init__(model, n_ctx, hidden)
         self._owner = model.owner
         self._memory = LayerCaches(model.network, model.kv_type)
         self._n_chunk = N_CHUNK[model.capabilities.device]
+        self._last_names = {NORM, layer_name(model.n_layers - 1)}  # of these there is a row for each row of logits
+        self._first_float: int | None = None  # from this position on, tokens do not tell what was fed
 
     def _decode(self, tokens: Sequence[int], logits: Wanted) -> Forward:
+        return self._in_pieces(tokens, logits)
+
+    def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
+        if self._first_float is None:
+            self._first_float = self.n_past
+        return self._in_pieces(tokens, logits, rows)
+
+    def _decode_first_layers(self, tokens: Sequence[int], n_layers: int) -> Forward:
+        return self._in_pieces(tokens, "none", n_layers=n_layers)
+
+    def _in_pieces(
+        self, tokens: Sequence[int], logits: Wanted, rows: FloatArray | None = None, n_layers: int | None = None
+    ) -> Forward:
         self._catch_up()
-        self._memory.checkpoint()
+        if self._partial is None:  # nothing ever goes on from rows of the first layers
+            self._memory.checkpoint()
         forwards: list[Forward] = []
         for start in range(0, len(tokens), self._n_chunk):
             if start and self.interrupted is not None and self.interrupted():
                 raise Cancelled("decoding was stopped")
-            piece = tokens[start : start + self._n_chunk]
-            is_last = start + len(piece) == len(tokens)
-            forward = self._pass(piece, logits if is_last or logits == "all" else "none")
-            if forward is not None:
-                forwards.append(forward)
+            end = min(start + self._n_chunk, len(tokens))
+            wanted = logits if end == len(tokens) or logits == "all" else "none"
+            piece = None if rows is None else rows[start:end]
+            forwards.append(self._pass(tokens[start:end], wanted, piece, n_layers))
         if len(forwards) == 1:
             return forwards[0]
-        if not forwards:
-            return Forward(np.empty((0, self.model.n_vocab), dtype=np.float32))
-        return Forward(np.concatenate([forward.logits for forward in forwards]))
+        return Forward(np.concatenate([forward.logits for forward in forwards]), joined_states(forwards))
 
-    def _pass(self, tokens: Sequence[int], wanted: Wanted) -> Forward | None:
-        return self._owner.run(lambda: self._compute(tokens, wanted))
+    def _pass(
+        self, tokens: Sequence[int], wanted: Wanted, rows: FloatArray | None = None, n_layers: int | None = None
+    ) -> Forward:
+        return self._owner.run(lambda: self._compute(tokens, wanted, rows, n_layers))
 
-    def _compute(self, tokens: Sequence[int], wanted: Wanted) -> Forward | None:
+    def _compute(self, tokens: Sequence[int], wanted: Wanted, rows: FloatArray | None, n_layers: int | None) -> Forward:
         """One pass; on the owner thread."""
-        memory, network = self._memory, self.model.network
+        memory, network, n = self._memory, self.model.network, len(tokens)
+        n_rows = {"all": n, "last": 1, "none": 0}[wanted]
+        n_of = {name: n_rows if name in self._last_names else n for name in self.hidden}
+        if n_layers is not None:
+            n_of = {name: n for name in map(layer_name, range(n_layers)) if name in self.hidden}
         mx.set_default_device(self.model.device)
         try:
-            hidden = network.hidden(mx.array([tokens]), memory.layers)[0]  # [n, n_embd]
-            if wanted == "none":
-                # What only the logits would need, such as the last layer's feed-forward part, is never computed.
-                mx.eval(memory.arrays())
-                memory.n_past += len(tokens)
-                return None
-            if wanted == "last":
-                hidden = hidden[-1:]
-            logits = network.logits(hidden[None])[0].astype(mx.float32)  # [n_rows, n_vocab]
-            mx.eval(logits, memory.arrays())
+            floats = None if rows is None else mx.array(rows[None]).astype(network.compute_dtype)
+            ids = mx.array([tokens]) if rows is None else mx.zeros((1, n), mx.int32)
+            states = network.states(ids, memory.layers, n_of, rows=floats, n_layers=n_layers)
+            # What only rows that nobody wants need, such as the last layer's feed-forward part, is never computed.
+            found = {name: states[name][0, n - n_name :].astype(mx.float32) for name, n_name in n_of.items() if n_name}
+            if n_rows:
+                found["logits"] = network.logits(states[NORM][:, n - n_rows :])[0].astype(mx.float32)
+            mx.eval(found, memory.arrays())
         except (RuntimeError, ValueError, MemoryError) as error:
             # Half of the layers may have got their rows: start over, from the tokens, with the next pass.
             memory.clear()
-            raise EngineError(f"{self.model.engine} failed to decode {len(tokens)} tokens: {error}") from None
-        memory.n_past += len(tokens)
-        # Nothing is copied: where CPU and GPU share their memory, this is a view of MLX's array.
-        return Forward(np.array(logits, copy=False))
+            if self._first_float is not None:
+                del self.tokens[self._first_float :]
+            raise EngineError(f"{self.model.engine} failed to decode {n} tokens: {error}") from None
+        memory.n_past += n
+        # Nothing is copied: where CPU and GPU share their memory, these are views of MLX's arrays.
+        arrays = {name: np.array(array, copy=False) for name, array in found.items()}
+        logits = arrays.get("logits", np.empty((0, network.n_vocab), dtype=np.float32))
+        nothing = np.empty((0, network.n_embd), dtype=np.float32)
+        return Forward(logits, {name: arrays.get(name, nothing) for name in n_of})
 
     def _catch_up(self) -> None:
         """Feed again what the memory lost in a rollback that it could only do in part."""
@@ -87,6 +110,8 @@ class MLXContext(Context):
             self._pass(self.tokens[start : min(start + self._n_chunk, self.n_past)], "none")
 
     def _truncate(self, n: int) -> None:
+        if self._first_float is not None and n <= self._first_float:
+            self._first_float = None
         self._owner.run(lambda: self._memory.rewind(n))
 
     def _export(self) -> Mapping[str, npt.NDArray[Any]]:

@@ -47,6 +47,9 @@ class MLXModel(Model):
             rollback="replay" if network.recurrent else "exact",
             device="gpu" if self.device == mx.Device(mx.gpu) else "cpu",
             saves_state=True,
+            hidden=True,
+            float_rows=not network.recurrent,  # what is fed again after a rollback are tokens
+            first_layers=True,
         )
 
     @property
@@ -67,7 +70,7 @@ class MLXModel(Model):
                 f"MLX computes {self.path.name} up to {most} tokens of context; use --ctx {most}, or "
                 "--backend llama-cpp"
             )
-        return MLXContext(self, n_ctx)
+        return MLXContext(self, n_ctx, hidden)
 
     def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
         return self._tokenizer.encode(text, add_special, parse_special)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -13,6 +13,7 @@ import mlx.nn as nn
 import numpy as np
 
 from localspec.backends.base import Progress
+from localspec.backends.forward import NORM, layer_name
 from localspec.backends.mlx.architecture import Architecture, common_arguments, find_architecture, read_attention
 from localspec.backends.mlx.header import Header
 from localspec.backends.mlx.library import defer_mlx_lm
@@ -63,14 +64,40 @@ class Network:
         """The last layer's states, normalised, as the output matrix takes them: [1, n] -> [1, n, n_embd]."""
         return cast(mx.array, self._trunk(tokens, cache))
 
-    def layer_states(self, tokens: mx.array, cache: list[Any] | None = None) -> list[mx.array]:
-        """What each layer puts out: [1, n] -> for each layer [1, n, n_embd]."""
-        states: list[mx.array] = []
+    def states(
+        self,
+        tokens: mx.array,
+        cache: list[Any] | None,
+        names: Collection[str],
+        *,
+        rows: mx.array | None = None,
+        n_layers: int | None = None,
+    ) -> dict[str, mx.array]:
+        """``hidden``, as "norm", and the residual stream after the layers that are named; see ``forward``.
+
+        What is not evaluated is not computed.
+
+        Args:
+            tokens: [1, n].
+            cache: the memory, or None.
+            names: which.
+            rows: what the first layer takes instead of the tokens' embeddings [1, n, n_embd].
+            n_layers: go no further than so many; "norm" has no meaning then.
+
+        Returns:
+            name -> [1, n, n_embd].
+        """
+        states: dict[str, mx.array] = {}
         layers: list[Any] = self._trunk["layers"]
         originals = list(layers)
-        layers[:] = [_Tap(layer, states) for layer in originals]
+        layers[:] = [
+            _Tap(layer, name, states, rows if i == 0 else None)
+            if (name := layer_name(i)) in names or (i == 0 and rows is not None)
+            else layer
+            for i, layer in enumerate(originals[:n_layers])
+        ]
         try:
-            self._trunk(tokens, cache)
+            states[NORM] = self.hidden(tokens, cache)
         finally:
             layers[:] = originals
         return states
@@ -87,15 +114,17 @@ class Network:
 
 
 class _Tap:
-    """A layer that also notes what it puts out."""
+    """A layer that also notes what it puts out, and may be given something else than what is put in."""
 
-    def __init__(self, layer: Any, states: list[mx.array]) -> None:
+    def __init__(self, layer: Any, name: str, states: dict[str, mx.array], rows: mx.array | None) -> None:
         self._layer = layer
+        self._name = name
         self._states = states
+        self._rows = rows
 
-    def __call__(self, *arguments: Any, **options: Any) -> mx.array:
-        state: mx.array = self._layer(*arguments, **options)
-        self._states.append(state)
+    def __call__(self, x: mx.array, *arguments: Any, **options: Any) -> mx.array:
+        state: mx.array = self._layer(x if self._rows is None else self._rows, *arguments, **options)
+        self._states[self._name] = state
         return state
 
     def __getattr__(self, name: str) -> Any:
@@ -154,7 +183,8 @@ _FLOAT16_ROOM = 2.0**14
 def fits_float16(network: Network) -> bool:
     """Whether the states of a pass leave room in float16, which some models' first tokens fill (SmolLM2: 24,494)."""
     tokens = mx.array([[i % network.n_vocab for i in range(1, 257, 4)]])
-    largest = [mx.abs(state.astype(mx.float32)).max() for state in network.layer_states(tokens)]
+    states = network.states(tokens, None, [layer_name(i) for i in range(network.n_layer)])
+    largest = [mx.abs(state.astype(mx.float32)).max() for state in states.values()]
     return bool((mx.stack(largest) < _FLOAT16_ROOM).all().item())  # false for NaN as well
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from localspec import LLM, SamplingParams, backends
 from localspec.backends.base import Context, ContextState, FloatArray
+from localspec.backends.forward import layer_name
 from localspec.errors import Cancelled, Closed, EngineError, EngineUnavailable, UnsupportedModel, UsageError
 from localspec.model_files.gguf_file import GGUFFile
 from tests.backends.test_backends import some_tokens
@@ -149,7 +150,7 @@ def test_a_recurrent_memory_replays_no_more_than_the_last_guesses(tiny: TinyFile
         context.decode(some_tokens(100), "none")
         fed: list[int] = []
         original = context._compute
-        context._compute = lambda tokens, wanted: (fed.append(len(tokens)), original(tokens, wanted))[1]  # type: ignore[method-assign]
+        context._compute = lambda tokens, *args: (fed.append(len(tokens)), original(tokens, *args))[1]  # type: ignore[method-assign]
         for seed in range(6):
             n = context.n_past
             context.decode(some_tokens(5, seed))
@@ -164,19 +165,23 @@ def test_a_recurrent_memory_replays_no_more_than_the_last_guesses(tiny: TinyFile
 # What a pass fetches and waits for.
 
 
+@pytest.mark.parametrize("hidden", [(), ("layer:0", "layer:1", "norm")])
 @pytest.mark.parametrize("logits", ["all", "last", "none"])
 def test_a_pass_is_evaluated_and_waited_for_once(
-    model: MLXModel, context: Context, monkeypatch: pytest.MonkeyPatch, logits: str
+    model: MLXModel, monkeypatch: pytest.MonkeyPatch, logits: str, hidden: tuple[str, ...]
 ) -> None:
-    context.decode(some_tokens(20), "none")
-    evaluations: list[int] = []
-    evaluate = mx.eval
-    monkeypatch.setattr(mx, "eval", lambda *arrays: (evaluations.append(1), evaluate(*arrays))[1])
-    forward = context.decode([5, 6, 7], logits)  # type: ignore[arg-type]
-    if len(forward):
-        np.argmax(forward.logits, axis=1)
-    context.truncate(21)
-    assert len(evaluations) == 1
+    with model.new_context(64, hidden=hidden) as context:
+        context.decode(some_tokens(20), "none")
+        evaluations: list[int] = []
+        evaluate = mx.eval
+        monkeypatch.setattr(mx, "eval", lambda *arrays: (evaluations.append(1), evaluate(*arrays))[1])
+        forward = context.decode([5, 6, 7], logits)  # type: ignore[arg-type]
+        if len(forward):
+            np.argmax(forward.logits, axis=1)
+        for states in forward.hidden.values():
+            states.sum()
+        context.truncate(21)
+        assert len(evaluations) == 1
 
 
 def test_logits_are_not_copied(context: Context) -> None:
@@ -202,6 +207,76 @@ def test_only_the_rows_asked_for_reach_the_vocabulary(model: MLXModel, monkeypat
     finally:
         object.__setattr__(network, "_head", head)
     assert n_rows == [1, 3]
+
+
+# Hidden states, rows of floats, first layers: what the contract says, for the other memories.
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("file", ["spm", "sliding", "recurrent"])
+def test_states_of_every_memory_after_rollbacks(tiny: TinyFiles, file: str, kv_type: str) -> None:
+    """Past the window, over several pieces of a pass, after first layers alone; relative to the states' own size."""
+    tokens, other = some_tokens(90), some_tokens(40, seed=1)
+    with mlx.load(getattr(tiny, file), kv_type=kv_type) as model:
+        names = [*map(layer_name, range(model.n_layers)), "norm"]
+        with model.new_context(128, hidden=names) as fresh, model.new_context(128) as unwatched:
+            fresh.decode(tokens[:50], "none")
+            wanted = fresh.decode(tokens[50:])
+            unwatched.decode(tokens[:50], "none")
+            assert np.array_equal(unwatched.decode(tokens[50:]).logits, wanted.logits)
+        with model.new_context(128, hidden=names) as context:
+            context.decode(tokens[:49], "none")
+            for token in other[:6]:
+                context.decode_first_layers([token], 1)
+            context.truncate(51)
+            context.decode_first_layers(other[2:], 1)
+            context.truncate(49)
+            context.decode([*tokens[49:51], *other])
+            context.truncate(50)
+            found = context.decode(tokens[50:])
+        for name in names:
+            assert found.hidden[name].shape == (40, model.n_embd)
+            error = np.abs(found.hidden[name] - wanted.hidden[name]).max() / np.abs(wanted.hidden[name]).max()
+            assert error < 1e-4, name
+        assert divergence(wanted.logits, found.logits) < EXACT
+
+
+def test_first_layers_replay_no_more_than_the_last_guesses(tiny: TinyFiles) -> None:
+    """However many steps were made in them: the state to go back to is kept."""
+    with mlx.load(tiny.recurrent) as model, model.new_context(256, hidden=("layer:0",)) as context:
+        context.decode(some_tokens(100), "none")
+        fed: list[int] = []
+        original = context._compute
+        context._compute = lambda tokens, *args: (fed.append(len(tokens)), original(tokens, *args))[1]  # type: ignore[method-assign]
+        for token in some_tokens(9, seed=1):
+            context.decode_first_layers([token], 1)
+        context.truncate(100)
+        context.decode([7])
+        assert fed == [1] * 10
+
+
+def test_a_memory_that_is_fed_again_takes_no_floats(tiny: TinyFiles) -> None:
+    with (
+        mlx.load(tiny.recurrent) as model,
+        model.new_context(64) as context,
+        pytest.raises(UsageError, match=r"cannot be fed with rows of floats for tiny-mamba\.gguf"),
+    ):
+        context.decode_floats(np.zeros((1, model.n_embd), np.float32), [5])
+
+
+def test_rows_of_floats_after_a_failure_are_gone(model: MLXModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They cannot be fed again from their names; the tokens before them can."""
+    tokens, floats = some_tokens(20), np.ones((3, model.n_embd), np.float32)
+    with model.new_context(64) as context:
+        context.decode(tokens)
+        context.decode_floats(floats, [5, 6, 7])
+        with monkeypatch.context() as patch:
+            patch.setattr(mx, "eval", lambda *arrays: (_ for _ in ()).throw(RuntimeError("out of memory, say")))
+            with pytest.raises(EngineError, match="out of memory, say"):
+                context.decode_floats(floats, [5, 6, 7])
+        assert context.tokens == tokens
+        rows = context.decode([8]).logits.copy()
+    assert divergence(plain_rows(model, [*tokens, 8])[20:], rows) < EXACT
 
 
 # Interruptions and failures.

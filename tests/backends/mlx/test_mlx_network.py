@@ -18,6 +18,7 @@ mx = pytest.importorskip("mlx.core")
 from mlx.utils import tree_flatten  # noqa: E402
 from mlx_lm.models.cache import KVCache  # noqa: E402
 
+from localspec.backends.forward import NORM, layer_name  # noqa: E402
 from localspec.backends.mlx.architecture import ARCHITECTURES  # noqa: E402
 from localspec.backends.mlx.network import Network, load_network  # noqa: E402
 from localspec.backends.trust import agreement  # noqa: E402
@@ -165,13 +166,33 @@ def test_half_precision(dtype: str, name: str, limit: float, tmp_path: Path) -> 
     assert exact.formats["blk.0.ffn_up.weight"].exact
 
 
-def test_layer_states_end_in_the_hidden_state(tmp_path: Path) -> None:
-    network = load_network(FILES["qwen2"].write(tmp_path / "model.gguf"))
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_states_are_those_of_a_pass_that_nobody_watches(name: str, tmp_path: Path) -> None:
+    network = load_network(FILES[name].write(tmp_path / "model.gguf"))
     tokens = mx.array([tokens_for(network.n_vocab, 8)])
-    states = network.layer_states(tokens)
-    assert [state.shape for state in states] == [(1, 8, network.n_embd)] * network.n_layer
-    assert mx.array_equal(network.module.model.norm(states[-1]), network.hidden(tokens))
-    assert mx.array_equal(network.module(tokens), network.logits(network.hidden(tokens)))  # the taps are gone
+    names = [layer_name(i) for i in range(network.n_layer)]
+    states = network.states(tokens, network.make_cache(), names)
+    assert [states[layer].shape for layer in names] == [(1, 8, network.n_embd)] * network.n_layer
+    assert mx.array_equal(network._trunk[ARCHITECTURES[name].norm](states[names[-1]]), states[NORM])
+    assert mx.array_equal(network.hidden(tokens, network.make_cache()), states[NORM])  # and the taps are gone
+    assert [*network.states(tokens, network.make_cache(), [])] == [NORM]
+
+    cache = network.make_cache()
+    assert mx.array_equal(network.states(tokens, cache, names, n_layers=1)[names[0]], states[names[0]])
+    assert not cache[0].empty()
+    assert all(each.empty() for each in cache[1:])
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_rows_put_in_for_embeddings_are_all_that_it_knows_of_tokens(name: str, tmp_path: Path) -> None:
+    network = load_network(FILES[name].write(tmp_path / "model.gguf"))
+    tokens = mx.array([tokens_for(network.n_vocab, 8)])
+    rows = mx.random.normal((1, 8, network.n_embd), key=mx.random.key(0))
+    own = network.states(tokens, network.make_cache(), [layer_name(0)])
+    fed = network.states(tokens, network.make_cache(), [layer_name(0)], rows=rows)
+    others = network.states(tokens[:, ::-1], network.make_cache(), [], rows=rows)
+    assert mx.array_equal(fed[NORM], others[NORM])
+    assert not mx.array_equal(fed[layer_name(0)], own[layer_name(0)])
 
 
 def test_the_default_precision_depends_on_the_device_the_file_and_its_states(
