@@ -137,7 +137,7 @@ def bench(
     arm: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="auto|N|ngram:N|model:N",
+            metavar="auto|N|ngram:N|head+model:N",
             help="What to measure against plain decoding; repeatable, or with commas.",
             show_default="auto",
         ),

@@ -10,7 +10,8 @@ from localspec.errors import UsageError
 from localspec.runtime.arguments import DraftLength
 from localspec.spec_decode.drafters.free import FREE_DRAFTERS
 
-_PATTERN = re.compile(rf"(?:(?P<source>{'|'.join(FREE_DRAFTERS)}|model\d*):)?(?P<length>auto|\d{{1,4}})")
+_SOURCE = "|".join((*FREE_DRAFTERS, r"model\d*", "head", "early-exit"))
+_PATTERN = re.compile(rf"(?:(?P<sources>(?:{_SOURCE})(?:\+(?:{_SOURCE}))*):)?(?P<length>auto|\d{{1,4}})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class Arm:
 
     Attributes:
         name: as it was asked for.
-        sources: the drafters that take part (``ngram``, ``model``, ``model2``, …); None: all that are loaded.
+        sources: the drafters that take part (``ngram``, ``head``, ``model``, ``model2``, …); None: all that are loaded.
         length: draft tokens a round, or ``auto``; 0 is plain decoding.
     """
 
@@ -41,7 +42,7 @@ class Arm:
             raise UsageError(f"--arm {self.name} needs a drafter, and none is loaded: name one with --draft")
         for wanted in self.sources or ():
             if wanted not in sources:
-                advice = "name one with --draft" if wanted.startswith("model") else "add --draft ngram"
+                advice = f"add --draft {wanted}" if wanted in FREE_DRAFTERS else "name one with --draft"
                 raise UsageError(f"--arm {self.name}: no drafter {wanted!r} is loaded ({', '.join(sources)}); {advice}")
 
 
@@ -49,7 +50,7 @@ PLAIN = Arm("plain", None, 0)
 
 
 def parse_arm(text: str) -> Arm:
-    """``plain``, ``auto``, ``N``, ``ngram:N``, ``model:N`` (also with ``auto``) -> an arm.
+    """``plain``, ``auto``, ``N``, ``ngram:N``, ``head+model:N`` (also with ``auto``) -> an arm.
 
     Raises:
         UsageError: none of these.
@@ -60,8 +61,8 @@ def parse_arm(text: str) -> Arm:
         return PLAIN
     found = _PATTERN.fullmatch(text)
     if found is None:
-        raise UsageError(f"no arm {text!r}: plain, auto, N, or ngram:N, model:N (N: guesses a round, or auto)")
-    sources = (found["source"],) if found["source"] else None
+        raise UsageError(f"no arm {text!r}: plain, auto, N, or ngram:N, head+model:N (N: guesses a round, or auto)")
+    sources = tuple(dict.fromkeys(found["sources"].split("+"))) if found["sources"] else None
     if found["length"] == "auto":
         return Arm(text, sources, "auto")
     length = int(found["length"])

@@ -32,10 +32,15 @@ def test_arms_are_read() -> None:
     assert parse_arm("model:4") == Arm("model:4", ("model",), 4)
     assert parse_arm("ngram:auto") == Arm("ngram:auto", ("ngram",), "auto")
     assert parse_arm("model2:1").sources == ("model2",)
+    assert parse_arm("ngram+head+model:auto") == Arm("ngram+head+model:auto", ("ngram", "head", "model"), "auto")
+    assert parse_arm("early-exit:2").sources == ("early-exit",)
     assert [arm.name for arm in parse_arms(["auto, 4", "4", "plain"])] == ["plain", "auto", "4"]
 
 
-@pytest.mark.parametrize("text", ["", "0", "65", "model", "model:", "model:0", "draft:3", "-1", "auto:3", "plain:1"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "0", "65", "model", "model:", "model:0", "draft:3", "-1", "auto:3", "plain:1", "+model:2", "model+:2", "a+b"],
+)
 def test_other_arms_are_refused(text: str) -> None:
     with pytest.raises(UsageError):
         parse_arm(text)
