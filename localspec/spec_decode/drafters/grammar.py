@@ -8,6 +8,7 @@ import numpy as np
 
 from localspec.sampling.structured.constraint import Constraint
 from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
+from localspec.spec_decode.drafters.hit_rates import HitRates
 from localspec.spec_decode.rounds import DraftToken
 
 SURE, INSIDE, BEFORE_TEXT, LAST = range(4)
@@ -45,8 +46,7 @@ class GrammarDrafter(Drafter):
         self._tokenize = tokenize
         self._n_settled = 0
         self._drafted: dict[int, tuple[int, int]] = {}
-        self._right = [prior * PRIOR_WEIGHT for prior in _PRIORS]
-        self._total = [PRIOR_WEIGHT] * len(_PRIORS)
+        self._hits = HitRates(dict(enumerate(_PRIORS)), PRIOR_WEIGHT, MEMORY)
 
     def begin(self, tokens: Sequence[int]) -> None:
         self._n_settled = len(tokens)
@@ -67,7 +67,7 @@ class GrammarDrafter(Drafter):
             n = int(constraint.vocabulary.lengths[token])
             kind = self._kind(forced[:n], forced[n:])
             forced = forced[n:]
-            confidence = self._right[kind] / self._total[kind]
+            confidence = self._hits.rate(kind)
             expected = plan.keep(self.source, confidence)
             if expected is None:
                 break
@@ -106,11 +106,9 @@ class GrammarDrafter(Drafter):
         return BEFORE_TEXT if text.endswith(b'"') else LAST
 
     def accept(self, emitted: Sequence[int]) -> None:
-        fade = 1.0 - 1.0 / MEMORY
         for position, token in enumerate(emitted, self._n_settled):
             if position in self._drafted:
                 drafted, kind = self._drafted[position]
-                self._right[kind] = self._right[kind] * fade + (drafted == token)
-                self._total[kind] = self._total[kind] * fade + 1.0
+                self._hits.learn(kind, drafted == token)
         self._n_settled += len(emitted)
         self._drafted.clear()

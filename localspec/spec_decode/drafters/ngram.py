@@ -8,6 +8,7 @@ from copy import deepcopy
 
 from localspec.backends.base import Context, shared_prefix
 from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
+from localspec.spec_decode.drafters.hit_rates import HitRates
 from localspec.spec_decode.drafters.names import NGRAM
 from localspec.spec_decode.drafters.suffix_automaton import SuffixAutomaton
 from localspec.spec_decode.rounds import DraftToken
@@ -15,12 +16,13 @@ from localspec.spec_decode.rounds import DraftToken
 # Lower ends of the ranges of match lengths, and how often a continuation was right for each on 59,000 tokens of code
 # and prose (Qwen2.5 tokens): seen once; seen several times, always the same; in at least half of the cases; in fewer.
 _LENGTHS = (1, 2, 3, 4, 5, 6, 9, 13, 21)
-_PRIORS = (
+_SHARES = (
     (0.20, 0.28, 0.38, 0.48, 0.54, 0.65, 0.71, 0.79, 0.90),
     (0.58, 0.67, 0.75, 0.78, 0.85, 0.90, 0.92, 0.95, 0.96),
     (0.29, 0.30, 0.30, 0.32, 0.30, 0.35, 0.35, 0.35, 0.40),
     (0.12, 0.14, 0.15, 0.15, 0.16, 0.18, 0.18, 0.20, 0.20),
 )
+_PRIORS = {(i, j): share for i, shares in enumerate(_SHARES) for j, share in enumerate(shares)}
 PRIOR_WEIGHT = 12.0
 MEMORY = 100.0
 """A prior counts as so many draft tokens, and the evidence as the last so many. Set by hand; nothing was tuned."""
@@ -54,7 +56,7 @@ class NgramDrafter(Drafter):
         self._tokens: list[int] = []
         self._expected: list[int] = []
         self._n_ahead = 0
-        self._hits = _HitRates()
+        self._hits = HitRates(_PRIORS, PRIOR_WEIGHT, MEMORY)
 
     def clone(self, context: Context | None) -> Drafter:
         clone = NgramDrafter(self.min_match)
@@ -119,24 +121,6 @@ class NgramDrafter(Drafter):
     def close(self) -> None:
         self._automaton, self._tokens = SuffixAutomaton(), []
         self._n_ahead = 0
-
-
-class _HitRates:
-    """How often draft tokens of each kind were right; old evidence fades, a prior stands in for missing evidence."""
-
-    def __init__(self) -> None:
-        self._right = [[prior * PRIOR_WEIGHT for prior in row] for row in _PRIORS]
-        self._total = [[PRIOR_WEIGHT] * len(row) for row in _PRIORS]
-
-    def rate(self, kind: tuple[int, int]) -> float:
-        row, column = kind
-        return self._right[row][column] / self._total[row][column]
-
-    def learn(self, kind: tuple[int, int], right: bool) -> None:
-        row, column = kind
-        fade = 1.0 - 1.0 / MEMORY
-        self._right[row][column] = self._right[row][column] * fade + right
-        self._total[row][column] = self._total[row][column] * fade + 1.0
 
 
 def _kind(times: int, total: int, length: int) -> tuple[int, int]:
