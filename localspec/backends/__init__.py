@@ -10,6 +10,7 @@ from localspec.backends import trust
 from localspec.backends.base import Capabilities, Context, Forward, Model, Progress
 from localspec.backends.registry import BACKENDS, check_name, engine_module, unavailable_reason
 from localspec.errors import EngineError, EngineUnavailable, LocalspecError, UnsupportedModel
+from localspec.model_files.gguf_file import GGUFFile
 
 __all__ = [
     "BACKENDS",
@@ -101,6 +102,8 @@ def load(
         EngineMismatch: every usable engine computes this file wrongly.
     """
     check_name(backend)
+    with GGUFFile(path) as gguf:
+        gguf.check_generates_text()  # the engines take heads too
     names = [backend]
     if backend == "auto":
         names = candidates(n_gpu_layers)

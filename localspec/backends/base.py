@@ -19,6 +19,7 @@ from localspec.backends.forward import FloatArray, Forward, checked_names
 from localspec.backends.sequence_batch import SequenceBatch, SequencesInTurn
 from localspec.errors import Closed, UsageError
 from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.head_card import is_engine_file
 from localspec.model_files.vocab import Vocab
 
 __all__ = [
@@ -115,11 +116,14 @@ class Model(ABC):
         """Fill in what the file says, whatever the engine.
 
         Raises:
-            UnsupportedModel: it cannot generate text.
+            UnsupportedModel: it cannot generate text, and is no head for engines either.
         """
-        gguf.check_generates_text()
+        if is_engine_file(gguf):
+            self.vocab = Vocab.none()
+        else:
+            gguf.check_generates_text()
+            self.vocab = Vocab.from_gguf(gguf)
         self.path = gguf.path
-        self.vocab = Vocab.from_gguf(gguf)
         self.architecture = gguf.architecture
         template = gguf.metadata.get("tokenizer.chat_template")
         self.chat_template = str(template) if template is not None else None
@@ -183,10 +187,12 @@ class Model(ABC):
                 from a chat template: a user's own text must not be able to forge a turn.
 
         Raises:
-            UsageError: the text holds half a character.
+            UsageError: the text holds half a character, or the model has no tokens.
             Closed: the model was closed.
         """
         self._check_open()
+        if not self.vocab.n_tokens:
+            raise UsageError(f"{self.path.name} is a head, which reads no text")
         try:
             text.encode()
         except UnicodeEncodeError:

@@ -20,6 +20,7 @@ from localspec.backends.llama_family import Binding, LlamaModel
 from localspec.backends.noise import engine_log
 from localspec.errors import EngineUnavailable, UnsupportedModel, UsageError
 from localspec.model_files.gguf_file import GGUFFile, TensorInfo
+from localspec.model_files.head_card import is_engine_file
 from localspec.model_files.kv_memory import check_kv_type
 from localspec.system.machine import cpu_features, default_threads, missing_cpu_features, prepare_threads
 
@@ -207,7 +208,8 @@ def load(
         raise UsageError("ik-llama has no KV cache of type f32; use f16, q8_0 or q4_0")
     path, n_threads, engine = Path(path), n_threads or default_threads(), binding()
     with GGUFFile(path) as gguf:
-        gguf.check_generates_text()
+        if not is_engine_file(gguf):
+            gguf.check_generates_text()
         check_kv_type(gguf, kv_type)
         architecture, familiar = gguf.architecture, is_familiar(gguf)
     if not familiar:

@@ -57,7 +57,8 @@ def check_sound(gguf: GGUFFile, vocab: Vocab, computes: Callable[[TensorInfo], b
             )
         if len(tensor.shape) > 1 and tensor.ggml_type in _NO_MATRIX and tensor.name.endswith(".weight"):
             raise UnsupportedModel(f"{name} has weights of the type {tensor.type_name} ({tensor.name})")
-    _check_vocab(gguf, vocab, damaged)
+    if vocab.n_tokens:  # a head has none
+        _check_vocab(gguf, vocab, damaged)
 
 
 def _check_experts(gguf: GGUFFile, damaged: Callable[[str], ModelFileError]) -> None:

@@ -37,7 +37,7 @@ class Tokenizer:
     """
 
     def __init__(self, file: GGUFFile, vocab: Vocab, byte_level: ByteLevelMaker) -> None:
-        if vocab.kind not in ("llama", "gpt2"):
+        if vocab.kind not in ("llama", "gpt2", "none"):
             raise UnsupportedModel(
                 f"{file.path.name} has a tokenizer of the kind {vocab.kind!r}, which is not known here; "
                 "use --backend llama-cpp"
@@ -46,7 +46,7 @@ class Tokenizer:
         def get(key: str, default: Any = None) -> Any:
             return file.metadata.get(f"tokenizer.ggml.{key}", default)
 
-        ids = {text or f"[EMPTY_{i}]": i for i, text in enumerate(get("tokens"))}
+        ids = {text or f"[EMPTY_{i}]": i for i, text in enumerate(get("tokens", ()))}
         self._bos = vocab.bos if vocab.add_bos else None
         self._eos = vocab.eos if get("add_eos_token") else None
         self._special = SpecialTokens(vocab, ids, file.metadata)

@@ -23,6 +23,8 @@ from localspec.values import is_number, is_whole, shown
 
 ARCHITECTURE = "localspec-head"
 VERSION = 1
+ENGINE_FILE = "localspec.head.engine_file"
+"""Metadata key of a file that ``head_assembly`` made of a head, for engines; its value is the kind of head."""
 
 Kind = Literal["chained", "parallel", "medusa"]
 """``chained``: one layer that feeds on its own states (EAGLE: Li et al. 2024, arXiv:2401.15077). ``parallel``: the
@@ -46,7 +48,7 @@ class TargetFacts:
         name: for people.
         architecture: as the file says it.
         n_embd: width of the hidden states.
-        n_layers: number of blocks.
+        n_layers: number of blocks that a pass goes through.
         n_vocab: rows of the output matrix.
         vocab: ``Vocab.fingerprint``.
     """
@@ -71,6 +73,8 @@ class TargetFacts:
         if len(embedding.shape) != 2 or not is_whole(n_layers):
             raise UnsupportedModel(f"{file.path.name} does not say how many layers it has")
         n_embd, n_vocab = embedding.shape
+        extra = file.field("nextn_predict_layers", 0)  # for multi-token prediction
+        n_layers -= extra if is_whole(extra) else 0
         vocab = Vocab.from_gguf(file).fingerprint
         return cls(fingerprint, file.name, file.architecture, n_embd, int(n_layers), n_vocab, vocab)
 
@@ -308,6 +312,11 @@ class HeadCard:
             yield f"its block has {sizes[0]} heads, {sizes[1]} of keys, of {sizes[2]} channels, and {sizes[3]} between"
         if not (0 < self.rope_base < math.inf and 0 < self.norm_eps < 1):
             yield f"its rotation has the base {self.rope_base} and its norms the epsilon {self.norm_eps}"
+
+
+def is_engine_file(file: GGUFFile) -> bool:
+    """Whether a file is a head put together for engines: it is fed with rows of floats and has no tokens."""
+    return ENGINE_FILE in file.metadata
 
 
 @dataclass(frozen=True)

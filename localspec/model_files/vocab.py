@@ -81,6 +81,12 @@ class Vocab:
         self._bytes: dict[int, bytes] = {}
 
     @classmethod
+    def none(cls) -> Vocab:
+        """No tokens at all: of a head, which is fed with rows of floats."""
+        no_strings = StringArray(memoryview(b""), np.zeros(1, dtype=np.int64))
+        return cls(no_strings, np.empty(0, dtype=np.int32), "none")
+
+    @classmethod
     def from_gguf(cls, gguf: GGUFFile) -> Vocab:
         """The vocabulary of an open file; independent of it afterwards.
 

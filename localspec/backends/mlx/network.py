@@ -189,7 +189,6 @@ def fits_float16(network: Network) -> bool:
 
 
 def _load(file: GGUFFile, compute_dtype: str, progress: Progress | None) -> Network:
-    file.check_generates_text()
     header = Header(file)
     architecture = find_architecture(header)
     dtype = DTYPES[compute_dtype]

@@ -1,0 +1,252 @@
+"""A head at work: its layer on an engine, its fusing of states and its embeddings here.
+
+The formulas, with s_p the tapped states of the target after token x_p, E its token embedding and Out its output
+matrix (EAGLE: Li et al. 2024, arXiv:2401.15077; EAGLE-3's several taps, arXiv:2503.01840):
+
+    row          z_p = fc · s_p + embed_scale * E[x_(p+1)]
+    state        g_p = block(z_0 … z_p), what the engine returns as "layer:0"
+    guess        x_(p+2) ~ softmax(Out[token_map] · norm(g_p))
+    chained      z_(p+1) = g_p + embed_scale * E[x_(p+2)], where the true state is not known yet
+    parallel     rows z_p, mask_1, mask_2, …: row k guesses x_(p+2+k)
+    medusa       h_k = s_p + silu(W_k · s_p + b_k) for the tap "norm" (Cai et al. 2024, arXiv:2401.10774), and
+                 x_(p+2+k) ~ softmax(Out[token_map] · h_k); there is no block
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from localspec.backends.base import Context, FloatArray, Model
+from localspec.backends.registry import engine_module
+from localspec.backends.repack import MARK
+from localspec.backends.trust import MAX_MEAN_KL, agreement, fingerprint, verdict_key, verdicts
+from localspec.errors import EngineMismatch, LocalspecError, UsageError
+from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.head_assembly import OUTPUT_TYPES, assembling
+from localspec.model_files.head_card import Kind, TargetFacts, fit
+from localspec.model_files.head_file import check_head, head_weights, read_card
+from localspec.model_files.head_folders import find_heads
+from localspec.model_files.tensor_rows import tensor_rows
+from localspec.system.steps import exhaust
+
+STATE = "layer:0"
+"""The hidden state of a head's model that a chained head goes on from."""
+
+_CACHED_BYTES = 8 << 20
+"""Embedding rows that are kept unpacked: 1,300 of a model of 1,536 channels. Unpacking one takes 50 microseconds."""
+
+
+class Head:
+    """A head, ready to draft for its target.
+
+    Attributes:
+        card: all about it.
+        kind: see ``head_card.Kind``.
+        taps: the hidden states of the target that it reads, in the order in which ``fuse`` takes them.
+        token_map: the target's token for each column of its logits, ascending int32 [n_out].
+        masks: rows of a parallel head for positions not known yet, float32 [steps - 1, n_embd]; empty for others.
+        model: its layer and output matrix, on an engine. Its token ids mean nothing; feed it with ``decode_floats``.
+    """
+
+    def __init__(self, path: Path, target: Path, model: Model) -> None:
+        self.model = model
+        self._cache: OrderedDict[int, FloatArray] = OrderedDict()
+        with GGUFFile(path) as file:
+            self.card = card = check_head(file)
+            self.kind: Kind = card.kind
+            self.taps, self.token_map = card.taps, card.token_map
+            self._matrices: list[tuple[FloatArray, FloatArray]] = []
+            self.masks: FloatArray = np.empty((0, card.n_embd), dtype=np.float32)
+            if self.kind == "medusa":
+                self._matrices = [
+                    (head_weights(file, f"head.{i}.weight"), head_weights(file, f"head.{i}.bias"))
+                    for i in range(card.steps)
+                ]
+            else:
+                self._fc = head_weights(file, "head.fc.weight")
+                self._embed_scale = head_weights(file, "head.embed_scale")
+            if self.kind == "parallel":
+                self.masks = head_weights(file, "head.mask.weight")
+        self._target = GGUFFile(target)
+
+    def new_context(self, n_ctx: int, *, n_threads: int | None = None) -> Context:
+        """A memory for n_ctx rows; a chained head's returns the state that it goes on from, as ``hidden[STATE]``."""
+        hidden = (STATE,) if self.kind == "chained" else ()
+        return self.model.new_context(n_ctx, n_threads=n_threads, hidden=hidden)
+
+    def fuse(self, states: FloatArray) -> FloatArray:
+        """``fc · s``: the target's share of a row.
+
+        Args:
+            states: the tapped states side by side, in the order of ``taps`` [n, n_taps * n_embd].
+
+        Returns:
+            [n, n_embd]
+        """
+        return states @ self._fc.T
+
+    def embed(self, tokens: Sequence[int]) -> FloatArray:
+        """``embed_scale * E[token]``: the tokens' share of rows [n, n_embd], read from the target's file.
+
+        Raises:
+            UsageError: an id outside the target's vocabulary.
+        """
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self.card.target.n_vocab:
+            raise UsageError(f"token ids must lie in 0..{self.card.target.n_vocab - 1}")
+        return np.stack([self._embedded(token) for token in tokens])
+
+    def _embedded(self, token: int) -> FloatArray:
+        row = self._cache.get(token)
+        if row is None:
+            row = tensor_rows(self._target, "token_embd.weight", [token])[0] * self._embed_scale
+            self._cache[token] = row
+            if len(self._cache) * row.nbytes > _CACHED_BYTES:
+                self._cache.popitem(last=False)
+        else:
+            self._cache.move_to_end(token)
+        return row
+
+    def medusa_logits(self, context: Context, state: FloatArray) -> FloatArray:
+        """A medusa head's guesses: row k is for the token 2 + k places after the one that left ``state``.
+
+        Args:
+            context: of this head; emptied.
+            state: the target's "norm" [n_embd].
+
+        Returns:
+            Logits [steps, n_out], a copy.
+        """
+        inner = np.stack([matrix @ state + bias for matrix, bias in self._matrices])
+        # silu(z) = z * sigmoid(z); by tanh, which cannot overflow.
+        rows: FloatArray = state + np.multiply(inner, 0.5 + 0.5 * np.tanh(0.5 * inner), dtype=np.float32)
+        context.truncate(0)
+        # Each row by itself: what stands before it in the memory is multiplied by zero.
+        logits = context.decode_floats(rows, [0] * len(rows)).logits
+        # The engine's last norm has divided every row by this.
+        size = np.sqrt(np.mean(rows**2, axis=1, keepdims=True) + np.float32(self.card.norm_eps))
+        scaled: FloatArray = np.multiply(logits, size, dtype=np.float32)
+        return scaled
+
+    def close(self) -> None:
+        """Free the weights; safe to call twice. Contexts must be closed first."""
+        self.model.close()
+        self._target.close()
+
+    def __enter__(self) -> Head:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def target_facts(target: Path) -> TargetFacts:
+    """What heads have to know of a target; of a repacked copy, as of the file that it was made from.
+
+    Raises:
+        ModelFileError: it is no usable model.
+    """
+    with GGUFFile(target) as file:
+        source = file.metadata.get(MARK)
+        return TargetFacts.of(file, source if isinstance(source, str) else fingerprint(target))
+
+
+def heads_for(target: Path) -> list[Path]:
+    """Heads on this disk that can draft for a target: those trained for that very file first, then similar ones.
+
+    A head that cannot be read is left out.
+
+    Raises:
+        ModelFileError: the target is no usable model.
+    """
+    paths = find_heads()
+    facts = target_facts(target) if paths else None
+    fitting: list[tuple[bool, Path]] = []
+    for path in paths:
+        try:
+            found = fit(read_card(path), facts) if facts is not None else None
+        except LocalspecError:
+            continue
+        if found is not None and found.usable:
+            fitting.append((found.exact, path))
+    return [path for exact, path in sorted(fitting, key=lambda each: not each[0])]
+
+
+def load_head(
+    path: Path,
+    target: Path,
+    backend: str,
+    *,
+    n_threads: int | None = None,
+    n_gpu_layers: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    warn: Callable[[str], None] = lambda line: None,
+) -> Head:
+    """Load a head for a target, with its output rows from the target's file; see ``head_assembly``.
+
+    Once for each engine and file it is looked at whether several rows in a pass give what they give one by one.
+
+    Args:
+        path: the head file.
+        target: the target's file.
+        backend: the engine's name.
+        n_threads: CPU threads; None takes the physical cores.
+        n_gpu_layers: as for ``backends.load``.
+        say: takes a line before long work.
+        warn: takes remarks that a user should keep.
+
+    Raises:
+        UsageError: it is for another model.
+        ModelFileError: a file is damaged.
+        EngineError: the engine is not usable, wrong about it, or the disk refuses.
+    """
+    card, facts = read_card(path), target_facts(target)
+    found = fit(card, facts)
+    if not found.usable:
+        raise UsageError(f"{path.name} does not fit: {found.why}")
+    if found.why:
+        warn(f"{path.name}: {found.why}")
+    options = {"n_threads": n_threads, "n_gpu_layers": n_gpu_layers}
+    why = ""
+    for output_type in OUTPUT_TYPES:
+        place = exhaust(assembling(path, target, facts.fingerprint, output_type))
+        head = Head(path, target, engine_module(backend).load(place, **options))
+        if head.model.capabilities.batch_invariant:
+            return head
+        try:
+            key = verdict_key(backend, options, place.name)
+            verdict = verdicts().get(key)
+            if verdict is None:
+                say(f"checking that {head.model.engine} computes {path.name} rightly (once)")
+                worst = _disagreement(head)
+                verdict = {"holds": worst <= MAX_MEAN_KL, "why": f"KL {worst:.2g} nats"}
+                verdicts().put(key, verdict)
+            if verdict["holds"]:
+                return head
+        except BaseException:
+            head.close()
+            raise
+        head.close()
+        why = f"its rows together differ from its rows one by one, {verdict['why']}"
+    raise EngineMismatch(f"{backend} computes {path.name} wrongly: {why}")
+
+
+def _disagreement(head: Head) -> float:
+    """The worst mean KL divergence [nats] between rows in one pass and the same rows in passes of 1 to 6."""
+    rng, n = np.random.default_rng(0), 24
+    rows = rng.standard_normal((n, head.card.n_embd)).astype(np.float32)
+    if head.kind != "medusa":
+        tokens = head.token_map[:n].tolist()
+        rows[: len(tokens)] = head.embed(tokens) + head.fuse(np.tile(rows[: len(tokens)], len(head.taps)))
+    with head.new_context(n) as context:
+        wide = context.decode_floats(rows, range(n)).logits.copy()
+        context.truncate(0)
+        found = []
+        for width in (1, 1, 1, 1, 2, 3, 4, 5, 6):
+            first = context.n_past
+            piece = context.decode_floats(rows[first : first + width], range(first, first + width)).logits
+            found.append(agreement(piece, wide[first : first + width]).mean_kl)
+    return max(found)
