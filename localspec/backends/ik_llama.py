@@ -16,8 +16,10 @@ from typing import Any
 
 from localspec.backends.base import Progress
 from localspec.backends.builds import built_for, digest, foreign_features, system_info
-from localspec.backends.llama_family import Binding, LlamaModel
+from localspec.backends.llama_binding import Binding
+from localspec.backends.llama_family import LlamaModel
 from localspec.backends.noise import engine_log
+from localspec.backends.state_tap import TensorFunctions
 from localspec.errors import EngineUnavailable, UnsupportedModel, UsageError
 from localspec.model_files.gguf_file import GGUFFile, TensorInfo
 from localspec.model_files.head_card import is_engine_file
@@ -69,6 +71,7 @@ class IkLlamaBinding(Binding):
     keeps_rows = True
     repacks = True
     """False maps a file instead of reading and repacking all of it."""
+    token_before_floats = True  # of its first pass of one row it looks at the token, which floats have none of
     state_flags = (0,)  # left out, it is whatever the register holds: at times "no keys and values"
 
     def __init__(self) -> None:
@@ -105,6 +108,7 @@ class IkLlamaBinding(Binding):
         pointer, i32, u32, size_t = ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint32, ctypes.c_size_t
         for name, argtypes, restype in (
             ("llama_kv_cache_seq_rm", [pointer, i32, i32, i32], ctypes.c_bool),
+            ("llama_kv_cache_defrag", [pointer], None),
             ("llama_synchronize", [pointer], None),
             ("llama_get_logits", [pointer], pointer),
             ("llama_n_vocab", [pointer], i32),
@@ -118,6 +122,7 @@ class IkLlamaBinding(Binding):
             function = getattr(lib, name)
             function.argtypes, function.restype = argtypes, restype
         self._check_structs()
+        self.tensors = TensorFunctions(lib, api.ggml_backend_sched_eval_callback)
         self._log = _LOG_CALLBACK(lambda _level, text, _data: engine_log.write(text))
         lib.llama_log_set(self._log, None)
         lib.llama_backend_init()
@@ -144,17 +149,23 @@ class IkLlamaBinding(Binding):
         params.use_mmap = not self.repacks
         params.repack_tensors = self.repacks
 
-    def set_context_options(self, params: Any) -> None:
-        params.flash_attn = True
+    def set_context_options(self, params: Any, n_sequences: int) -> None:
+        params.n_seq_max = n_sequences
+        # With it, rows of several sequences in one pass abort the process, or come out wrong.
+        params.flash_attn = n_sequences == 1
 
     def free_model(self, model: int) -> None:
         self.api.llama_free_model(model)
 
-    def remove(self, ctx: int, start: int) -> bool:
-        return bool(self.lib.llama_kv_cache_seq_rm(ctx, 0, start, -1))
+    def remove(self, ctx: int, start: int, sequence: int = 0) -> bool:
+        return bool(self.lib.llama_kv_cache_seq_rm(ctx, sequence, start, -1))
 
     def clear(self, ctx: int) -> None:
         self.api.llama_kv_cache_clear(ctx)
+
+    def defragment(self, ctx: int) -> bool:
+        self.lib.llama_kv_cache_defrag(ctx)
+        return True
 
     def is_recurrent(self, model: int) -> bool:
         return bool(self.lib.llama_model_has_recurrent(model))

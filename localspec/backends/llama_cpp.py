@@ -9,8 +9,10 @@ from typing import Any
 
 from localspec.backends.base import Progress
 from localspec.backends.builds import digest
-from localspec.backends.llama_family import Binding, LlamaModel
+from localspec.backends.llama_binding import Binding
+from localspec.backends.llama_family import LlamaModel
 from localspec.backends.noise import engine_log
+from localspec.backends.state_tap import TensorFunctions
 from localspec.errors import EngineUnavailable
 from localspec.system.machine import default_threads, prepare_threads
 
@@ -36,6 +38,7 @@ class LlamaCppBinding(Binding):
         self.version = f"{llama_cpp.__version__}+{digest(Path(llama_cpp.llama_cpp._lib._name).parent)}"
         lib: Any = llama_cpp
         self.lib = self.api = lib
+        self.tensors = TensorFunctions(lib.llama_cpp._lib, lib.llama_cpp.ggml_backend_sched_eval_callback)
         self._log = lib.llama_log_callback(lambda _level, text, _data: engine_log.write(text))
         lib.llama_log_set(self._log, ctypes.c_void_p(0))
         lib.llama_backend_init()
@@ -44,8 +47,10 @@ class LlamaCppBinding(Binding):
     def set_model_options(self, params: Any) -> None:
         pass
 
-    def set_context_options(self, params: Any) -> None:
-        params.n_seq_max = 1
+    def set_context_options(self, params: Any, n_sequences: int) -> None:
+        params.n_seq_max = n_sequences
+        # Else rows are computed in another order than they are fed in, and no sequence may have the room of another.
+        params.kv_unified = n_sequences > 1
         params.flash_attn_type = self.lib.LLAMA_FLASH_ATTN_TYPE_AUTO
         # A sliding-window cache that keeps only its window cannot take rejected tokens back out.
         params.swa_full = True
@@ -54,8 +59,8 @@ class LlamaCppBinding(Binding):
     def free_model(self, model: int) -> None:
         self.lib.llama_model_free(model)
 
-    def remove(self, ctx: int, start: int) -> bool:
-        return bool(self.lib.llama_memory_seq_rm(self.lib.llama_get_memory(ctx), 0, start, -1))
+    def remove(self, ctx: int, start: int, sequence: int = 0) -> bool:
+        return bool(self.lib.llama_memory_seq_rm(self.lib.llama_get_memory(ctx), sequence, start, -1))
 
     def clear(self, ctx: int) -> None:
         self.lib.llama_memory_clear(self.lib.llama_get_memory(ctx), True)

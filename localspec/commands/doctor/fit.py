@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from localspec.backends.gpus import Device
-from localspec.backends.llama_family import N_UBATCH
+from localspec.backends.llama_binding import N_UBATCH
 from localspec.commands.doctor.engines import FOR_GPUS
 from localspec.commands.doctor.facts import EngineFacts, FitFacts, NeedFacts
 from localspec.commands.doctor.models import ExaminedModel

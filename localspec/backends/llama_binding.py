@@ -1,0 +1,128 @@
+"""The C functions that a llama.cpp engine is driven by.
+
+Only public functions are called, through ctypes, which releases the GIL while they run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+from localspec.backends.base import Progress
+from localspec.backends.state_tap import TensorFunctions
+from localspec.model_files.gguf_file import TensorInfo
+
+N_BATCH = 512
+"""Most tokens in one call of the engine; longer inputs are fed in pieces."""
+
+N_UBATCH = 256
+"""Tokens the engine computes together. Twice that costs 150 MB more for a 152k vocabulary and gains no prefill speed
+on CPUs."""
+
+
+class Binding(ABC):
+    """The C functions of one engine. Handles are opaque integers; 0 or None means failure.
+
+    Attributes:
+        name: the engine's, in the catalogue.
+        version: of the package, and a digest of its libraries: builds of one version differ in speed and in what they
+            get wrong, so nothing that was found out about one may be taken for true of another.
+        lib: the module or library that has the llama_* functions both engines share under one name.
+        api: the module that has the structs and the functions that take them.
+        gpu: whether it was built for one.
+        state_flags: last arguments of the functions that save a sequence, for an engine that takes flags there.
+        alignment: what tensors in the file must be aligned to [bytes]; more for an engine that computes from the mapped
+            file.
+        keeps_rows: see ``Capabilities``.
+        token_before_floats: whether a context must have decoded a single token before it is fed with floats.
+        tensors: what reads a node of a pass.
+    """
+
+    name: str
+    version: str
+    lib: Any
+    api: Any
+    gpu = False
+    state_flags: tuple[int, ...] = ()
+    alignment = 1
+    keeps_rows = False
+    token_before_floats = False
+    tensors: TensorFunctions
+
+    @abstractmethod
+    def set_model_options(self, params: Any) -> None:
+        """Fill in what this engine alone has in ``llama_model_params``."""
+
+    @abstractmethod
+    def set_context_options(self, params: Any, n_sequences: int) -> None:
+        """Fill in what this engine alone has in ``llama_context_params``."""
+
+    def load_model(self, path: Path, n_gpu_layers: int, progress: Progress | None) -> int | None:
+        params = self.api.llama_model_default_params()
+        params.n_gpu_layers = n_gpu_layers
+        callback = self.api.llama_progress_callback(lambda fraction, _data: progress(fraction) if progress else True)
+        params.progress_callback = callback
+        self.set_model_options(params)
+        handle: int | None = self.api.llama_model_load_from_file(os.fsencode(path), params)
+        return handle
+
+    @abstractmethod
+    def free_model(self, model: int) -> None: ...
+
+    def new_context(
+        self, model: int, n_ctx: int, n_threads: int, kv_type: int, n_sequences: int = 1, evaluate: Any = None
+    ) -> int | None:
+        """A context; ``evaluate`` is asked about each node of its passes, and must live as long as the context."""
+        params = self.api.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, N_BATCH, N_UBATCH
+        params.n_threads = params.n_threads_batch = n_threads
+        params.type_k = params.type_v = kv_type
+        if evaluate is not None:
+            params.cb_eval = evaluate
+        self.set_context_options(params, n_sequences)
+        handle: int | None = self.api.llama_init_from_model(model, params)
+        return handle
+
+    def free_context(self, ctx: int) -> None:
+        self.api.llama_free(ctx)
+
+    @abstractmethod
+    def remove(self, ctx: int, start: int, sequence: int = 0) -> bool:
+        """Drop all rows of a sequence from position ``start``; False when this memory cannot."""
+
+    @abstractmethod
+    def clear(self, ctx: int) -> None: ...
+
+    def defragment(self, ctx: int) -> bool:
+        """Have the next pass first move rows together; False for an engine that needs no free cells side by side."""
+        return False
+
+    @abstractmethod
+    def is_recurrent(self, model: int) -> bool:
+        """Whether the memory holds a state that cannot be rewound (recurrent and hybrid models)."""
+
+    @abstractmethod
+    def tokenizer(self, model: int) -> int:
+        """The handle that ``llama_tokenize`` takes."""
+
+    def tokenize(self, model: int, text: bytes, add_special: bool, parse_special: bool) -> list[int]:
+        handle, size = self.tokenizer(model), len(text) + 8
+        while True:
+            buffer = (ctypes.c_int32 * size)()
+            n = self.lib.llama_tokenize(handle, text, len(text), buffer, size, add_special, parse_special)
+            if n >= 0:
+                return list(buffer[:n])
+            size = -n
+
+    @abstractmethod
+    def n_vocab(self, model: int) -> int: ...
+
+    def computes(self, tensor: TensorInfo) -> bool:
+        """Whether the engine survives a tensor of this type and size; one that refuses the others itself says yes."""
+        return True
+
+    def device(self, n_gpu_layers: int) -> str:
+        return "gpu" if self.gpu and n_gpu_layers else "cpu"

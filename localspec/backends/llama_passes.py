@@ -1,0 +1,204 @@
+"""Passes of a llama.cpp engine: rows in, logits and hidden states out."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from localspec.backends.forward import FloatArray, Forward, joined_states
+from localspec.backends.llama_binding import N_BATCH, N_UBATCH
+from localspec.backends.state_tap import Flags, StateTap
+from localspec.errors import EngineError
+
+if TYPE_CHECKING:
+    from localspec.backends.llama_family import LlamaModel
+
+KV_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8}
+"""ggml's numbers for the types a KV cache may have."""
+
+_NO_SLOT = 1
+"""What ``llama_decode`` returns when there are no free cells for the rows, or none side by side."""
+
+_MOST_MOVES = 64
+"""Times that a memory is put in order for one pass; each moves at least some hundreds of rows."""
+
+
+class Passes:
+    """A context of the engine, and what feeds it.
+
+    Args:
+        model: the weights.
+        n_ctx: room for all sequences together [tokens].
+        n_threads: that it computes with.
+        kv_type: type of the attention cache.
+        hidden: names of the states to return.
+        n_sequences: how many sequences its memory may hold.
+
+    Attributes:
+        handle: the engine's, for its other functions.
+
+    Raises:
+        EngineError: not enough memory.
+    """
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        n_ctx: int,
+        n_threads: int,
+        kv_type: str,
+        hidden: Sequence[str] = (),
+        n_sequences: int = 1,
+    ) -> None:
+        self._binding, self._model = model.binding, model
+        self.tap = StateTap(model.binding.tensors, hidden, model.n_layers, model.n_embd) if hidden else None
+        evaluate = self.tap.callback if self.tap is not None else None
+        # Engines round the size up for their kernels; the extra room stays unused so that all count the same.
+        size = -(-n_ctx // 256) * 256
+        handle = self._binding.new_context(
+            model.handle, size, n_threads, KV_TYPES[kv_type], n_sequences, evaluate=evaluate
+        )
+        if not handle:
+            raise EngineError(
+                f"{model.engine} has not enough memory for a context of {n_ctx} tokens; use a smaller --ctx"
+            )
+        self.handle: int = handle
+        self._batch: Any = self._binding.lib.llama_batch_init(N_BATCH, 0, 1)
+        as_array = np.ctypeslib.as_array
+        self._tokens = as_array(self._batch.token, (N_BATCH,))
+        self._positions = as_array(self._batch.pos, (N_BATCH,))
+        self._wanted_rows = as_array(self._batch.logits, (N_BATCH,))
+        as_array(self._batch.n_seq_id, (N_BATCH,))[:] = 1
+        for i in range(N_BATCH):
+            self._batch.seq_id[i][0] = 0
+        self._one_sequence = n_sequences == 1
+        self._repeatable = self._one_sequence and model.capabilities.rollback == "exact"
+        self._shapes: set[tuple[int, int, str | None]] = set()
+        self._takes_floats = not model.binding.token_before_floats
+
+    def run(
+        self,
+        rows: Sequence[int] | FloatArray,
+        positions: Sequence[int],
+        wanted_rows: Flags,
+        *,
+        sequences: Sequence[int] | None = None,
+        last: str | None = None,
+    ) -> Forward:
+        """Feed rows in as many calls of the engine as it takes.
+
+        Args:
+            rows: token ids [n], or floats [n, n_embd] in the place of their embeddings.
+            positions: of the rows in their sequences [n].
+            wanted_rows: of which rows to return logits [n].
+            sequences: to which they belong [n]; None is the first.
+            last: the hidden state after which to end.
+
+        Raises:
+            EngineError: the engine failed; rows before the failure are in the memory.
+        """
+        if isinstance(rows, np.ndarray) and not self._takes_floats:
+            self._decode_a_token(positions[0])
+        forwards: list[Forward] = []
+        # Only what is computed together can be ended together, or be tried again whole.
+        size = N_BATCH if last is None and self._one_sequence else N_UBATCH
+        for start in range(0, len(rows), size):
+            part = slice(start, start + size)
+            forward = self._call(
+                rows[part], positions[part], wanted_rows[part], sequences[part] if sequences is not None else None, last
+            )
+            if len(rows) > size:
+                forward.logits = forward.logits.copy()
+            forwards.append(forward)
+        if len(forwards) == 1:
+            return forwards[0]
+        return Forward(np.concatenate([forward.logits for forward in forwards]), joined_states(forwards))
+
+    def _call(
+        self,
+        rows: Sequence[int] | FloatArray,
+        positions: Sequence[int],
+        wanted_rows: Flags,
+        sequences: Sequence[int] | None,
+        last: str | None,
+    ) -> Forward:
+        n, n_rows = len(rows), int(np.count_nonzero(wanted_rows))
+        batch = self._filled(rows, positions, wanted_rows, sequences)
+        if self.tap is None:
+            self._decode(batch)
+            return Forward(self._logits(n_rows))
+        shape = (n, n_rows, last)
+        search = not self._repeatable or shape not in self._shapes
+        hidden = self._decode_tapped(self.tap, batch, wanted_rows, search, last)
+        if hidden is None and not search:
+            self._binding.remove(self.handle, positions[0])
+            hidden = self._decode_tapped(self.tap, batch, wanted_rows, True, last)
+        if hidden is None:
+            raise EngineError(f"{self._model.engine} did not hand out the hidden states of {n} tokens")
+        self._shapes.add(shape)
+        return Forward(self._logits(n_rows), hidden)
+
+    def _filled(
+        self, rows: Sequence[int] | FloatArray, positions: Sequence[int], wanted_rows: Flags, sequences: Any
+    ) -> Any:
+        n = len(rows)
+        batch = self._batch
+        if isinstance(rows, np.ndarray):
+            batch = type(batch).from_buffer_copy(batch)  # the same arrays, but for floats in the place of tokens
+            batch.token, batch.embd = None, rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        else:
+            self._tokens[:n] = rows
+        batch.n_tokens = n
+        self._positions[:n] = positions
+        self._wanted_rows[:n] = wanted_rows
+        for i, sequence in enumerate(sequences or ()):
+            batch.seq_id[i][0] = sequence
+        return batch
+
+    def _decode(self, batch: Any) -> None:
+        for _ in range(_MOST_MOVES):
+            status = self._binding.lib.llama_decode(self.handle, batch)
+            if status != _NO_SLOT or self._one_sequence or not self._binding.defragment(self.handle):
+                break
+        if self.tap is not None and self.tap.error is not None:
+            raise self.tap.error
+        if status != 0:
+            reason = "no room left in its cache" if status == _NO_SLOT else f"status {status}"
+            raise EngineError(f"{self._model.engine} failed to decode {batch.n_tokens} tokens ({reason})")
+
+    def _decode_tapped(
+        self, tap: StateTap, batch: Any, wanted_rows: Flags, search: bool, last: str | None
+    ) -> dict[str, FloatArray] | None:
+        """The states, or None where one of them was missed."""
+        tap.begin(search=search, last=last)
+        try:
+            self._decode(batch)
+            return tap.states(wanted_rows, N_UBATCH)
+        finally:
+            tap.forget()
+
+    def _logits(self, n_rows: int) -> FloatArray:
+        n_vocab = self._model.n_vocab
+        if not n_rows:
+            return np.empty((0, n_vocab), dtype=np.float32)
+        # This waits for a device to finish, so the time of the pass is the time until here.
+        address = ctypes.cast(self._binding.lib.llama_get_logits(self.handle), ctypes.c_void_p).value
+        if not address:
+            raise EngineError(f"{self._model.engine} returned no logits")
+        view: FloatArray = np.ctypeslib.as_array((ctypes.c_float * n_vocab * n_rows).from_address(address))
+        return view
+
+    def _decode_a_token(self, position: int) -> None:
+        """Have the engine count a pass of a single token: it does once it waited for that alone."""
+        self._binding.lib.llama_synchronize(self.handle)
+        self.run([0], [position], np.zeros(1, dtype=bool))
+        self._binding.lib.llama_synchronize(self.handle)
+        self._binding.remove(self.handle, position)
+        self._takes_floats = True
+
+    def close(self) -> None:
+        self._binding.lib.llama_batch_free(self._batch)
+        self._binding.free_context(self.handle)
