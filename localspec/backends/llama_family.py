@@ -16,7 +16,7 @@ import numpy.typing as npt
 from localspec.backends.base import Capabilities, Context, ContextState, FloatArray, Forward, Model, Progress
 from localspec.backends.forward import layer_name
 from localspec.backends.llama_binding import Binding
-from localspec.backends.llama_passes import Passes
+from localspec.backends.llama_passes import LlamaPasses
 from localspec.backends.llama_sequences import LlamaSequences
 from localspec.backends.sequence_batch import SequenceBatch
 from localspec.backends.soundness import check_sound
@@ -118,7 +118,7 @@ class LlamaContext(Context):
     def __init__(self, model: LlamaModel, n_ctx: int, n_threads: int, hidden: tuple[str, ...] = ()) -> None:
         super().__init__(model, n_ctx, hidden)
         self._binding = model.binding
-        self._passes = Passes(model, n_ctx, n_threads, model.kv_type, hidden)
+        self._passes = LlamaPasses(model, n_ctx, n_threads, model.kv_type, hidden)
         self._handle = self._passes.handle
         self._checkpoint: tuple[int, Bytes] | None = None
 

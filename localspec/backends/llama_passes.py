@@ -26,7 +26,7 @@ _MOST_MOVES = 64
 """Times that a memory is put in order for one pass; each moves at least some hundreds of rows."""
 
 
-class Passes:
+class LlamaPasses:
     """A context of the engine, and what feeds it.
 
     Args:

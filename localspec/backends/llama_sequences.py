@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from localspec.backends.forward import Forward
-from localspec.backends.llama_passes import Passes
+from localspec.backends.llama_passes import LlamaPasses
 from localspec.backends.sequence_batch import Pieces, SequenceBatch
 from localspec.errors import UsageError
 
@@ -27,7 +27,7 @@ class LlamaSequences(SequenceBatch):
         if n_sequences > MAX_SEQUENCES:
             raise UsageError(f"{model.engine} takes at most {MAX_SEQUENCES} sequences, not {n_sequences}")
         super().__init__(model, n_sequences, n_ctx_each, hidden)
-        self._passes = Passes(model, n_sequences * n_ctx_each, model.n_threads, "f16", hidden, n_sequences)
+        self._passes = LlamaPasses(model, n_sequences * n_ctx_each, model.n_threads, "f16", hidden, n_sequences)
 
     def _decode(self, pieces: Pieces, logits: Literal["all", "last"]) -> Forward:
         tokens: list[int] = []
