@@ -1,0 +1,134 @@
+"""The target's hidden states as drafters get them: of every settled token, whatever was drafted and taken back.
+
+Drafters keep what ``process`` brings until they know what was settled, through the rollback of that pass. On a memory
+that is rolled back by decoding again, those passes return states as well, and must not disturb what was kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from localspec.backends.base import FloatArray, Forward, Model
+from localspec.controllers.fixed import FixedController
+from localspec.sampling.sampling import SamplingParams
+from localspec.spec_decode.decoder import PREFILL_CHUNK, SpeculativeDecoder
+from localspec.spec_decode.detokenizer import TextAssembler
+from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
+from localspec.spec_decode.rounds import DraftToken
+from tests.backends.test_backends import some_tokens
+from tests.conftest import TinyFiles, open_backend
+
+NOISE = 0.004
+"""Largest difference of two states that rounding explains, as a share of the largest number in them."""
+
+TAPS = ("layer:0", "norm")
+MEMORIES = [
+    "reference spm",
+    "mlx recurrent",
+    "mlx sliding",
+    "llama-cpp hybrid",
+    "ik-llama hybrid",
+    "llama-cpp recurrent",
+]
+
+
+@pytest.fixture(scope="module", params=MEMORIES)
+def model(request: pytest.FixtureRequest, tiny: TinyFiles) -> Iterator[Model]:
+    engine, kind = request.param.split()
+    with open_backend(engine).load(getattr(tiny, kind), n_threads=1) as model:
+        assert (model.capabilities.rollback == "replay") == (kind in ("recurrent", "hybrid"))
+        yield model
+
+
+class Recorder(Drafter):
+    """Proposes the right answer up to a place that changes from round to round, and keeps the states of all passes."""
+
+    source = "recorder"
+    taps = TAPS
+
+    def __init__(self, answer: Sequence[int]) -> None:
+        self.answer = list(answer)
+        self.passes: list[tuple[list[int], Forward]] = []
+        self.text: list[int] = []
+        self.states: dict[str, dict[int, FloatArray]] = {name: {} for name in TAPS}
+        self.n_accepted = self.n_rejected = 0
+
+    def process(self, tokens: Sequence[int], forward: Forward) -> None:
+        self.passes.append((list(tokens), forward))
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        self.text = list(tokens)
+        self.n_prompt = len(tokens)
+        end = len(tokens) - 1
+        for fed, forward in reversed(self.passes):
+            assert fed == self.text[end - len(fed) : end]
+            assert len(forward.hidden["norm"]) == 0, "nobody asked for logits"
+            end -= len(fed)
+            self.place("layer:0", end, forward, len(fed))
+        self.passes.clear()
+
+    def accept(self, emitted: Sequence[int]) -> None:
+        ((fed, forward),) = self.passes
+        self.passes.clear()
+        self.n_accepted += len(emitted) - 1
+        self.n_rejected += len(fed) - len(emitted)
+        for name in TAPS:
+            assert len(forward.hidden[name]) == len(fed)
+            self.place(name, len(self.text) - 1, forward, len(emitted))
+        self.text += emitted
+
+    def place(self, name: str, position: int, forward: Forward, n: int) -> None:
+        self.states[name] |= {position + i: forward.hidden[name][i] for i in range(n)}  # as they are, not copies
+
+    def forget(self, end: int) -> None:
+        self.states = {name: {p: state for p, state in found.items() if p < end} for name, found in self.states.items()}
+
+    def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
+        done = len(tokens) - self.n_prompt
+        right = self.answer[done : done + len(self.text) % 5]
+        proposed = [*right, *(7 + i for i in range(3))]
+        return [DraftToken(token, self.source, 0.5) for token in proposed if plan.keep(self.source, 0.5)]
+
+
+def answer(decoder: SpeculativeDecoder, prompt: Sequence[int], n: int) -> list[int]:
+    decoder.prefill(prompt, lambda: False)
+    text = TextAssembler(decoder.target.model.vocab, ())
+    rounds = decoder.rounds(prompt, SamplingParams(max_tokens=n, ignore_eos=True), text)
+    return [token.id for round_ in rounds for token in round_.emitted]
+
+
+def check(recorder: Recorder, model: Model) -> None:
+    """Every state is what a new context returns for the same text."""
+    text, settled = recorder.text, range(recorder.n_prompt - 1, len(recorder.text) - 1)
+    with model.new_context(len(text), hidden=TAPS) as context:
+        wanted = context.decode(text).hidden
+    for name, found in recorder.states.items():
+        noise = NOISE * np.abs(wanted[name]).max()
+        steps = np.abs(np.diff(wanted[name], axis=0)).max(axis=1)
+        assert np.median(steps) > 10 * noise, "states of neighbours are too much alike for a defect to show"
+        assert found.keys() >= set(settled if name == "norm" else range(settled.stop))
+        for position, state in found.items():
+            assert np.abs(state - wanted[name][position]).max() < noise, (name, position)
+
+
+def test_states_are_those_of_the_settled_text(model: Model) -> None:
+    """A prompt of several pieces, an answer that ends within a draft, its continuation, and a prompt that shares half
+    of all that."""
+    prompt = some_tokens(PREFILL_CHUNK + 40)
+    with model.new_context(512) as plain:
+        right = answer(SpeculativeDecoder(plain, [], FixedController(0)), prompt, 60)
+    recorder = Recorder(right)
+    with model.new_context(512, hidden=TAPS) as context:
+        decoder = SpeculativeDecoder(context, [recorder], FixedController(6))
+        for n in (40, 20):
+            prompt = [*prompt, *answer(decoder, prompt, n)]
+            check(recorder, model)
+            recorder.answer = right[n:]
+        assert recorder.n_rejected > 60
+        assert recorder.n_accepted > 20
+        recorder.forget(90)
+        answer(decoder, [*prompt[:90], *some_tokens(30, seed=1)], 20)
+        check(recorder, model)
