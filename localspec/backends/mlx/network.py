@@ -22,6 +22,7 @@ from localspec.backends.mlx.rope import Rope, RopeScaling
 from localspec.backends.mlx.weights import Format
 from localspec.errors import UnsupportedModel, UsageError
 from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.head_card import is_engine_file
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
@@ -169,9 +170,11 @@ def default_dtype(file: GGUFFile) -> str:
 
     float32 on a CPU, where half precision is emulated. On a GPU bfloat16 for files that hold it, else float16: the
     scales in a file are float16 and bfloat16 would round them (KL 2e-4 to 1.4e-3 nats on the real models of the tests,
-    float16 3e-6 at most). Gemma's states outgrow float16, and a recurrent state gathers its rounding: float32.
+    float16 3e-6 at most). Gemma's states outgrow float16, and a recurrent state gathers its rounding: float32. So do
+    heads: how large the rows are that they are fed with, no probe of their file can tell.
     """
-    if mx.default_device() == mx.Device(mx.cpu) or file.architecture.startswith(("gemma", "mamba")):
+    wide = file.architecture.startswith(("gemma", "mamba")) or is_engine_file(file)
+    if wide or mx.default_device() == mx.Device(mx.cpu):
         return "float32"
     return "bfloat16" if "BF16" in file.bytes_by_type else "float16"
 
