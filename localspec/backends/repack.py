@@ -9,7 +9,6 @@ near-exact here, and a line says which was taken.
 
 from __future__ import annotations
 
-import struct
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +19,8 @@ import numpy.typing as npt
 
 from localspec.errors import EngineError
 from localspec.model_files.gguf_file import GGUFFile, TensorInfo
+from localspec.model_files.gguf_output import GGUFOutput, new_tensor
+from localspec.model_files.tensor_rows import as_type, dequantised
 from localspec.system.files import write_atomically
 from localspec.system.home import home
 from localspec.system.machine import default_threads
@@ -132,53 +133,31 @@ def writing_copy(gguf: GGUFFile, target: Path, types: dict[str, str], marks: dic
         types: tensor name -> new type (Q8_0, Q4_0, F16, …: what gguf-py can quantise to).
         marks: metadata strings to add.
     """
-    from gguf import GGMLQuantizationType
-    from gguf.constants import GGML_QUANT_SIZES
-
-    kinds = {name: GGMLQuantizationType[type_name] for name, type_name in types.items()}
     kept = [where for key, where in gguf.kv_ranges.items() if not key.startswith("split.") and key not in marks]
-    metadata = b"".join(gguf.buffer[start:end] for start, end in kept)
-    n_keys = len(kept) + len(marks)
-    for key, text in marks.items():
-        metadata += _string(key) + struct.pack("<I", 8) + _string(text)
-    alignment = gguf.alignment
-    header = b"GGUF" + struct.pack("<IQQ", 3, len(gguf.tensors), n_keys) + metadata
-    offset = 0
-    for name, tensor in gguf.tensors.items():
-        kind, n_bytes = tensor.ggml_type, tensor.n_bytes  # of a type that gguf-py may not know
-        if name in kinds:
-            kind, (block, size) = int(kinds[name]), GGML_QUANT_SIZES[kinds[name]]
-            n_bytes = tensor.n_elements // block * size
-        header += _string(name) + struct.pack("<I", len(tensor.shape))
-        header += struct.pack(f"<{len(tensor.shape)}Q", *tensor.shape) + struct.pack("<IQ", kind, offset)
-        offset += -(-n_bytes // alignment) * alignment
+    tensors = [
+        new_tensor(name, tensor.shape[::-1], types[name]) if name in types else tensor
+        for name, tensor in gguf.tensors.items()
+    ]
     with write_atomically(target) as file:
-        file.write(header)
-        file.write(bytes(-len(header) % alignment))
-        written = 0
-        for data in _converted(gguf, {name: kind.name for name, kind in kinds.items()}):
-            if data is None:  # the end of a tensor
-                file.write(bytes(-written % alignment))
-                written = 0
-                continue
-            file.write(np.ascontiguousarray(data).data)
-            written += data.nbytes
+        metadata = [gguf.buffer[start:end] for start, end in kept]
+        output = GGUFOutput(file, marks, tensors, encoded=metadata, alignment=gguf.alignment)
+        for data in _converted(gguf, types):
+            output.write(data)
             yield
 
 
-def _converted(gguf: GGUFFile, types: dict[str, str]) -> Iterator[Bytes | None]:
-    """The data of all tensors in order, in pieces, None behind each tensor.
+def _converted(gguf: GGUFFile, types: dict[str, str]) -> Iterator[Bytes]:
+    """The data of all tensors in order, in pieces.
 
     A few pieces are converted at a time: NumPy lets threads run side by side.
     """
     n_threads = default_threads()
     with ThreadPoolExecutor(n_threads) as pool:
-        coming: deque[Future[Bytes] | None] = deque()
+        coming: deque[Future[Bytes]] = deque()
 
-        def due(n_left: int) -> Iterator[Bytes | None]:
+        def due(n_left: int) -> Iterator[Bytes]:
             while len(coming) > n_left:
-                future = coming.popleft()
-                yield future.result() if future is not None else None
+                yield coming.popleft().result()
 
         try:
             for tensor in gguf.tensors.values():
@@ -187,26 +166,11 @@ def _converted(gguf: GGUFFile, types: dict[str, str]) -> Iterator[Bytes | None]:
                 for first in range(0, len(rows), step):
                     coming.append(pool.submit(_piece, rows[first : first + step], tensor, types.get(tensor.name)))
                     yield from due(n_threads)
-                coming.append(None)
             yield from due(0)
         finally:
             for future in coming:
-                if future is not None:
-                    future.cancel()
+                future.cancel()
 
 
 def _piece(rows: Bytes, tensor: TensorInfo, type_name: str | None) -> Bytes:
-    return rows.reshape(-1) if type_name is None else _convert_rows(rows, tensor, type_name)
-
-
-def _convert_rows(rows: Bytes, tensor: TensorInfo, type_name: str) -> Bytes:
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize, quantize
-
-    values = dequantize(rows, GGMLQuantizationType(tensor.ggml_type))
-    return np.ascontiguousarray(quantize(values, GGMLQuantizationType[type_name])).view(np.uint8).reshape(-1)
-
-
-def _string(text: str) -> bytes:
-    raw = text.encode()
-    return struct.pack("<Q", len(raw)) + raw
+    return rows if type_name is None else as_type(dequantised(rows, tensor), type_name)

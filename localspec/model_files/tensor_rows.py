@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.errors import UnsupportedModel
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf_file import GGUFFile, TensorInfo
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -27,18 +27,27 @@ def tensor_rows(file: GGUFFile, name: str, rows: slice | Sequence[int] | npt.NDA
         UnsupportedModel: a type that the ``gguf`` package cannot unpack.
         IndexError: there is no such row.
     """
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize
-
     tensor = file.tensors[name]
     raw = file.tensor_bytes(name).reshape(n_rows(file, name), -1)[rows]
     try:
-        values = dequantize(np.ascontiguousarray(raw), GGMLQuantizationType(tensor.ggml_type))
+        return np.array(dequantised(raw, tensor), dtype=np.float32)
     except (NotImplementedError, ValueError):
         raise UnsupportedModel(
             f"{file.path.name}: the gguf package cannot unpack {tensor.type_name} ({name[:60]})"
         ) from None
-    return np.array(values, dtype=np.float32).reshape(len(raw), tensor.shape[0])
+
+
+def dequantised(raw: Bytes, tensor: TensorInfo) -> Floats:
+    """Rows of a tensor [n, bytes of a row] as numbers [n, columns].
+
+    Raises:
+        NotImplementedError, ValueError: a type that the ``gguf`` package cannot unpack.
+    """
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    values: Floats = dequantize(np.ascontiguousarray(raw), GGMLQuantizationType(tensor.ggml_type))
+    return values.reshape(len(raw), tensor.shape[0])
 
 
 def as_type(values: Floats, type_name: str) -> Bytes:

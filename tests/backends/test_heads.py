@@ -1,0 +1,353 @@
+"""Heads at work: on every engine what NumPy makes of the formulas, with the target's own rows, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from localspec import backends
+from localspec.backends import heads
+from localspec.backends.heads import STATE, Head, heads_for, load_head
+from localspec.errors import EngineError, ModelFileError, UnsupportedModel, UsageError
+from localspec.model_files import head_assembly
+from localspec.model_files.head_assembly import assembling, engine_file
+from localspec.model_files.head_card import Kind
+from localspec.model_files.head_file import read_card
+from localspec.model_files.head_folders import engine_folder, heads_folder
+from localspec.system.steps import exhaust
+from tests.conftest import Backend, TinyFiles
+from tests.support import ggufs
+from tests.support.heads import write_random_head
+
+Floats = npt.NDArray[np.float64]
+
+TOLERANCE = {"reference": 1e-5, "mlx": 1e-4, "llama-cpp": 0.2, "ik-llama": 0.2}
+"""Largest difference of a logit, whose standard deviation is 3: the last two round rows to 8 bits, and keys and
+values to float16."""
+
+
+def tensors(path: Path) -> dict[str, Floats]:
+    """All weights of a file by the ``gguf`` package's own reader, in float64."""
+    read = gguf.GGUFReader(path).tensors
+    return {each.name: np.float64(gguf.quants.dequantize(each.data, each.tensor_type)) for each in read}
+
+
+class Formula:
+    """A head computed from its file and its target's, by the formulas at the top of ``backends.heads``."""
+
+    def __init__(self, head: Path, target: Path) -> None:
+        self.card, self.w, self.target = read_card(head), tensors(head), tensors(target)
+        output = self.target.get("output.weight", self.target["token_embd.weight"])[self.card.token_map]
+        kind = gguf.GGMLQuantizationType.Q4_0  # as engines get it
+        self.output = np.float64(gguf.quants.dequantize(gguf.quants.quantize(np.float32(output), kind), kind))
+
+    def rows(self, states: Any, tokens: list[int]) -> Floats:
+        return np.float64(states) @ self.w["head.fc.weight"].T + self.embedded(tokens)
+
+    def embedded(self, tokens: list[int]) -> Floats:
+        return self.target["token_embd.weight"][tokens] * self.w["head.embed_scale"]
+
+    def norm(self, x: Floats) -> Floats:
+        size: Floats = np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + self.card.norm_eps)
+        return x / size
+
+    def rotated(self, heads: Floats) -> Floats:
+        """[n, heads, d_head]: channels 2i and 2i + 1 are turned together, by position / base^(2i / d_head)."""
+        n, d = len(heads), self.card.d_head
+        angle = np.arange(n)[:, None] / self.card.rope_base ** (np.arange(0, d, 2) / d)
+        cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+        even, odd = heads[..., ::2], heads[..., 1::2]
+        return np.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1).reshape(heads.shape)
+
+    def block(self, x: Floats) -> Floats:
+        c, n = self.card, len(x)
+        normed = self.norm(x) * self.w["blk.0.attn_norm.weight"]
+
+        def part(name: str, n_heads: int) -> Floats:
+            bias = self.w.get(f"blk.0.attn_{name}.bias", np.zeros(1))
+            return (normed @ self.w[f"blk.0.attn_{name}.weight"].T + bias).reshape(n, n_heads, c.d_head)
+
+        q, k, v = self.rotated(part("q", c.n_head)), self.rotated(part("k", c.n_head_kv)), part("v", c.n_head_kv)
+        k, v = (np.repeat(each, c.n_head // c.n_head_kv, axis=1) for each in (k, v))
+        scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(c.d_head)
+        scores[:, np.triu(np.ones((n, n), bool), 1)] = -np.inf
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        attended = np.einsum("hqk,khd->qhd", weights, v).reshape(n, -1)
+        x = x + attended @ self.w["blk.0.attn_output.weight"].T
+        normed = self.norm(x) * self.w["blk.0.ffn_norm.weight"]
+        gate = normed @ self.w["blk.0.ffn_gate.weight"].T
+        up = normed @ self.w["blk.0.ffn_up.weight"].T
+        return x + (gate / (1 + np.exp(-gate)) * up) @ self.w["blk.0.ffn_down.weight"].T
+
+    def logits(self, states: Floats) -> Floats:
+        return (self.norm(states) * self.w["output_norm.weight"]) @ self.output.T
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Untied, F32."""
+    return ggufs.correlated_pair(tmp_path_factory.mktemp("target")).target
+
+
+Open = Callable[..., Head]
+
+
+@pytest.fixture
+def load(backend: Backend) -> Iterator[Open]:
+    loaded: list[Head] = []
+
+    def load(path: Path, target: Path) -> Head:
+        loaded.append(load_head(path, target, backend.name, n_threads=2))
+        return loaded[-1]
+
+    yield load
+    for head in loaded:
+        head.close()
+
+
+def states(n: int, width: int = 128, seed: int = 1) -> npt.NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_normal((n, width)).astype(np.float32)
+
+
+@pytest.mark.parametrize("taps", [("norm",), ("layer:0", "layer:2", "norm")])
+def test_a_chained_head_is_its_formula(
+    load: Open, backend: Backend, target: Path, tmp_path: Path, taps: tuple[str, ...]
+) -> None:
+    path = write_random_head(target, tmp_path / "head.gguf", taps=taps, n_out=100, type_name="F32", biases=True)
+    head, formula = load(path, target), Formula(path, target)
+    tapped, tokens = states(6, 128 * len(taps)), [5, 80, 3, 3, 200, 41]
+    rows = head.fuse(tapped) + head.embed(tokens)
+    np.testing.assert_allclose(rows, formula.rows(tapped, tokens), rtol=1e-4, atol=1e-4)
+    with head.new_context(32) as context:
+        first = context.decode_floats(rows[:1], tokens[:1])
+        found = [first.logits.copy()]
+        rest = context.decode_floats(rows[1:], tokens[1:])
+        found.append(rest.logits.copy())
+        chained = rest.hidden[STATE][-1:] + head.embed([17])
+        last = context.decode_floats(chained, [17])
+        found.append(last.logits.copy())
+    wanted = formula.block(formula.rows(tapped, tokens))
+    all_rows = np.concatenate([formula.rows(tapped, tokens), wanted[-1:] + formula.embedded([17])])
+    wanted = formula.block(all_rows)
+    tolerance = TOLERANCE[backend.name]
+    np.testing.assert_allclose(np.concatenate(found), formula.logits(wanted), atol=tolerance)
+    hidden = np.concatenate([first.hidden[STATE], rest.hidden[STATE], last.hidden[STATE]])
+    np.testing.assert_allclose(hidden, wanted, atol=tolerance)
+
+
+def test_a_parallel_head_guesses_several_places_in_a_pass(
+    load: Open, backend: Backend, target: Path, tmp_path: Path
+) -> None:
+    path = write_random_head(target, tmp_path / "head.gguf", "parallel", n_out=100, type_name="F32")
+    head, formula = load(path, target), Formula(path, target)
+    assert head.masks.shape == (3, 128)
+    tapped, tokens = states(2), [5, 80]
+    with head.new_context(32) as context:
+        rows = np.concatenate([head.fuse(tapped) + head.embed(tokens), head.masks])
+        found = context.decode_floats(rows, [*tokens, 0, 0, 0]).logits
+        wanted = np.concatenate([formula.rows(tapped, tokens), formula.w["head.mask.weight"]])
+        np.testing.assert_allclose(found, formula.logits(formula.block(wanted)), atol=TOLERANCE[backend.name])
+
+
+def test_a_medusa_head_is_its_formula(load: Open, backend: Backend, target: Path, tmp_path: Path) -> None:
+    path = write_random_head(target, tmp_path / "head.gguf", "medusa", n_out=100, type_name="F32")
+    head, formula = load(path, target), Formula(path, target)
+    with head.new_context(32) as context:
+        for state in 4 * states(3):
+            inner = np.stack([formula.w[f"head.{i}.weight"] @ state + formula.w[f"head.{i}.bias"] for i in range(4)])
+            wanted = (state + inner / (1 + np.exp(-inner))) @ formula.output.T
+            found = head.medusa_logits(context, state)
+            np.testing.assert_allclose(found, wanted, atol=TOLERANCE[backend.name] * wanted.std() / 3)
+
+
+def test_columns_of_logits_are_the_tokens_of_the_map(
+    load: Open, backend: Backend, target: Path, tmp_path: Path
+) -> None:
+    whole = load(write_random_head(target, tmp_path / "whole.gguf"), target)
+    some = load(write_random_head(target, tmp_path / "some.gguf", n_out=70), target)
+    assert len(whole.token_map) == read_card(tmp_path / "whole.gguf").target.n_vocab
+    rows = whole.embed([5, 80, 3]) + states(3)
+    found = []
+    for head in (whole, some):
+        assert head.model.n_vocab == len(head.token_map)
+        with head.new_context(8) as context:
+            found.append(context.decode_floats(rows, [0, 0, 0]).logits.copy())
+    tolerance = 0 if backend.exact else TOLERANCE[backend.name]
+    np.testing.assert_allclose(found[1], found[0][:, some.token_map], atol=tolerance)
+
+
+def test_a_head_reads_no_text(load: Open, target: Path, tmp_path: Path) -> None:
+    head = load(write_random_head(target, tmp_path / "head.gguf"), target)
+    with pytest.raises(UsageError, match="is a head, which reads no text"):
+        head.model.tokenize("text")
+
+
+# -- what is put together --------------------------------------------------------------------------------------------
+
+
+def write_targets(folder: Path) -> dict[str, Path]:
+    vocab = ggufs.bpe_vocab(300)
+    files = {
+        f"{type_name}, {'tied' if tied else 'untied'}": ggufs.write_llama(
+            folder / f"{type_name}-{tied}.gguf", ggufs.Shape(n_embd=64, tied=tied), vocab, tensor_type=type_name
+        )
+        for type_name in ("F32", "F16", "BF16", "Q8_0", "Q4_1")
+        for tied in (True, False)
+    }
+    return files | {"gemma3": ggufs.write_sliding_window(folder / "gemma3.gguf")}
+
+
+@pytest.mark.parametrize("kind", ["chained", "medusa"])
+@pytest.mark.parametrize("output_type", head_assembly.OUTPUT_TYPES)
+def test_output_rows_and_embeddings_are_the_targets(
+    tmp_path: Path, kind: Kind, output_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_assembly, "_PIECE", 1000)  # several pieces
+    for name, model in write_targets(tmp_path).items():
+        path = write_random_head(model, tmp_path / "head.gguf", kind, n_out=100)
+        made = tensors(exhaust(assembling(path, model, "0" * 32, output_type)))
+        theirs, number = tensors(model), gguf.GGMLQuantizationType[output_type]
+        rows = np.float32(theirs.get("output.weight", theirs["token_embd.weight"])[read_card(path).token_map])
+        wanted = gguf.quants.dequantize(gguf.quants.quantize(rows, number), number)
+        np.testing.assert_array_equal(made["token_embd.weight"], wanted, err_msg=name)
+        if kind == "chained":
+            with load_head(path, model, "reference") as head:
+                scale = np.float32(tensors(path)["head.embed_scale"])
+                for tokens in ([7, 7, 299], [0]):
+                    np.testing.assert_array_equal(
+                        head.embed(tokens), np.float32(theirs["token_embd.weight"][tokens]) * scale, err_msg=name
+                    )
+
+
+def test_matrices_that_engines_compute_well_are_kept_to_the_bit(target: Path, tmp_path: Path) -> None:
+    for type_name, kept in (("Q8_0", True), ("Q4_0", True), ("F32", True), ("Q5_1", False), ("Q4_1", False)):
+        path = write_random_head(target, tmp_path / "head.gguf", type_name=type_name)
+        made = {each.name: each for each in gguf.GGUFReader(exhaust(assembling(path, target, "0" * 32))).tensors}
+        theirs = {each.name: each for each in gguf.GGUFReader(path).tensors}
+        for name in ("blk.0.attn_q.weight", "blk.0.ffn_down.weight"):
+            assert made[name].tensor_type.name == (type_name if kept else "Q8_0")
+            assert not kept or made[name].data.tobytes() == theirs[name].data.tobytes()
+
+
+def test_rows_that_fill_no_blocks_are_halves(tmp_path: Path) -> None:
+    shape = ggufs.Shape(n_embd=40, n_head=2, n_head_kv=1, n_ff=48)
+    model = ggufs.write_llama(tmp_path / "model.gguf", shape)
+    for kind in ("chained", "medusa"):
+        path = write_random_head(model, tmp_path / "head.gguf", kind, n_out=100)
+        with load_head(path, model, "reference") as head, head.new_context(8) as context:
+            assert np.isfinite(context.decode_floats(states(2, 40), [0, 0]).logits).all()
+
+
+def test_it_is_made_once_and_again_when_it_is_gone(target: Path, tmp_path: Path) -> None:
+    path = write_random_head(target, tmp_path / "head.gguf", n_out=50)
+    place = exhaust(assembling(path, target, "a" * 32))
+    before, inode = place.read_bytes(), place.stat().st_ino
+    assert exhaust(assembling(path, target, "a" * 32)).stat().st_ino == inode
+    place.unlink()
+    assert exhaust(assembling(path, target, "a" * 32)).read_bytes() == before
+    places = {place, engine_file(path, target, "b" * 32), engine_file(path, target, "a" * 32, "Q8_0")}
+    write_random_head(target, path, n_out=50, seed=1)
+    assert len(places | {engine_file(path, target, "a" * 32)}) == 4
+
+
+def test_a_break_leaves_nothing_behind(target: Path, tmp_path: Path) -> None:
+    path = write_random_head(target, tmp_path / "head.gguf")
+    steps = assembling(path, target, "a" * 32)
+    next(steps)
+    steps.close()
+    assert list(engine_folder().iterdir()) == []
+
+
+def test_only_the_last_made_are_kept(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_assembly, "_MOST_KEPT", 2)
+    path = write_random_head(target, tmp_path / "head.gguf", n_out=50)
+    places = [exhaust(assembling(path, target, name * 32)) for name in "abc"]
+    assert [place.exists() for place in places] == [False, True, True]
+
+
+def test_a_disk_that_refuses_is_said_in_a_line(target: Path, tmp_path: Path) -> None:
+    path = write_random_head(target, tmp_path / "head.gguf")
+    engine_folder().parent.mkdir(parents=True)
+    engine_folder().write_text("no folder")
+    with pytest.raises(EngineError, match="cannot write"):
+        load_head(path, target, "reference")
+
+
+def test_embeddings_are_right_however_few_are_kept(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_random_head(target, tmp_path / "head.gguf")
+    with load_head(path, target, "reference") as head:
+        plain = head.embed(range(50))
+    monkeypatch.setattr(heads, "_CACHED_BYTES", 5 * 4 * 128)
+    with load_head(path, target, "reference") as head:
+        for tokens in ([3, 1, 3, 9, 30, 2, 1, 40, 3], range(50)):
+            np.testing.assert_array_equal(head.embed(tokens), plain[list(tokens)])
+        assert len(head._cache) == 5
+        for tokens in ([-1], [head.card.target.n_vocab]):
+            with pytest.raises(UsageError, match=r"token ids must lie in 0\.\."):
+                head.embed(tokens)
+
+
+# -- which head for which target -------------------------------------------------------------------------------------
+
+
+def test_a_head_for_another_model_is_refused_and_for_a_similar_one_remarked_on(
+    tiny: TinyFiles, target: Path, tmp_path: Path
+) -> None:
+    path = write_random_head(target, tmp_path / "head.gguf")
+    with pytest.raises(UsageError, match=r"head\.gguf does not fit: it is for tiny llama"):
+        load_head(path, tiny.quick.target, "reference")
+    similar = ggufs.correlated_pair(tmp_path, seed=9).target
+    remarks: list[str] = []
+    with load_head(path, similar, "reference", warn=remarks.append) as head:
+        theirs = tensors(similar)["token_embd.weight"][7] * tensors(path)["head.embed_scale"]
+        np.testing.assert_allclose(head.embed([7])[0], theirs, rtol=1e-6)
+    assert len(remarks) == 1
+    assert "another file" in remarks[0]
+
+
+def test_heads_are_found_exact_ones_first_and_damaged_ones_left_out(
+    tiny: TinyFiles, target: Path, tmp_path: Path
+) -> None:
+    assert heads_for(target) == []
+    heads_folder().mkdir(parents=True)
+    similar = ggufs.correlated_pair(tmp_path, seed=9).target
+    exact = write_random_head(target, heads_folder() / "z.gguf")
+    other = write_random_head(similar, heads_folder() / "a.gguf")
+    write_random_head(tiny.quick.target, heads_folder() / "b.gguf")
+    (heads_folder() / "damaged.gguf").write_bytes(exact.read_bytes()[:5000])
+    exhaust(assembling(exact, target, "a" * 32))  # what is made for engines is no head file
+    assert heads_for(target) == [exact, other]
+    assert heads_for(similar) == [other, exact]
+
+
+def test_nobody_chats_with_a_head(target: Path, tmp_path: Path) -> None:
+    path = write_random_head(target, tmp_path / "head.gguf")
+    with pytest.raises(UnsupportedModel, match="a head that drafts for another model"):
+        backends.load(path, "reference")
+    with pytest.raises(UnsupportedModel, match="has no vocabulary"):
+        backends.load(exhaust(assembling(path, target, "a" * 32)), "reference")
+
+
+def test_a_head_of_numbers_that_are_none_is_refused(target: Path, tmp_path: Path) -> None:
+    path = write_random_head(target, tmp_path / "head.gguf", type_name="F32")
+    data = bytearray(path.read_bytes())
+    fc = next(each for each in gguf.GGUFReader(path).tensors if each.name == "head.fc.weight")
+    data[fc.data_offset : fc.data_offset + 4] = np.float32(np.nan).tobytes()
+    path.write_bytes(data)
+    with pytest.raises(ModelFileError, match=r"head\.fc\.weight holds numbers that are not finite"):
+        load_head(path, target, "reference")
+
+
+def test_a_card_is_of_use_whatever_its_arrays_are_typed(target: Path, tmp_path: Path) -> None:
+    card = read_card(write_random_head(target, tmp_path / "head.gguf"))
+    assert replace(card, token_map=card.token_map.astype(np.int64)).metadata().keys() == card.metadata().keys()
