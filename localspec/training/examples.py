@@ -1,0 +1,359 @@
+"""Examples: the target writes prompts and answers them, many side by side, and what it computes is kept.
+
+60 % of answers are greedy and 40 % drawn at temperature 0.8, as they are asked for in both ways. Prompts are always
+drawn, at 0.7 or 0.9. All that is random is addressed by the seed and the passage's name, so a text does not depend on
+which others are written beside it, but for what an engine's kernels make of the width of a pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec.backends.base import FloatArray, Model
+from localspec.backends.sequence_batch import SequenceBatch
+from localspec.errors import LocalspecError
+from localspec.prompts.prompts import Messages
+from localspec.sampling.sampling import Noise, SamplingParams, distribution, top_k_ids
+from localspec.training.formats import NO_FIELD_SHARE, Format, fields
+from localspec.training.material import Asked, Material, Read
+from localspec.training.shards import TOP_K, Passage, as_states
+
+N_CTX_EACH = 1024
+"""Room of a sequence: prompt and answer [tokens]."""
+
+LONGEST_ANSWER = 320
+"""Tokens. Longer answers teach no more than more answers do, and a run that is stopped has more of them whole."""
+
+LONGEST_READ = 512
+"""Tokens of a text that are read in one piece."""
+
+ROWS_PER_PASS = 96
+"""Tokens in one pass at most, so that a chat that begins waits for a second or two and no longer."""
+
+HELD_OUT = 16
+"""One passage in so many is kept for testing."""
+
+GREEDY_SHARE = 0.6
+ANSWER_TEMPERATURE = 0.8
+PROMPT_TEMPERATURES = (0.7, 0.9)
+_TOP_P, _TOP_K = 0.95, 200
+
+_SHORTEST = 8
+"""Places of a passage at least."""
+
+_BLOCK = 1 << 16
+"""Characters of a text that are tokenised at a time."""
+
+_LOOP, _LONGEST_PERIOD = 64, 16
+"""So many tokens that repeat so few end an answer: small models go round in circles, which teaches nothing."""
+
+
+def derived(seed: int, name: str) -> int:
+    """A seed of its own for something that has a name."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:6], "big")
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """A text under way.
+
+    Attributes:
+        stage: what becomes of it: a prompt is answered next; answers and texts that are read become passages.
+        name, category, temperature: see ``Passage``.
+        todo: tokens that the target has to be fed next; the last one is followed by what it says.
+        given: tokens that were given; what comes after is the target's own.
+        longest: tokens of its own at most.
+        about: field of life of a prompt that the target writes.
+        messages: the conversation that is answered.
+        turns: what the user says after this answer.
+        fed: tokens that were fed.
+        states, top_ids, top_logprobs: what was computed, pass by pass.
+    """
+
+    stage: Literal["prompt", "answer", "read"]
+    name: str
+    category: str
+    temperature: float
+    todo: list[int]
+    given: int
+    longest: int
+    about: str | None = None
+    messages: Messages = ()
+    turns: Sequence[str] = ()
+    fed: list[int] = field(default_factory=list)
+    states: list[npt.NDArray[np.float16]] = field(default_factory=list)
+    top_ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    top_logprobs: list[npt.NDArray[np.float16]] = field(default_factory=list)
+
+    @property
+    def own(self) -> list[int]:
+        """What the target said."""
+        return self.fed[self.given :]
+
+    def params(self) -> SamplingParams:
+        return SamplingParams(temperature=self.temperature, top_k=_TOP_K, top_p=_TOP_P)
+
+
+class ExampleMaker:
+    """Has a target write prompts and answers, and read texts.
+
+    Args:
+        model: the target.
+        format: how it is spoken to.
+        batch: the memories of as many sequences as are written side by side, with the taps.
+        seed: of all that is drawn.
+        material: what the user brought; half of what is begun is of it until it is used up.
+        is_tested_with: whether a prompt is among what heads are tested with; such a one is dropped.
+        done: names of passages that there are already, from an earlier sitting.
+        longest_answer: tokens.
+
+    Attributes:
+        n_own_tokens: tokens that the target has said in answers.
+        n_read_tokens: tokens of texts that it has read.
+        n_dropped: prompts that it wrote in vain: repeated, empty, or among what heads are tested with.
+        remarks: what of the material was left out, a line each.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        format: Format,
+        batch: SequenceBatch,
+        seed: int,
+        material: Material | None = None,
+        is_tested_with: Callable[[str], bool] = lambda text: False,
+        done: Set[str] = frozenset(),
+        *,
+        longest_answer: int = LONGEST_ANSWER,
+    ) -> None:
+        self._vocab = model.vocab
+        self._model = model
+        self._format = format
+        self._batch = batch
+        self._seed = seed
+        self._longest_answer = longest_answer
+        self._is_tested_with = is_tested_with
+        self._asked_before: set[str] = set()
+        self.remarks: list[str] = []
+        self.n_own_tokens = self.n_read_tokens = self.n_dropped = 0
+        self._next_own = 1 + max((int(name[4:]) for name in done if name.startswith("own-")), default=-1)
+        self._brought = self._sequences_of(material or Material(), done)
+        self._begun = 0
+        self._at_work = [self._begin() for _ in range(batch.n_sequences)]
+
+    # -- what is begun -------------------------------------------------------------------------------------------
+
+    def _sequences_of(self, material: Material, done: Set[str]) -> Iterator[_Sequence]:
+        """What the user brought, prompts and texts in turns."""
+        kinds: list[Iterator[_Sequence]] = [
+            (made for asked in material.asked for made in self._answer_to(asked) if made.name not in done),
+            (made for read in material.read for made in self._pieces(read) if made.name not in done),
+        ]
+        while kinds:
+            for kind in list(kinds):
+                made = next(kind, None)
+                if made is None:
+                    kinds.remove(kind)
+                else:
+                    yield made
+
+    def _answer_to(self, asked: Asked) -> Iterator[_Sequence]:
+        name = f"asked-{asked.name}"
+        made = self._answer(name, asked.category, [{"role": "user", "content": asked.turns[0]}], asked.turns[1:])
+        if made is None:
+            self.remarks.append(f"the prompt {asked.name} is too long, or the chat template refuses it")
+        else:
+            yield made
+
+    def _answer(self, name: str, category: str, messages: Messages, turns: Sequence[str] = ()) -> _Sequence | None:
+        """An answer to be written; None where there is no room for it, or the template refuses the messages."""
+        try:
+            todo = self._format.answering(messages)
+        except LocalspecError:
+            return None
+        if not todo or len(todo) > self._batch.n_ctx_each - self._longest_answer // 2:
+            return None
+        longest = min(self._longest_answer, self._batch.n_ctx_each - len(todo))
+        greedy = Noise(derived(self._seed, f"{name}/greedy")).uniform(0, 0) < GREEDY_SHARE
+        temperature = 0.0 if greedy else ANSWER_TEMPERATURE
+        return _Sequence(
+            "answer", name, category, temperature, todo, len(todo), longest, messages=messages, turns=turns
+        )
+
+    def _pieces(self, read: Read) -> Iterator[_Sequence]:
+        longest, number = min(LONGEST_READ, self._batch.n_ctx_each), 0
+        for tokens in self._tokens_of(read):
+            for at in range(0, len(tokens) - _SHORTEST, longest):
+                piece = tokens[at : at + longest + 1]  # the last is what follows the last place
+                yield _Sequence("read", f"{read.category}-{read.name}-{number}", read.category, 0.0, piece, 0, 0)
+                number += 1
+
+    def _tokens_of(self, read: Read) -> Iterator[list[int]]:
+        """A conversation as a whole, a text a block at a time."""
+        try:
+            if isinstance(read.content, str):
+                for at in range(0, len(read.content), _BLOCK):
+                    yield self._model.tokenize(read.content[at : at + _BLOCK], add_special=True)
+            else:
+                yield self._format.reading(read.content)
+        except LocalspecError as error:
+            self.remarks.append(f"a {read.category} was left out: {error}")
+
+    def _prompt(self) -> _Sequence:
+        """A prompt to be written."""
+        name = f"own-{self._next_own:06d}"
+        self._next_own += 1
+        noise = Noise(derived(self._seed, f"{name}/field"))
+        about = fields()[int(noise.uniform(1, 0) * len(fields()))] if noise.uniform(0, 0) >= NO_FIELD_SHARE else None
+        temperature = PROMPT_TEMPERATURES[int(noise.uniform(2, 0) * len(PROMPT_TEMPERATURES))]
+        todo = self._format.opening(about)
+        return _Sequence("prompt", name, "own", temperature, todo, len(todo), self._format.longest_prompt, about)
+
+    def _begin(self) -> _Sequence:
+        self._begun += 1
+        brought = next(self._brought, None) if self._begun % 2 else None
+        return brought or self._prompt()
+
+    # -- a pass --------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Passage]:
+        """One pass over all that is under way.
+
+        Returns:
+            The passages that came to their end.
+
+        Raises:
+            EngineError: the engine failed.
+        """
+        pieces: list[tuple[int, list[int]]] = []
+        room = ROWS_PER_PASS
+        # What is written goes before what is read, so that no answer waits for a long prompt.
+        for i, sequence in sorted(enumerate(self._at_work), key=lambda each: len(each[1].todo)):
+            n_fed = len(sequence.todo) - (sequence.stage == "read")
+            if room:
+                pieces.append((i, sequence.todo[: min(room, n_fed)]))
+                room -= len(pieces[-1][1])
+        forward = self._batch.decode(pieces)
+        finished, at = [], 0
+        for i, tokens in pieces:
+            rows = slice(at, at + len(tokens))
+            at += len(tokens)
+            states = [forward.hidden[name][rows] for name in self._batch.hidden]
+            passage = self._advance(i, self._at_work[i], tokens, forward.logits[rows], states)
+            if passage is not None:
+                finished.append(passage)
+        return finished
+
+    def _advance(
+        self, i: int, sequence: _Sequence, tokens: list[int], logits: FloatArray, states: list[FloatArray]
+    ) -> Passage | None:
+        """Take in what a pass computed for one sequence."""
+        sequence.fed += tokens
+        del sequence.todo[: len(tokens)]
+        if sequence.stage != "prompt":
+            sequence.states.append(as_states(np.stack(states, axis=1)))
+            ids, logprobs = likeliest(logits)
+            sequence.top_ids.append(ids)
+            sequence.top_logprobs.append(logprobs)
+        if sequence.stage == "read":
+            self.n_read_tokens += len(tokens)
+            return self._end(i, sequence) if len(sequence.todo) == 1 else None
+        if sequence.todo:
+            return None
+        noise = Noise(derived(self._seed, f"{sequence.name}/{sequence.stage}"))
+        said = distribution(logits[-1], (), sequence.params()).sample(noise, len(sequence.fed))
+        sequence.todo = [said]
+        ended = said in (self._format.ends if sequence.stage == "prompt" else self._vocab.eog)
+        n_own = len(sequence.own) + 1
+        if sequence.stage == "prompt":
+            if ended or n_own >= sequence.longest:
+                self._ask(i, sequence, ended)
+            return None
+        self.n_own_tokens += 1
+        return self._end(i, sequence) if ended or n_own >= sequence.longest or goes_round(sequence.own) else None
+
+    def _ask(self, i: int, prompt: _Sequence, ended: bool) -> None:
+        """A prompt was written: have it answered, if it is one."""
+        text = self._format.asked(prompt.about, self._text(prompt.own), ended=ended)
+        answer = None
+        if text is not None and text not in self._asked_before and not self._is_tested_with(text):
+            self._asked_before.add(text)
+            answer = self._answer(prompt.name, prompt.category, [{"role": "user", "content": text}])
+        self.n_dropped += answer is None
+        self._follow(i, answer)
+
+    def _end(self, i: int, sequence: _Sequence) -> Passage | None:
+        """A text came to its end; the next turn of its conversation begins, if it has one."""
+        following = None
+        if sequence.turns:
+            said = self._text([*sequence.own, *sequence.todo])
+            turn, *rest = sequence.turns
+            messages = [
+                *sequence.messages,
+                {"role": "assistant", "content": said},
+                {"role": "user", "content": turn},
+            ]
+            following = self._answer(f"{sequence.name}+", sequence.category, messages, rest)
+        self._follow(i, following)
+        return self._passage(sequence)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return b"".join(map(self._vocab.token_bytes, tokens)).decode("utf-8", "replace")
+
+    def _follow(self, i: int, sequence: _Sequence | None) -> None:
+        self._batch.truncate(i, 0)
+        self._at_work[i] = sequence or self._begin()
+
+    # -- passages ------------------------------------------------------------------------------------------------
+
+    def _passage(self, sequence: _Sequence) -> Passage | None:
+        if len(sequence.fed) < _SHORTEST:
+            return None
+        return Passage(
+            sequence.name,
+            sequence.category,
+            sequence.given,
+            sequence.temperature,
+            is_held_out(sequence.name),
+            np.array([*sequence.fed, sequence.todo[0]], dtype=np.int32),
+            np.concatenate(sequence.states),
+            np.concatenate(sequence.top_ids),
+            np.concatenate(sequence.top_logprobs),
+        )
+
+    def unfinished(self) -> list[Passage]:
+        """What is under way, as far as it is: every place of it is a lesson."""
+        under_way = (each for each in self._at_work if each.stage != "prompt")
+        return [passage for each in under_way if (passage := self._passage(each)) is not None]
+
+
+def is_held_out(name: str) -> bool:
+    """Whether a passage is kept for testing: one in ``HELD_OUT``, the same in every run; conversations as a whole."""
+    if name.startswith("own-"):
+        return int(name[4:]) % HELD_OUT == HELD_OUT // 4  # so that even a short run has some
+    return derived(0, name.rstrip("+")) % HELD_OUT == 0
+
+
+def likeliest(logits: FloatArray) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float16]]:
+    """Ids and log-probabilities of the ``TOP_K`` likeliest tokens of each row [n, n_vocab], the likeliest first."""
+    k = min(TOP_K, logits.shape[1])
+    ids = np.empty((len(logits), k), dtype=np.int32)
+    logprobs = np.empty((len(logits), k), dtype=np.float16)
+    for i, row in enumerate(logits):
+        top = top_k_ids(row, k)
+        ids[i] = top[np.argsort(-row[top], kind="stable")]
+        largest = row[ids[i, 0]]
+        logprobs[i] = row[ids[i]] - largest - np.log(np.exp(row - largest).sum())
+    return ids, logprobs
+
+
+def goes_round(tokens: Sequence[int]) -> bool:
+    """Whether the end of a text repeats itself and nothing else."""
+    end = list(tokens[-_LOOP:])
+    return len(end) == _LOOP and any(end[p:] == end[:-p] for p in range(1, _LONGEST_PERIOD + 1))

@@ -1,0 +1,248 @@
+"""Examples: what is kept of a text is what a fresh context computes for it, whatever was written beside it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from localspec.backends.base import Model
+from localspec.errors import UsageError
+from localspec.training.examples import ExampleMaker, derived, goes_round, is_held_out
+from localspec.training.formats import ChatFormat, Format, PlainFormat, fields, format_of
+from localspec.training.material import Asked, Material, Overlap, Read, read_texts, without
+from localspec.training.shards import Passage
+from tests.conftest import Backend, TinyFiles
+from tests.support import ggufs
+
+TAPS = ("layer:0", "norm")
+
+
+def make(
+    model: Model, n: int, n_sequences: int = 3, *, format: Format | None = None, seed: int = 5, **options: object
+) -> tuple[list[Passage], ExampleMaker]:
+    """The first n passages that come to their end."""
+    with model.new_batch(n_sequences, 256, hidden=TAPS) as batch:
+        maker = ExampleMaker(model, format or format_of(model), batch, seed, longest_answer=40, **options)  # type: ignore[arg-type]
+        found: list[Passage] = []
+        while len(found) < n:
+            found += maker.step()
+    return found, maker
+
+
+def check_against_a_fresh_context(model: Model, passage: Passage, atol: float) -> None:
+    with model.new_context(512, hidden=TAPS) as context:
+        forward = context.decode(passage.tokens[:-1].tolist())
+        for i, tap in enumerate(TAPS):
+            np.testing.assert_allclose(passage.states[:, i], forward.hidden[tap], rtol=2e-3, atol=atol)
+        for row, ids, logprobs in zip(forward.logits, passage.top_ids, passage.top_logprobs, strict=True):
+            exact = row - row.max() - np.log(np.exp(row - row.max()).sum())
+            np.testing.assert_allclose(logprobs, exact[ids], rtol=2e-3, atol=atol)
+            np.testing.assert_allclose(np.sort(exact)[::-1][: len(ids)], exact[ids], atol=atol)
+
+
+def test_states_and_probabilities_are_those_of_a_fresh_context(backend: Backend, tiny: TinyFiles) -> None:
+    with backend.load(tiny.bpe) as model:
+        if not model.capabilities.hidden:
+            pytest.skip(f"{model.engine} returns no hidden states")
+        passages, _ = make(model, 4, material=Material(read=[Read("a", "text", "la la " * 30)]))
+        for passage in passages:
+            check_against_a_fresh_context(model, passage, 0.01 if backend.exact else 0.15)
+
+
+def test_greedy_answers_are_the_likeliest_tokens_and_the_others_are_not(reference: Backend, tiny: TinyFiles) -> None:
+    with reference.load(tiny.quick.target) as model:
+        passages, _ = make(model, 16)
+    kinds = Counter(passage.temperature for passage in passages)
+    assert set(kinds) == {0.0, 0.8}
+    for passage in passages:
+        said = passage.tokens[passage.start :]
+        likeliest = passage.top_ids[passage.start - 1 :, 0]
+        assert len(said) == len(likeliest) == passage.n_own
+        assert (said == likeliest).all() == (passage.temperature == 0 or len(said) < 3)
+
+
+def test_a_text_does_not_depend_on_what_is_written_beside_it(reference: Backend, tiny: TinyFiles) -> None:
+    with reference.load(tiny.quick.target) as model:
+        alone, _ = make(model, 4, 1)
+        beside, _ = make(model, 12, 4)
+        other, _ = make(model, 4, 1, seed=6)
+    by_name = {passage.name: passage for passage in beside}
+    found = [passage for passage in alone if passage.name in by_name]
+    assert len(found) >= 3
+    for passage in found:
+        np.testing.assert_array_equal(passage.tokens, by_name[passage.name].tokens)
+        np.testing.assert_array_equal(passage.states, by_name[passage.name].states)
+    assert [passage.tokens.tolist() for passage in other] != [passage.tokens.tolist() for passage in alone]
+
+
+def test_a_run_goes_on_after_what_is_done(reference: Backend, tiny: TinyFiles) -> None:
+    material = Material([Asked("1", "code", ("la",)), Asked("2", "code", ("la la",))], [Read("a", "text", "la " * 400)])
+    with reference.load(tiny.quick.target) as model:
+        first, _ = make(model, 6, material=material)
+        done = {passage.name for passage in first}
+        second, _ = make(model, 6, material=material, done=done)
+    names = [passage.name for passage in (*first, *second)]
+    assert len(set(names)) == len(names)
+    assert {"asked-1", "asked-2", "text-a-0", "text-a-1"} <= set(names)
+
+
+def test_a_conversation_is_answered_turn_by_turn(reference: Backend, tiny: TinyFiles) -> None:
+    with reference.load(tiny.quick.target) as model:
+        material = Material([Asked("1", "chat", ("la la la", "la la"))])
+        passages, _ = make(model, 2, 1, material=material)
+        format = format_of(model)
+        first, second = passages
+        own = first.tokens[first.start :].tolist()
+        said = b"".join(map(model.vocab.token_bytes, own)).decode("utf-8", "replace")
+        asked = [{"role": "user", "content": "la la la"}, {"role": "assistant", "content": said}]
+        expected = format.answering([*asked, {"role": "user", "content": "la la"}])
+    assert [first.name, second.name] == ["asked-1", "asked-1+"]
+    assert second.tokens[: second.start].tolist() == expected
+    assert first.held_out == second.held_out
+
+
+def test_prompts_that_heads_are_tested_with_are_dropped(reference: Backend, tiny: TinyFiles) -> None:
+    """Every second text counts as one: none of them is answered."""
+
+    def tested(text: str) -> bool:
+        return derived(0, text) % 2 == 0
+
+    with reference.load(tiny.quick.target) as model:
+        passages, maker = make(model, 10, is_tested_with=tested)
+        vocab = model.vocab
+        format = format_of(model)
+        for passage in passages:
+            text = b"".join(map(vocab.token_bytes, passage.tokens[: passage.start].tolist())).decode("utf-8", "replace")
+            said = text.removeprefix("user\n").removesuffix("\nassistant\n")
+            assert format.answering([{"role": "user", "content": said}]) == passage.tokens[: passage.start].tolist()
+            assert not tested(said)
+    assert maker.n_dropped >= 3
+
+
+def test_what_is_under_way_is_a_lesson_too(reference: Backend, tiny: TinyFiles) -> None:
+    with reference.load(tiny.bpe) as model, model.new_batch(3, 256, hidden=TAPS) as batch:
+        maker = ExampleMaker(model, format_of(model), batch, 1)
+        for _ in range(200):
+            maker.step()
+            if len(cut := maker.unfinished()) == 3:
+                break
+        for passage in cut:
+            check_against_a_fresh_context(model, passage, 0.01)
+
+
+def test_a_model_without_a_chat_template_continues_text(reference: Backend, tmp_path: Path) -> None:
+    shape = ggufs.Shape(n_layer=2, n_embd=32, n_head=2, n_head_kv=1, n_ff=32)
+    path = ggufs.write_llama(tmp_path / "base.gguf", shape, replace(ggufs.bpe_vocab(300), chat_template=None))
+    with reference.load(path) as model:
+        format = format_of(model)
+        assert isinstance(format, PlainFormat)
+        passages, _ = make(model, 3, format=format)
+        texts = [
+            b"".join(map(model.vocab.token_bytes, passage.tokens.tolist())).decode("utf-8", "replace")
+            for passage in passages
+        ]
+    headings = tuple(f"{field[0].upper()}{field[1:]}\n\n" for field in fields())
+    assert all("<|im_start|>" not in text for text in texts)
+    assert sum(text.startswith(headings) for text in texts) >= 2
+
+
+@pytest.mark.parametrize("field", [None, "cooking"])
+def test_the_opening_is_the_template_up_to_the_users_turn(
+    reference: Backend, tiny: TinyFiles, field: str | None
+) -> None:
+    with reference.load(tiny.quick.target) as model:
+        format = format_of(model)
+        assert isinstance(format, ChatFormat)
+        text = "".join(model.vocab.token_text(token) for token in format.opening(field))
+    assert text.endswith("<|im_start|>userĊ")
+    assert ("cooking" in text) == (field == "cooking")
+    assert model.vocab.eog <= format.ends
+
+
+@pytest.mark.parametrize(
+    ("tokens", "round_"),
+    [
+        ([7] * 64, True),
+        ([1, 2, 3] * 30, True),
+        (list(range(64)), False),
+        ([7] * 63, False),
+        ([5] + [1, 2] * 31 + [3], False),
+    ],
+)
+def test_an_answer_that_goes_round_in_circles(tokens: list[int], round_: bool) -> None:
+    assert goes_round(tokens) == round_
+
+
+def test_one_passage_in_sixteen_is_held_out() -> None:
+    own = [is_held_out(f"own-{i:06d}") for i in range(160)]
+    assert sum(own) == 10
+    assert sum(own[:16]) == 1
+    # 4 standard deviations of a binomial count: a false alarm in 16,000 runs, and the names are fixed.
+    assert abs(sum(is_held_out(f"text-{i}") for i in range(4000)) - 250) < 4 * (4000 / 16 * 15 / 16) ** 0.5
+
+
+def test_fields_name_no_kind_of_task() -> None:
+    assert len(set(fields())) == len(fields()) >= 50
+    kinds = ("translate", "summar", "rewrite", "extract", "edit", "classify")
+    assert not [name for name in fields() if any(kind in name.lower() for kind in kinds)]
+
+
+# -- material ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "overlaps"),
+    [
+        ("Please: one two three FOUR five six seven, eight!", True),
+        ("one two three four five six seven and eight", False),
+        ("name a river", True),
+        ("please name a  River.", True),
+        ("name a big river", False),
+        ("", False),
+    ],
+)
+def test_eight_words_in_a_row_are_an_overlap(text: str, overlaps: bool) -> None:
+    tested = Overlap(["zero one two three four five six seven eight nine", "Name a river!", ""])
+    assert tested(text) == overlaps
+
+
+def test_material_that_heads_are_tested_with_is_left_out_and_said() -> None:
+    tested = Overlap(["one two three four five six seven eight"])
+    material = Material(
+        [Asked("a", "x", ("hello", "one two three four five six seven eight")), Asked("b", "x", ("hello",))],
+        [Read("c", "chat", [{"role": "user", "content": "One two three four five six seven eight?"}])],
+    )
+    left = without(material, tested)
+    assert [each.name for each in left.asked] == ["b"]
+    assert not left.read
+    assert left.remarks == [
+        "2 prompts or texts are left out: they have words of the questions that heads are tested with"
+    ]
+    with pytest.raises(UsageError, match="all of these"):
+        without(Material(material.asked[:1], material.read), tested)
+
+
+def test_texts_are_read_from_files_and_folders(tmp_path: Path) -> None:
+    (tmp_path / "in" / ".git").mkdir(parents=True)
+    for name, data in {
+        "a.txt": b"\xef\xbb\xbfhello",
+        "in/b.md": "grüße".encode(),
+        "in/same.md": b"hello",
+        "in/.hidden": b"no",
+        "in/.git/c": b"no",
+        "in/empty": b" \n",
+        "in/photo": b"\xff\xd8\xff",
+        "in/program": b"a\0b",
+    }.items():
+        (tmp_path / name).write_bytes(data)
+    found = read_texts([tmp_path / "a.txt", tmp_path / "in"])
+    assert [each.content for each in found.read] == ["hello", "grüße"]
+    assert found.remarks == ["2 files are no text in UTF-8"]
+    with pytest.raises(UsageError, match="there is no file or folder"):
+        read_texts([tmp_path / "nothing"])
+    with pytest.raises(UsageError, match="there is no text"):
+        read_texts([tmp_path / "in" / "photo"])
