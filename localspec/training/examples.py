@@ -20,7 +20,7 @@ from localspec.backends.sequence_batch import SequenceBatch
 from localspec.errors import LocalspecError
 from localspec.prompts.prompts import Messages
 from localspec.sampling.sampling import Noise, SamplingParams, distribution, top_k_ids
-from localspec.training.formats import NO_FIELD_SHARE, Format, fields
+from localspec.training.formats import NO_FIELD_SHARE, PromptFormat, fields
 from localspec.training.material import Asked, Material, Read
 from localspec.training.shards import TOP_K, Passage, as_states
 
@@ -123,7 +123,7 @@ class ExampleMaker:
     def __init__(
         self,
         model: Model,
-        format: Format,
+        format: PromptFormat,
         batch: SequenceBatch,
         seed: int,
         material: Material | None = None,

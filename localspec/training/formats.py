@@ -30,7 +30,7 @@ def fields() -> tuple[str, ...]:
     return tuple(text.split("\n")[:-1])
 
 
-class Format(ABC):
+class PromptFormat(ABC):
     """What a target is fed; see ``format_of``.
 
     Attributes:
@@ -77,7 +77,7 @@ class Format(ABC):
         """
 
 
-class ChatFormat(Format):
+class ChatFormat(PromptFormat):
     """Of a model with a chat template."""
 
     longest_prompt = 128
@@ -113,7 +113,7 @@ class ChatFormat(Format):
         return self._encoder.encode(messages, add_generation_prompt=False)
 
 
-class PlainFormat(Format):
+class PlainFormat(PromptFormat):
     """Of a base model: a heading, a few words that are drawn, and what follows them."""
 
     longest_prompt = 24
@@ -133,7 +133,7 @@ class PlainFormat(Format):
         return self._encoder.tokenize(text, add_special=True)
 
 
-def format_of(model: Model) -> Format:
+def format_of(model: Model) -> PromptFormat:
     """What fits a target: its chat template, or plain text where it has none."""
     template = ChatTemplate.for_vocab(model.chat_template, model.vocab)
     encoder = PromptEncoder(model, template)

@@ -12,7 +12,7 @@ import pytest
 from localspec.backends.base import Model
 from localspec.errors import UsageError
 from localspec.training.examples import ExampleMaker, derived, goes_round, is_held_out
-from localspec.training.formats import ChatFormat, Format, PlainFormat, fields, format_of
+from localspec.training.formats import ChatFormat, PlainFormat, PromptFormat, fields, format_of
 from localspec.training.material import Asked, Material, Overlap, Read, read_texts, without
 from localspec.training.shards import Passage
 from tests.conftest import Backend, TinyFiles
@@ -22,7 +22,7 @@ TAPS = ("layer:0", "norm")
 
 
 def make(
-    model: Model, n: int, n_sequences: int = 3, *, format: Format | None = None, seed: int = 5, **options: object
+    model: Model, n: int, n_sequences: int = 3, *, format: PromptFormat | None = None, seed: int = 5, **options: object
 ) -> tuple[list[Passage], ExampleMaker]:
     """The first n passages that come to their end."""
     with model.new_batch(n_sequences, 256, hidden=TAPS) as batch:
