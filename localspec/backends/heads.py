@@ -10,6 +10,7 @@ matrix (EAGLE: Li et al. 2024, arXiv:2401.15077; EAGLE-3's several taps, arXiv:2
     parallel     rows z_p, mask_1, mask_2, …: row k guesses x_(p+2+k)
     medusa       h_k = s_p + silu(W_k · s_p + b_k) for the tap "norm" (Cai et al. 2024, arXiv:2401.10774), and
                  x_(p+2+k) ~ softmax(Out[token_map] · h_k); there is no block
+    exit         x_(p+1) ~ softmax(Out[token_map] · norm(s_p)) for a tap "layer:i", with the target's norm
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Head:
                     (head_weights(file, f"head.{i}.weight"), head_weights(file, f"head.{i}.bias"))
                     for i in range(card.steps)
                 ]
-            else:
+            if card.has_block:
                 self._fc = head_weights(file, "head.fc.weight")
                 self._embed_scale = head_weights(file, "head.embed_scale")
             if self.kind == "parallel":
@@ -238,7 +239,7 @@ def _disagreement(head: Head) -> float:
     """The worst mean KL divergence [nats] between rows in one pass and the same rows in passes of 1 to 6."""
     rng, n = np.random.default_rng(0), 24
     rows = rng.standard_normal((n, head.card.n_embd)).astype(np.float32)
-    if head.kind != "medusa":
+    if head.card.has_block:
         tokens = head.token_map[:n].tolist()
         rows[: len(tokens)] = head.embed(tokens) + head.fuse(np.tile(rows[: len(tokens)], len(head.taps)))
     with head.new_context(n) as context:

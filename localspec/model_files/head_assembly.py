@@ -95,7 +95,7 @@ def assembling(head: Path, target: Path, fingerprint: str, output_type: str = "Q
 def _writing(place: Path, head: GGUFFile, card: HeadCard, target: GGUFFile, output_type: str) -> Steps[None]:
     rows = "output.weight" if "output.weight" in target.tensors else "token_embd.weight"
     output = new_tensor("token_embd.weight", (card.n_out, card.n_embd), _engine_type(output_type, card.n_embd))
-    block = list(_idle_block(card) if card.kind == "medusa" else _block(head, output_type))
+    block = list(_block(head, output_type) if card.has_block else _idle_block(card))
     with write_atomically(place) as file:
         writer = GGUFOutput(file, _metadata(card), [output, *block])
         step = max(1, _PIECE // card.n_embd)
@@ -110,8 +110,8 @@ def _writing(place: Path, head: GGUFFile, card: HeadCard, target: GGUFFile, outp
 
 
 def _metadata(card: HeadCard) -> dict[str, object]:
-    idle = card.kind == "medusa"
-    n_head, n_head_kv, d_head, d_ff = (1, 1, 32, 32) if idle else (card.n_head, card.n_head_kv, card.d_head, card.d_ff)
+    own = card.n_head, card.n_head_kv, card.d_head, card.d_ff
+    n_head, n_head_kv, d_head, d_ff = own if card.has_block else (1, 1, 32, 32)
     sizes = {
         "block_count": 1,
         "context_length": _N_CTX,
@@ -150,9 +150,9 @@ def _block(head: GGUFFile, output_type: str) -> Iterator[TensorInfo]:
 
 
 def _idle_block(card: HeadCard) -> Iterator[TensorInfo]:
-    """A block that adds nothing to its rows: what a medusa head puts out goes straight to the output matrix.
+    """A block that adds nothing to its rows: they go straight to the last norm and the output matrix.
 
-    But for the norm, which divides each row by its root mean square; see ``backends.heads``.
+    What a medusa head puts out should not be normed; see ``backends.heads``. An exit's norm is the target's.
     """
     n, narrow = card.n_embd, 32
     for part in ("attn_norm", "ffn_norm"):

@@ -26,10 +26,11 @@ VERSION = 1
 ENGINE_FILE = "localspec.head.engine_file"
 """Metadata key of a file that ``head_assembly`` made of a head, for engines; its value is the kind of head."""
 
-Kind = Literal["chained", "parallel", "medusa"]
+Kind = Literal["chained", "parallel", "medusa", "exit"]
 """``chained``: one layer that feeds on its own states (EAGLE: Li et al. 2024, arXiv:2401.15077). ``parallel``: the
 same layer, with learned rows in the place of what it does not know yet (P-EAGLE). ``medusa``: one small matrix for
-each position ahead (Cai et al. 2024, arXiv:2401.10774)."""
+each position ahead (Cai et al. 2024, arXiv:2401.10774). ``exit``: nothing trained, the target's own last norm for a
+state that leaves it after some layer (LayerSkip: Elhoushi et al. 2024, arXiv:2404.16710)."""
 
 _TAP = re.compile(r"norm|layer:(0|[1-9]\d{0,3})")
 _MAX_STEPS, _MAX_TAPS, _MAX_POINTS, _MAX_CATEGORIES = 64, 16, 4096, 256
@@ -167,7 +168,7 @@ class HeadCard:
             ``token_map[i]``.
         steps: how many tokens ahead it was trained to guess. A parallel head has a learned row for each but the first.
         target: the model it was trained for.
-        n_head, n_head_kv, d_head, d_ff: sizes of the block; 0 in a medusa head, which has none.
+        n_head, n_head_kv, d_head, d_ff: sizes of the block; 0 where there is none.
         rope_base: of the block's rotary embedding, which turns neighbouring channels as llama's does.
         norm_eps: epsilon of the norms.
         training: how it was made.
@@ -203,12 +204,19 @@ class HeadCard:
         """Tokens that it can guess."""
         return len(self.token_map)
 
+    @property
+    def has_block(self) -> bool:
+        """Whether it has a layer of its own, which remembers its rows."""
+        return self.kind in ("chained", "parallel")
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The tensors that it must have: name -> (rows, columns), or the length of a vector."""
         n, n_q, n_kv = self.n_embd, self.n_head * self.d_head, self.n_head_kv * self.d_head
         if self.kind == "medusa":
             matrices = {f"head.{i}.weight": (n, n) for i in range(self.steps)}
             return matrices | {f"head.{i}.bias": (n,) for i in range(self.steps)}
+        if self.kind == "exit":
+            return {"output_norm.weight": (n,)}
         masks = {"head.mask.weight": (self.steps - 1, n)} if self.kind == "parallel" else {}
         return masks | {
             "head.fc.weight": (n, len(self.taps) * n),
@@ -227,7 +235,7 @@ class HeadCard:
 
     def optional_shapes(self) -> dict[str, tuple[int, ...]]:
         """The tensors that it may have besides."""
-        if self.kind == "medusa":
+        if not self.has_block:
             return {}
         n_q, n_kv = self.n_head * self.d_head, self.n_head_kv * self.d_head
         return {f"blk.0.attn_{part}.bias": (n,) for part, n in (("q", n_q), ("k", n_kv), ("v", n_kv))}
@@ -308,6 +316,9 @@ class HeadCard:
         if self.kind == "medusa":
             if self.taps != ("norm",) or any(sizes):
                 yield "a medusa head reads norm and has no block"
+        elif self.kind == "exit":
+            if self.taps in (("norm",), (f"layer:{target.n_layers - 1}",)) or len(self.taps) > 1 or any(sizes):
+                yield "an exit reads the state after one layer before the last, and has no block"
         elif min(sizes) <= 0 or self.n_head % self.n_head_kv or self.d_head % 2:
             yield f"its block has {sizes[0]} heads, {sizes[1]} of keys, of {sizes[2]} channels, and {sizes[3]} between"
         if not (0 < self.rope_base < math.inf and 0 < self.norm_eps < 1):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from localspec.backends.base import Context
+from localspec.backends.forward import NORM, layer_name
 from localspec.errors import EngineError, PromptTooLong, UsageError
 from localspec.sampling.logprobs import token_logprobs
 from localspec.sampling.sampling import Noise, NotNumbers, SamplingParams
@@ -37,6 +38,9 @@ class SpeculativeDecoder:
         drafters: in the order they are asked.
         controller: decides how far to draft.
         lost: takes a drafter that failed, and why; the answer goes on without it.
+
+    Raises:
+        UsageError: the target's context does not return the hidden states that a drafter reads.
     """
 
     def __init__(
@@ -48,6 +52,11 @@ class SpeculativeDecoder:
     ) -> None:
         self.target = target
         self.drafters = DrafterGroup(drafters, self._without)
+        if missing := self.drafters.taps.difference(target.hidden):
+            raise UsageError(
+                f"the target's context was not made to return {sorted(missing)[0]!r}, which a drafter reads"
+            )
+        self.drafters.attach(target)
         self.controller = controller
         self._lost = lost
 
@@ -72,12 +81,16 @@ class SpeculativeDecoder:
                 f"the prompt has {len(prompt)} tokens and the context holds {self.target.n_ctx}, "
                 "answer included; shorten it or raise --ctx"
             )
-        reused = self.target.reuse(prompt[:-1])
-        for start in range(reused, len(prompt) - 1, PREFILL_CHUNK):
+        n_read = len(prompt) - 1
+        reused = self.target.reuse(prompt[:n_read])
+        # These states come with logits only: of the prompt's last token there is one for the first draft to go on from.
+        has_late_tap = not self.drafters.taps.isdisjoint((NORM, layer_name(self.target.model.n_layers - 1)))
+        for start in range(reused, n_read, PREFILL_CHUNK):
             if cancelled():
                 break
-            chunk = prompt[start : min(start + PREFILL_CHUNK, len(prompt) - 1)]
-            self.drafters.process(chunk, self.target.decode(chunk, "none"))
+            chunk = prompt[start : min(start + PREFILL_CHUNK, n_read)]
+            is_last = start + len(chunk) == n_read
+            self.drafters.process(chunk, self.target.decode(chunk, "last" if has_late_tap and is_last else "none"))
         return reused
 
     def rounds(

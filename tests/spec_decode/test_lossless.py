@@ -105,15 +105,20 @@ class World:
         self.small = reference.load(pair_files.draft)  # type: ignore[attr-defined]
         self.plain_context = self.target.new_context(N_CTX)
         self.random = RandomDrafter(rng, self.target.n_vocab)
-        self.groups = [
+        groups = self.groups()
+        taps = {tap for group in groups for drafter in group for tap in drafter.taps}
+        context = self.target.new_context(N_CTX, hidden=sorted(taps))
+        self.decoders = [SpeculativeDecoder(context, group, RandomController(rng)) for group in groups]
+        self.prompt = [5, 6, 7]
+
+    def groups(self) -> list[list[Drafter]]:
+        """The drafters of each decoder."""
+        return [
             [self.random],
             [DraftModelDrafter(self.small.new_context(N_CTX))],
             [NgramDrafter(), DraftModelDrafter(self.small.new_context(N_CTX))],
             [DraftModelDrafter(self.small.new_context(N_CTX // 4)), self.random, NgramDrafter(min_match=2)],
         ]
-        context = self.target.new_context(N_CTX)
-        self.decoders = [SpeculativeDecoder(context, group, RandomController(rng)) for group in self.groups]
-        self.prompt = [5, 6, 7]
 
     def next_prompt(self) -> list[int]:
         """Goes on from, edits, repeats or replaces the one before."""

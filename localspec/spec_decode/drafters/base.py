@@ -165,6 +165,9 @@ class Drafter(ABC):
     def expect(self, text: Sequence[int]) -> None:  # noqa: B027 - optional hook
         """The answers to come are likely to repeat this text, from its beginning; [] ends that. Before ``begin``."""
 
+    def attach(self, target: Context) -> None:  # noqa: B027 - optional hook
+        """From now on it drafts for this context."""
+
     def begin(self, tokens: Sequence[int]) -> None:  # noqa: B027 - optional hook
         """A new request starts; ``tokens`` is its whole prompt. Keep what earlier requests share with it."""
 
@@ -184,6 +187,23 @@ class Drafter(ABC):
 
     def drafted(self) -> None:  # noqa: B027 - optional hook
         """The draft of this round is complete: a drafter that decoded in the target's context leaves it as it was."""
+
+    def _proposed(self, confidence: float, position: int, plan: Plan, proposer: Proposer) -> list[DraftToken]:
+        """The draft token for the row that ``proposer`` was last asked for its confidence in, if the plan wants it.
+
+        Args:
+            confidence: the answer.
+            position: where in the text the token stands.
+        """
+        if not confidence:
+            return []
+        sampled = proposer.has_fresh_noise and plan.samples(self.source, confidence)
+        expected = plan.keep(self.source, confidence, sampled=sampled)
+        if expected is None:
+            return []
+        token, dist = proposer.choose(position, sampled=sampled)
+        prob = confidence if dist is None else dist.prob(token)
+        return [DraftToken(token, self.source, prob, dist, expected)]
 
     def accept(self, emitted: Sequence[int]) -> None:  # noqa: B027 - optional hook
         """The round is over: these tokens were settled."""

@@ -67,15 +67,7 @@ class DraftModelDrafter(Drafter):
         row = self._read(tokens, known, n_counterfactual if len(tokens) - known > 2 else 0, plan, proposer)
         confidence = proposer.confidence(row, tokens)
         plan.spent(self.source, len(tokens) - known, (time.perf_counter() - started) * 1e3)
-        if not confidence:
-            return []
-        sampled = proposer.has_fresh_noise and plan.samples(self.source, confidence)
-        expected = plan.keep(self.source, confidence, sampled=sampled)
-        if expected is None:
-            return []
-        token, dist = proposer.choose(position, sampled=sampled)
-        prob = confidence if dist is None else dist.prob(token)
-        return [DraftToken(token, self.source, prob, dist, expected)]
+        return self._proposed(confidence, position, plan, proposer)
 
     def _what_to_read(self, tokens: Sequence[int], plan: Plan) -> tuple[Sequence[int], int | None]:
         """The text as this model sees it, and how much of that it knows; None if the rest is not worth reading."""

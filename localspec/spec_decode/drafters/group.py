@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from localspec.backends.base import Forward
+from localspec.backends.base import Context, Forward
 from localspec.errors import EngineError
 from localspec.spec_decode.drafters.base import Drafter, DrafterFailed, Plan, Proposer
 from localspec.spec_decode.rounds import Draft, DraftToken
@@ -26,6 +26,15 @@ class DrafterGroup:
     ) -> None:
         self.drafters = list(drafters)
         self._lost = lost
+
+    @property
+    def taps(self) -> set[str]:
+        """The hidden states of the target that they want."""
+        return {tap for drafter in self.drafters for tap in drafter.taps}
+
+    def attach(self, target: Context) -> None:
+        for drafter in self.drafters:
+            drafter.attach(target)
 
     def begin(self, tokens: Sequence[int]) -> None:
         for drafter in self.drafters:
@@ -71,6 +80,7 @@ class DrafterGroup:
             return drafter.draft(tokens, plan, proposer)
         except DrafterFailed as error:
             drafter.failed = True
+            drafter.drafted()
             self.drafters.remove(drafter)
             self._lost(drafter, str(error))
             return []

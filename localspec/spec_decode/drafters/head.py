@@ -1,0 +1,203 @@
+"""Heads: one layer that goes on from the target's own hidden states, and so needs no reading of the prompt.
+
+What such a head reads are rows (see ``backends.heads``): row p is made of the target's state after the token at
+position p and of the token after that, and leads to a guess for position p + 2. A row is *true* when the target has
+computed that state; the rows of a draft's own tokens are not, and leave the head's memory before the next true ones.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from localspec.backends.base import FEW_ROWS, Context, FloatArray, Forward, shared_prefix
+from localspec.backends.heads import STATE, Head
+from localspec.errors import EngineError
+from localspec.sampling.sampling import Row
+from localspec.spec_decode.drafters.base import Drafter, DrafterFailed, Plan, Proposer
+from localspec.spec_decode.drafters.states import StateWindow
+from localspec.spec_decode.rounds import DraftToken
+
+MAX_STATES = 64
+"""States that wait to be read, the last ones of a long prompt or of a stretch decoded plainly; where more were missed,
+the head's memory begins anew with these. Set by hand."""
+
+
+class HeadDrafter(Drafter):
+    """What all heads have in common: the target's states after settled tokens, and a memory of the rows made of them.
+
+    States come with every pass of the target. Those of a verification count once it is known what was settled; those of
+    rejected draft tokens are dropped. Where states are missing (a prompt longer than ``MAX_STATES``, a conversation
+    that was put aside or came from a file), the memory begins anew: nothing has to be read for a head.
+
+    Args:
+        head: the head.
+        context: of the head, ``Head.new_context``.
+    """
+
+    source = "head"
+    context: Context
+
+    def __init__(self, head: Head, context: Context) -> None:
+        self.head = head
+        self.context = context
+        self.taps = head.taps
+        self._ids = head.token_map.astype(np.int64)
+        self._text: list[int] = []  # all that is settled
+        self._states = StateWindow(min(MAX_STATES, context.n_ctx // 2))
+        # Passes not yet placed in the text; a verification may be one token longer than MAX_STATES.
+        self._seen: deque[tuple[int, FloatArray]] = deque(maxlen=2 * MAX_STATES)
+        self._first = self._n_true = 0  # the memory holds true rows for positions from _first on
+
+    def clone(self, context: Context | None) -> Drafter:
+        return type(self)(self.head, context or self.context)
+
+    def process(self, tokens: Sequence[int], forward: Forward) -> None:
+        states = [forward.hidden[tap] for tap in self.taps]
+        n = min(map(len, states))  # a last layer's state comes with logits only
+        if n < len(tokens):
+            self._seen.clear()
+        rows = np.concatenate([state[len(state) - n :] for state in states], axis=1)  # [n, n_taps * n_embd]
+        self._seen.extend(zip(tokens[len(tokens) - n :], rows, strict=True))
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        shared = shared_prefix(self._text, tokens)
+        self._text = list(tokens)
+        self._states.cut(shared)
+        self._n_true = max(0, min(self._n_true, shared - 1 - self._first))  # the last row has a token after it
+        first = len(tokens) - 1 - len(self._seen)
+        if first >= 0 and [token for token, _ in self._seen] == self._text[first:-1]:  # else a prefill was broken off
+            self._states.put(first, (state for _, state in self._seen))
+        self._seen.clear()
+        self._begin_round()
+
+    def accept(self, emitted: Sequence[int]) -> None:
+        self._states.put(len(self._text) - 1, [state for _, state in self._seen][: len(emitted)])
+        self._seen.clear()
+        self._text += emitted
+        self._begin_round()
+
+    @abstractmethod
+    def _begin_round(self) -> None:
+        """Tokens were settled."""
+
+    def _unread(self) -> range | None:
+        """The positions of the true rows to read next, the last one always among them; None if its state is missing."""
+        end = len(self._text) - 1
+        if self._states.end < end or self._states.start == end:
+            return None
+        held = self._first + self._n_true
+        # Clones take turns in one context; the rows' names tell whose they are.
+        is_mine = self.context.tokens[: self._n_true] == self._text[self._first + 1 : held + 1]
+        first = min(held, end - 1)
+        fits = end - self._first + self.head.card.steps <= self.context.n_ctx
+        if not (self._n_true and is_mine and fits and first >= self._states.start):
+            first = self._first = self._states.start
+        self._n_true = first - self._first
+        return range(first, end)
+
+    def _true_rows(self, positions: range) -> FloatArray:
+        """The rows at these positions [n, n_embd]."""
+        states = self._states.between(positions.start, positions.stop)
+        return self.head.fuse(states) + self.head.embed(self._text[positions.start + 1 : positions.stop + 1])
+
+    def _read(self, positions: range, logits: Literal["all", "last", "none"] = "last") -> Forward:
+        """Put true rows into the memory, in the place of whatever follows those it has."""
+        names = self._text[positions.start + 1 : positions.stop + 1]
+        self._forget_untrue()
+        forward = self._decode(self._true_rows(positions), names, logits)
+        self._n_true += len(names)
+        return forward
+
+    # The answer does not need a head: where its engine fails, it is done without.
+
+    def _forget_untrue(self) -> None:
+        try:
+            self.context.truncate(self._n_true)
+        except EngineError as error:
+            raise DrafterFailed(f"failed: {error}") from error
+
+    def _decode(self, rows: FloatArray, names: Sequence[int], logits: Literal["all", "last", "none"]) -> Forward:
+        if not np.isfinite(rows).all():
+            raise DrafterFailed("computed states that are not numbers")
+        try:
+            return self.context.decode_floats(rows, names, logits)
+        except EngineError as error:
+            raise DrafterFailed(f"failed: {error}") from error
+
+    def close(self) -> None:
+        self.context.close()
+
+
+class ChainedHead(HeadDrafter):
+    """A head that goes on from its own states, a draft token a step (EAGLE: Li et al. 2024, arXiv:2401.15077).
+
+    It reads the true rows that are new in one pass, and then takes a pass for each token of the draft, other drafters'
+    included. It was trained for a number of such steps, and guesses at random after them (0.09 of its tokens were right
+    there, where 0.32 were at the step before): so it drafts no further.
+    """
+
+    def __init__(self, head: Head, context: Context) -> None:
+        super().__init__(head, context)
+        self._n_prompt = self._judged = 0
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        super().begin(tokens)
+        self._n_prompt = self._judged = len(tokens)
+
+    def _begin_round(self) -> None:
+        self._n_drafted: int | None = None  # draft tokens in the memory; None before the true rows were read
+        self._judged = min(self._judged, len(self._text))
+
+    def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
+        drafted = tokens[len(self._text) :]
+        unread = self._unread() if self._n_drafted is None else range(0)
+        if unread is None or len(drafted) >= self.head.card.steps:
+            return []
+        n_rows = len(unread) + len(drafted) - (self._n_drafted or 0)
+        if not n_rows or not plan.more(self.source, n_rows):
+            return []
+        started, n_pass = time.perf_counter(), len(unread)
+        if self._n_drafted is None:
+            row = self._catch_up(unread, tokens, plan, proposer)
+            self._n_drafted = 0
+        for token in drafted[self._n_drafted :]:
+            if n_pass:
+                plan.spent(self.source, n_pass, (time.perf_counter() - started) * 1e3)
+            started, n_pass = time.perf_counter(), 1
+            row = self._keep(self._decode(self._state + self.head.embed([token]), [token], "last"))
+            self._n_drafted += 1
+        confidence = proposer.confidence(row, tokens, ids=self._ids)
+        plan.spent(self.source, n_pass, (time.perf_counter() - started) * 1e3)
+        self._judged = len(tokens) + 1
+        return self._proposed(confidence, len(tokens), plan, proposer)
+
+    def _catch_up(self, unread: range, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> Row:
+        """Read true rows and return the logits after the last; on the way, score counterfactual draft tokens.
+
+        Scored is what it would have drafted for settled tokens that it was not asked for; as many as take few rows.
+        """
+        n_scored = max(0, min(len(self._text) - max(self._judged, unread.start + 2), FEW_ROWS - 1))
+        if not n_scored:
+            return self._keep(self._read(unread))
+        last = range(unread.stop - 1 - n_scored, unread.stop)
+        if unread.start < last.start:
+            self._read(range(unread.start, last.start), "none")
+        forward = self._read(last, "all")
+        for position, row in zip(last[:-1], forward.logits, strict=False):
+            at = position + 2
+            confidence = proposer.confidence(row, tokens[:at], n_known=len(tokens) - at, ids=self._ids)
+            if confidence:
+                plan.counterfactual(self.source, confidence, proposer.best() == tokens[at])
+        return self._keep(forward)
+
+    def _keep(self, forward: Forward) -> Row:
+        """The last row of logits; the state after it is what the next step goes on from."""
+        self._state = forward.hidden[STATE][-1:]
+        row: Row = forward.logits[-1]
+        return row
