@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from localspec.backends.base import FloatArray, Forward, Model
+from localspec.backends.base import Context, FloatArray, Forward, Model
 from localspec.controllers.fixed import FixedController
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.decoder import PREFILL_CHUNK, SpeculativeDecoder
 from localspec.spec_decode.detokenizer import TextAssembler
-from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
+from localspec.spec_decode.drafters.base import Drafter, DrafterFailed, Plan, Proposer
 from localspec.spec_decode.rounds import DraftToken
 from tests.backends.test_backends import some_tokens
 from tests.conftest import TinyFiles, open_backend
@@ -27,6 +27,8 @@ NOISE = 0.004
 TAPS = ("layer:0", "norm")
 MEMORIES = [
     "reference spm",
+    "ik-llama spm",
+    "llama-cpp spm",
     "mlx recurrent",
     "mlx sliding",
     "llama-cpp hybrid",
@@ -131,4 +133,45 @@ def test_states_are_those_of_the_settled_text(model: Model) -> None:
         assert recorder.n_accepted > 20
         recorder.forget(90)
         answer(decoder, [*prompt[:90], *some_tokens(30, seed=1)], 20)
+        check(recorder, model)
+
+
+class Borrower(Drafter):
+    """Decodes the last token and a wrong one in the target's own first layers; in the third round it fails there."""
+
+    source = "borrower"
+    taps = TAPS
+
+    def __init__(self, target: Context) -> None:
+        self.target = target
+        self.n_past: int | None = None
+        self.n_rounds = 0
+
+    def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
+        if self.n_past is not None:
+            return []
+        self.n_past, self.n_rounds = self.target.n_past, self.n_rounds + 1
+        states = self.target.decode_first_layers([tokens[-1], 7], 1).hidden
+        assert {name: rows.shape for name, rows in states.items()} == {"layer:0": (2, self.target.model.n_embd)}
+        if self.n_rounds == 3:
+            raise DrafterFailed("broke in the middle")
+        return [DraftToken(7, self.source, 0.5)] if plan.keep(self.source, 0.5) else []
+
+    def drafted(self) -> None:
+        assert self.n_past is not None
+        self.target.truncate(self.n_past)
+        self.n_past = None
+
+
+def test_what_was_drafted_in_the_targets_memory_leaves_no_trace(model: Model) -> None:
+    """Nor where the drafter breaks off. Beside it another one gets its states."""
+    if not model.capabilities.first_layers:
+        pytest.skip("it ends no pass early")
+    prompt, lost = some_tokens(60), list[str]()
+    with model.new_context(512, hidden=TAPS) as context:
+        recorder, borrower = Recorder([]), Borrower(context)
+        drafters = [borrower, recorder]
+        decoder = SpeculativeDecoder(context, drafters, FixedController(3), lambda drafter, why: lost.append(why))
+        answer(decoder, prompt, 12)
+        assert lost == ["broke in the middle"]
         check(recorder, model)

@@ -79,6 +79,7 @@ class DrafterGroup:
         try:
             return drafter.draft(tokens, plan, proposer)
         except DrafterFailed as error:
+            drafter.drafted()
             drafter.failed = True
             drafter.drafted()
             self.drafters.remove(drafter)
