@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from localspec.backends.base import FEW_ROWS, Context, Model
-from localspec.backends.trust import CHECK_TEXT, fingerprint
+from localspec.backends.trust import fingerprint
 from localspec.controllers.cost_model import CALIBRATED_PAST, PassTimes
+from localspec.controllers.passes import WHOLE, PassKind
 from localspec.errors import ModelFileError
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.kv_memory import kv_shape
@@ -31,7 +32,7 @@ REPEATS = 3
 """Timed passes per width; up to three times as many where they differ much."""
 
 NOISY = 1.15
-"""Passes whose median is this many times the shortest were disturbed: another program had the CPU. Undisturbed passes
+"""PassKind whose median is this many times the shortest were disturbed: another program had the CPU. Undisturbed passes
 spread by 5 to 10 %."""
 
 ENOUGH_S = 45.0
@@ -48,20 +49,20 @@ _LEAST_CTX = 16
 _FORMAT = 7
 
 
-def calibrating(model: Model, n_ctx: int) -> Steps[PassTimes]:
+def calibrating(model: Model, n_ctx: int, passes: PassKind = WHOLE) -> Steps[PassTimes]:
     """Measure t(w) of a model in contexts made for it, a pass at a time.
 
     Args:
         model: the model.
         n_ctx: the size of the context it will be used with; a smaller one is enough here, and a tiny one is not.
+        passes: which passes.
     """
-    tokens = model.tokenize(CHECK_TEXT, add_special=True) or [0]
     n_ctx = min(max(n_ctx, _LEAST_CTX), CALIBRATED_PAST + WIDE + FEW_ROWS)
-    with model.new_context(n_ctx) as narrow, model.new_context(n_ctx) as wide:
-        return (yield from timing(narrow, wide, tokens))
+    with passes.context(model, n_ctx) as narrow, passes.context(model, n_ctx) as wide:
+        return (yield from timing(narrow, wide, passes.tokens(model), passes))
 
 
-def timing(narrow: Context, wide: Context, tokens: Sequence[int]) -> Steps[PassTimes]:
+def timing(narrow: Context, wide: Context, tokens: Sequence[int], passes: PassKind = WHOLE) -> Steps[PassTimes]:
     """Measure t(w) on contexts of one size, a pass at a time.
 
     Other programs can only make a pass longer, so the shortest third of the repeats counts, which favours no width for
@@ -71,6 +72,7 @@ def timing(narrow: Context, wide: Context, tokens: Sequence[int]) -> Steps[PassT
         narrow: used and left empty.
         wide: the same for what takes more than ``FEW_ROWS`` rows of logits; the two may be one.
         tokens: any ordinary text's token ids; the first part fills the context, the rest is what is timed.
+        passes: which passes.
     """
     n_ctx = narrow.n_ctx
     widths = [w for w in WIDTHS if w + 8 <= n_ctx]
@@ -81,9 +83,9 @@ def timing(narrow: Context, wide: Context, tokens: Sequence[int]) -> Steps[PassT
     for each in {narrow, wide}:
         each.truncate(0)
         for start in range(0, fill, 16):
-            each.decode(tokens[start : min(start + 16, fill)], "none")
+            passes.feed(each, tokens[start : min(start + 16, fill)], "none")
             yield
-        each.decode(tokens[fill : fill + 2])  # the first pass of a kind allocates
+        passes.feed(each, tokens[fill : fill + 2])  # the first pass of a kind allocates
         each.truncate(fill)
     samples: dict[int, list[float]] = {width: [] for width in [*widths, *prefill]}
     seconds = 0.0
@@ -94,7 +96,7 @@ def timing(narrow: Context, wide: Context, tokens: Sequence[int]) -> Steps[PassT
         for width in [*often, *widths, *often, *(prefill if repeat < 2 else [])]:
             yield
             used = wide if width > FEW_ROWS else narrow
-            ms = _timed(used, tokens[fill : fill + width], last_row=width in prefill)
+            ms = _timed(passes, used, tokens[fill : fill + width], last_row=width in prefill)
             used.truncate(fill)
             samples[width].append(ms)
             seconds += ms / 1e3
@@ -103,32 +105,32 @@ def timing(narrow: Context, wide: Context, tokens: Sequence[int]) -> Steps[PassT
     return PassTimes({width: _undisturbed(ms) for width, ms in samples.items()}, noisy=_is_noisy(samples))
 
 
-def calibrating_quickly(model: Model, n_ctx: int) -> Steps[PassTimes]:
+def calibrating_quickly(model: Model, n_ctx: int, passes: PassKind = WHOLE) -> Steps[PassTimes]:
     """A first curve from a few passes, in about a second: to begin with, until ``calibrating`` had its time.
 
     The widths that matter most are timed first, and what there is no time for is read off between or beyond them.
     """
-    tokens = model.tokenize(CHECK_TEXT, add_special=True) or [0]
+    tokens = passes.tokens(model)
     n_ctx = min(n_ctx, WIDE + FEW_ROWS)
     tokens = [tokens[i % len(tokens)] for i in range(n_ctx)]
     samples: dict[int, list[float]] = {}
-    with model.new_context(n_ctx) as context:
-        context.decode(tokens[:2])  # the first pass of a kind allocates
+    with passes.context(model, n_ctx) as context:
+        passes.feed(context, tokens[:2])  # the first pass of a kind allocates
         context.truncate(1)
         began = time.perf_counter()
         for width in [w for w in QUICK_WIDTHS if w < n_ctx]:
             if width not in (1, 2) and time.perf_counter() - began > QUICK_S:
                 break
             yield
-            ms = _timed(context, tokens[1 : 1 + width], last_row=width > FEW_ROWS)
+            ms = _timed(passes, context, tokens[1 : 1 + width], last_row=width > FEW_ROWS)
             samples.setdefault(width, []).append(ms)
             context.truncate(1)
     return PassTimes({width: min(ms) for width, ms in samples.items()}, noisy=True, quick=True)
 
 
-def _timed(context: Context, tokens: Sequence[int], *, last_row: bool) -> float:
+def _timed(passes: PassKind, context: Context, tokens: Sequence[int], *, last_row: bool) -> float:
     started = time.perf_counter()
-    context.decode(tokens, "last" if last_row else "all")
+    passes.feed(context, tokens, "last" if last_row else "all")
     return (time.perf_counter() - started) * 1e3
 
 
@@ -186,7 +188,7 @@ def curves() -> CalibrationCache:
 
 
 def curve_key(model: Model, kv_type: str) -> dict[str, str]:
-    """What the times of a model's passes depend on."""
+    """What the times of a model's passes depend on; of which kind they are follows from the file."""
     return {
         "machine": cpu_name(),
         "engine": model.engine,

@@ -13,13 +13,16 @@ from localspec.controllers.fixed import FixedController
 from localspec.errors import UsageError
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.drafters.free import FREE_DRAFTERS
+from localspec.spec_decode.drafters.names import EARLY_EXIT, HEAD
 from localspec.values import is_whole, listed, shown
 
 DraftLength = int | str
 """``auto``, or a number of tokens."""
 
-WORDS = ("auto", "none", *FREE_DRAFTERS)
+WORDS = ("auto", "none", *FREE_DRAFTERS, HEAD, EARLY_EXIT)
 """What stands for a draft and is no model."""
+
+MAX_LAYERS = 9999
 
 Spec = str | os.PathLike[str]
 """A model: a catalogue name, a path or a hub address."""
@@ -39,13 +42,25 @@ def draft_specs(draft: Spec | Iterable[Spec] | None) -> list[str]:
         return []
     several = listed(draft)
     specs = [checked_spec("draft", each) for each in ([draft] if several is None else several)]
+    for kind in (HEAD, EARLY_EXIT):
+        if len({name for name in specs if name.partition(":")[0] == kind}) > 1:
+            raise UsageError(f"--draft {kind} can be named once")
     if len(specs) > 1 and {"auto", "none"} & set(specs):
         raise UsageError("--draft auto and --draft none stand alone; several drafters are named one by one")
     for name in specs:
+        _check_parts(name)
         close = get_close_matches(name, WORDS, n=1) if name.isalpha() and name not in WORDS else []
         if close:
             raise UsageError(f"no draft {name!r}: did you mean {close[0]}?")
     return [] if specs == ["none"] else list(dict.fromkeys(specs))
+
+
+def _check_parts(name: str) -> None:
+    kind, colon, rest = name.partition(":")
+    if kind == EARLY_EXIT and colon and not (rest.isascii() and rest.isdigit() and 0 < int(rest[:5]) <= MAX_LAYERS):
+        raise UsageError(f"--draft {EARLY_EXIT}:N takes a number of layers in 1..{MAX_LAYERS}, not {shown(rest)}")
+    if kind == HEAD and colon and not rest:
+        raise UsageError(f"--draft {HEAD}:FILE names a head file; {HEAD} alone takes the one for the model")
 
 
 def checked_length(value: Any) -> DraftLength:

@@ -9,10 +9,12 @@ from pathlib import Path
 
 from localspec import backends
 from localspec.backends.base import Context, Model
+from localspec.backends.heads import Head, load_head
 from localspec.backends.repack import lightening, lighter_copy
 from localspec.backends.trust import fingerprint, verdict_key, verdicts
 from localspec.controllers.calibration import calibrating, calibrating_quickly, curve_key, curves, growth
 from localspec.controllers.cost_model import PassTimes
+from localspec.controllers.passes import WHOLE, PassKind
 from localspec.errors import Cancelled, LocalspecError, VocabularyMismatch
 from localspec.runtime import draft_choice
 from localspec.runtime.engine_choice import ordered
@@ -69,7 +71,7 @@ class Loader:
                 raise cancel[0] from None
             raise
 
-    def times(self, model: Model, n_ctx: int, report: Report) -> PassTimes:
+    def times(self, model: Model, n_ctx: int, report: Report, passes: PassKind = WHOLE) -> PassTimes:
         """The cost model of a model's passes: as measured at an earlier load, or measured now.
 
         Where there will be idle time a first, rough one is enough.
@@ -82,7 +84,7 @@ class Loader:
                 None,
             )
             measuring = calibrating_quickly if idle else calibrating
-            times = exhaust(measuring(model, n_ctx), tick=lambda: report("measuring", None))
+            times = exhaust(measuring(model, n_ctx, passes), tick=lambda: report("measuring", None))
             curves().put(key, times)
         times.growth = growth(model, self.options.kv_cache_type)
         return times
@@ -119,6 +121,24 @@ class Loader:
             return published
         close_both(*published)
         return lighter
+
+    def load_head(self, path: Path, target: Model, report: Report) -> Head:
+        """Load a head on the engine of draft models, or else of its target.
+
+        Raises:
+            UsageError: it is for another model.
+            ModelFileError, EngineError: as when loading a model.
+        """
+        wanted = self.options.draft_backend
+        return load_head(
+            path,
+            target.path,
+            target.backend if wanted in (None, "auto") else wanted,
+            n_threads=self.options.n_threads,
+            n_gpu_layers=self.options.n_gpu_layers,
+            say=lambda line: report(line, None),
+            warn=self.warnings.append,
+        )
 
     def _is_known_wrong(self, path: Path) -> bool:
         """Whether an engine was found to compute a draft wrongly: then one, or a copy, that is right is looked for."""

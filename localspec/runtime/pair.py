@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from localspec.backends.base import FEW_ROWS, Context, FloatArray, Model
-from localspec.backends.trust import fingerprint
+from localspec.backends.base import FEW_ROWS, Context, FloatArray
+from localspec.controllers.acceptance import SourceAcceptance
 from localspec.controllers.acceptance_store import AcceptanceStore
 from localspec.controllers.auto_controller import MAX_DRAFT, AutoController
 from localspec.controllers.calibration import curve_key, curves
 from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.fixed import FixedController
-from localspec.errors import Cancelled, EngineMismatch, UsageError, VocabularyMismatch
-from localspec.model_files.catalog import Catalog
+from localspec.errors import Cancelled, EngineMismatch, UsageError
 from localspec.runtime.arguments import DraftLength
+from localspec.runtime.drafts import DraftMaker
 from localspec.runtime.load_options import LoadOptions
 from localspec.runtime.model_loading import Loader, Report
 from localspec.runtime.prefix_cache import PrefixCache
@@ -28,14 +28,10 @@ from localspec.spec_decode.controller import Controller
 from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.drafters.base import Drafter
-from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
-from localspec.spec_decode.drafters.free import FREE_DRAFTERS
 from localspec.spec_decode.drafters.grammar import GrammarDrafter
-from localspec.spec_decode.drafters.names import NGRAM, is_same_file, names_of_files
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.rounds import Round
 from localspec.system.heap import trim_heap
-from localspec.system.home import home
 
 log = logging.getLogger("localspec")
 
@@ -117,7 +113,7 @@ class Pair:
 
     @property
     def contexts(self) -> list[Context]:
-        """The target's, then the draft models'."""
+        """The target's, then those of draft models and heads."""
         return self.state.contexts
 
     @property
@@ -144,60 +140,23 @@ class Pair:
             VocabularyMismatch: a draft model numbers its tokens differently.
             UnknownModel, ModelFileError, EngineError: as when loading a model.
         """
-        automatic = names == ["auto"]
-        if automatic:
-            found = Catalog.load().draft_for(self.target.path)
-            names = [NGRAM, *([str(found)] if found else [])]
         self.preparation.drop("draft curve", "draft check", "draft copy")
         before = self.state
-        loaded: list[tuple[Path, Model, Context, PassTimes]] = []
         with ExitStack() as undo:
-            for name in names:
-                if name in FREE_DRAFTERS:
-                    continue
-                try:
-                    path = Catalog.load().resolve(name)
-                    if any(is_same_file(path, other) for other, *_ in loaded):
-                        continue
-                    known = next((each for each in before.models if is_same_file(each.path, path)), None)
-                    if known is not None and known is not renew:
-                        loaded.append((path, known.model, known.context, known.times))
-                        continue
-                    model, context = self.loader.load_draft(path, before, report)
-                except VocabularyMismatch as error:
-                    if not automatic:
-                        raise
-                    self.warnings.append(f"{error}; drafting with n-grams only")
-                    continue
-                undo.callback(model.close)
-                undo.callback(context.close)
-                loaded.append((path, model, context, self.loader.times(model, context.n_ctx, report)))
-            free = [FREE_DRAFTERS[name]() for name in names if name in FREE_DRAFTERS]
-            called = names_of_files([path for path, *_ in loaded], [drafter.source for drafter in free])
-            models = []
-            for i, (name, (path, model, context, times)) in enumerate(zip(called, loaded, strict=True), 1):
-                source = "model" if i == 1 else f"model{i}"
-                models.append(DraftModel(name, path, model, context, times, DraftModelDrafter(context, source)))
-            before.acceptance.save()
-            acceptance = self._acceptance_of(free, models)
+            after = DraftMaker(self.loader, before, report, undo, renew).state(names)
             undo.pop_all()
-        kept = [draft.context for draft in models]
         for draft in before.models:
-            if draft.context not in kept:
+            if draft.context not in after.contexts:
                 self._close_draft(draft)
+        if before.context is not after.context:
+            self.prefix_cache.move(before.context, after.context)
+            before.context.close()
         for drafter in before.free:
             drafter.close()
-        self.use(DecodingState(before.context, before.times, free, models, acceptance))
+        self.use(after)
         if self.options.idle:
-            for draft in models:
+            for draft in after.models:
                 prepare_draft(self, draft)
-
-    def _acceptance_of(self, free: Sequence[Drafter], models: Sequence[DraftModel]) -> AcceptanceStore:
-        """What earlier runs learned of these drafters for this target."""
-        files, names = [fingerprint(draft.path) for draft in models], [draft.name for draft in models]
-        drafters = " ".join([*files, *(drafter.source for drafter in free), *names])
-        key = {"target": fingerprint(self.target.path), "drafters": drafters}
-        return AcceptanceStore(home() / "acceptance" if self.options.remember else None, key)
 
     def reload_drafts(self, report: Report, *, drop: DraftModel | None = None, renew: DraftModel | None = None) -> None:
         """Load the drafters anew that are in use, but for a draft model that is dropped.
@@ -207,17 +166,19 @@ class Pair:
             drop: drafts no more.
             renew: is read again from its file, as it is known now which copy of it drafts faster.
         """
-        paths = [str(draft.path) for draft in self.state.models if draft is not drop]
-        self.set_draft([*(drafter.source for drafter in self.state.free), *paths], report, renew=renew)
+        specs = [draft.spec for draft in self.state.models if draft is not drop]
+        self.set_draft([*(drafter.source for drafter in self.state.free), *specs], report, renew=renew)
 
     def recalibrate(self, report: Report) -> None:
         """Measure the passes of target and draft models anew; what is broken off is measured at the next load."""
         state = self.state
-        for context in state.contexts:
-            curves().drop(curve_key(context.model, self.options.kv_cache_type))
-        state.times = self.loader.times(self.target, state.context.n_ctx, report)
+        n_ctx, kv_type = state.context.n_ctx, self.options.kv_cache_type
+        curves().drop(curve_key(self.target, kv_type))
         for draft in state.models:
-            draft.times = self.loader.times(draft.model, draft.context.n_ctx, report)
+            curves().drop(curve_key(draft.model, kv_type))
+        state.times = self.loader.times(self.target, n_ctx, report)
+        for draft in state.models:
+            draft.times = self.loader.times(draft.model, n_ctx, report, draft.passes)
 
     def _lost(self, drafter: Drafter, why: str) -> None:
         # The draft's file by its path: its name alone can be that of another, and of a lighter copy it says little.
@@ -250,14 +211,20 @@ class Pair:
             return FixedController(0 if draft_length == "auto" else int(draft_length), self.times, drafters)
         params = params or SamplingParams()
         times = {draft.source: draft.times for draft in state.models}
-        models = [drafter.source for drafter in drafters if drafter.runs_model]
+
+        def table(drafter: Drafter, *, sampled: bool = False) -> SourceAcceptance:
+            is_copy = not drafter.runs_model
+            return state.acceptance.source(
+                params, drafter.source, copies=is_copy, sampled=sampled, reads_target=drafter.reads_target
+            )
+
         # What longer copies gain where text repeats itself is less than they would cost all text after it.
         longest = FEW_ROWS - 1 if self.target.capabilities.keeps_rows else MAX_DRAFT
         return AutoController(
             self.times,
-            {source: times[source] for source in models},
-            {d.source: state.acceptance.source(params, d.source, copies=not d.runs_model) for d in drafters},
-            {source: state.acceptance.source(params, source, copies=False, sampled=True) for source in models},
+            {drafter.source: times[drafter.source] for drafter in drafters if drafter.runs_model},
+            {drafter.source: table(drafter) for drafter in drafters},
+            {drafter.source: table(drafter, sampled=True) for drafter in drafters if drafter.runs_model},
             longest,
             state.acceptance.budget,
             predicted=predicted,
@@ -319,7 +286,7 @@ class Pair:
         self, conversation: Sequence[int], drafters: Sequence[Drafter], cancelled: Callable[[], bool]
     ) -> Iterator[None]:
         """Within the block target and drafters hold one conversation, and long passes can be broken off."""
-        drafts = [drafter.context for drafter in drafters if drafter.context is not None]
+        drafts = [drafter.context for drafter in drafters if drafter.context is not None and drafter.reads_text]
         contexts = [self.context, *drafts]
         with self.prefix_cache.conversation(self.context, drafts, conversation):
             for context in contexts:
@@ -371,7 +338,7 @@ class Pair:
 
     def useful_drafts(self) -> list[Context]:
         """Contexts of the draft models that the next answer may use, going by the last one's controller."""
-        models = self.state.models
+        models = [each for each in self.state.models if each.drafter.reads_text]
         return [each.context for each in models if self._last is None or self._last[1].may_use(each.source)]
 
     def close(self) -> None:
@@ -393,5 +360,4 @@ class Pair:
     def _close_draft(self, draft: DraftModel) -> None:
         self.loader.forget_if_wrong(draft.model, draft.times)
         self.prefix_cache.forget(draft.context)
-        draft.context.close()
-        draft.model.close()
+        draft.close()

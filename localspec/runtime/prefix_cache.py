@@ -183,6 +183,13 @@ class PrefixCache:
         """The conversation that a context stands for; a draft model may hold an abridged reading of it."""
         return self._drafted.get(context) or context.tokens
 
+    def move(self, context: Context, other: Context) -> None:
+        """What belongs to a context belongs to another from now on that takes its place."""
+        if context in self._drafted:
+            self._drafted[other] = self._drafted.pop(context)
+        for entry in self._of(context):
+            entry.context = other
+
     def forget(self, context: Context) -> None:
         """Drop what belongs to a context that is going to be closed."""
         self._drafted.pop(context, None)

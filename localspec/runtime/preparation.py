@@ -16,6 +16,7 @@ from localspec.backends.second_opinion import SecondOpinion
 from localspec.backends.trust import checking, fingerprint, verdict_key, verdicts
 from localspec.controllers.calibration import calibrating, curve_key, curves
 from localspec.controllers.cost_model import PassTimes
+from localspec.controllers.passes import WHOLE, PassKind
 from localspec.errors import Cancelled, LocalspecError
 from localspec.runtime.engine_choice import ENGINES, engines_measuring, measured
 from localspec.runtime.idle import Stopped
@@ -97,11 +98,11 @@ class Preparation:
             item.steps.close()  # within its own steps, as when a draft is replaced, it ends by itself
 
 
-def prepare_times(pair: Pair, kind: str, context: Context, times: PassTimes) -> None:
+def prepare_times(pair: Pair, kind: str, context: Context, times: PassTimes, passes: PassKind = WHOLE) -> None:
     """Queue the measurement of a cost model of which there is only a rough one; it is used from then on."""
 
     def measuring(stopped: Stopped) -> Steps[None]:
-        measured = yield from calibrating(context.model, context.n_ctx)
+        measured = yield from calibrating(context.model, context.n_ctx, passes)
         curves().put(curve_key(context.model, pair.options.kv_cache_type), measured)
         times.replace(measured)
 
@@ -127,8 +128,10 @@ def checking_draft(pair: Pair, draft: DraftModel) -> Steps[None]:
 
 
 def prepare_draft(pair: Pair, draft: DraftModel) -> None:
-    """Queue what is to be found out about a draft model in use."""
-    prepare_times(pair, "draft curve", draft.context, draft.times)
+    """Queue what is to be found out about a draft model in use; a head was checked when it was loaded."""
+    prepare_times(pair, "draft curve", draft.context, draft.times, draft.passes)
+    if not draft.drafter.reads_text:
+        return
     pair.preparation.add("draft check", lambda stopped: checking_draft(pair, draft))
     if pair.loader.may_be_lighter(draft.path, draft.model, pair.state):
 

@@ -52,7 +52,7 @@ def described(maker: Mapping[str, str]) -> str:
 def save_contexts(pair: Pair, tokens: Sequence[int]) -> list[SavedContext]:
     """What target and draft models hold of a conversation; less, or nothing, where that was dropped."""
     memories = []
-    for context in pair.contexts:
+    for context in pair.state.text_contexts:
         found = pair.prefix_cache.export(context, tokens)
         if found is not None:
             memories.append(SavedContext(maker_of(context.model), *found))
@@ -65,7 +65,7 @@ def restore_contexts(pair: Pair, memories: Sequence[SavedContext]) -> str | None
     Returns:
         None if the target does; else one line that says why not. A draft model that cannot reads again, silently.
     """
-    reasons = [_give(pair, context, memories) for context in pair.contexts]
+    reasons = [_give(pair, context, memories) for context in pair.state.text_contexts]
     return reasons[0]
 
 

@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localspec.backends.base import Context, Model
 from localspec.controllers.acceptance_store import AcceptanceStore
 from localspec.controllers.cost_model import PassTimes
+from localspec.controllers.passes import PassKind
 from localspec.spec_decode.drafters.base import Drafter
 
 
 @dataclass(eq=False, slots=True)
 class DraftModel:
-    """A loaded draft model.
+    """A loaded draft model or head: what drafts by passes that take time.
 
     Attributes:
         name: what people call it.
+        spec: what ``--draft`` calls it.
         path: its file, as it was asked for; ``model.path`` is another where a lighter copy of it drafts.
         model: its weights.
         context: what it reads and drafts in.
         times: the cost model of its passes.
         drafter: what drafts with it.
+        passes: which passes ``times`` is of.
+        free_weights: frees what it holds besides the context.
     """
 
     name: str
+    spec: str
     path: Path
     model: Model
     context: Context
     times: PassTimes
     drafter: Drafter
+    passes: PassKind
+    free_weights: Callable[[], None]
 
     @property
     def source(self) -> str:
@@ -40,7 +47,12 @@ class DraftModel:
 
     def clone(self, context: Context) -> DraftModel:
         """The same weights with a copy of what was learned, in a context that may be another."""
-        return DraftModel(self.name, self.path, self.model, context, deepcopy(self.times), self.drafter.clone(context))
+        return replace(self, context=context, times=deepcopy(self.times), drafter=self.drafter.clone(context))
+
+    def close(self) -> None:
+        """Free everything; safe to call twice."""
+        self.context.close()
+        self.free_weights()
 
 
 @dataclass(eq=False, slots=True)
@@ -60,7 +72,7 @@ class DecodingState:
         context: the target's.
         times: the cost model of the target's passes.
         free: drafters that cost nothing; they are asked first.
-        models: draft models, in the order in which they are asked.
+        models: draft models and heads.
         acceptance: how often draft tokens were accepted, and the time that drafting may cost.
     """
 
@@ -77,12 +89,17 @@ class DecodingState:
 
     @property
     def contexts(self) -> list[Context]:
-        """The target's, then the draft models'."""
+        """The target's, then those of draft models and heads."""
         return [self.context, *(draft.context for draft in self.models)]
 
     @property
+    def text_contexts(self) -> list[Context]:
+        """Of these, those that hold a text, which can be put aside and brought back: the target's, draft models'."""
+        return [self.context, *(draft.context for draft in self.models if draft.drafter.reads_text)]
+
+    @property
     def drafters(self) -> list[Drafter]:
-        """All drafters, in the order in which they are asked."""
+        """All drafters, in the order in which they were loaded."""
         return [*self.free, *(draft.drafter for draft in self.models)]
 
     @property
@@ -97,28 +114,31 @@ class DecodingState:
 
         Args:
             sources: which drafters take part; None is all.
-            own_contexts: whether both may be within an answer at once. Else they take turns in the same contexts.
+            own_contexts: whether both may be within an answer at once; the target's context then returns no hidden
+                states but those that the drafters taking part want. Else they take turns in the same contexts.
 
         Raises:
             EngineError: there is no memory for more contexts.
         """
+        free = [each.clone(None) for each in self.free if sources is None or each.source in sources]
+        chosen = [each for each in self.models if sources is None or each.source in sources]
         made: list[Context] = []
 
-        def context_like(context: Context) -> Context:
+        def context_like(context: Context, hidden: Sequence[str]) -> Context:
             if own_contexts:
-                made.append(context.model.new_context(context.n_ctx))
+                made.append(context.model.new_context(context.n_ctx, hidden=hidden))
             return made[-1] if own_contexts else context
 
         try:
-            context = context_like(self.context)
-            models = [
-                each.clone(context_like(each.context))
-                for each in self.models
-                if sources is None or each.source in sources
-            ]
+            context = context_like(self.context, taps_of([*free, *(each.drafter for each in chosen)]))
+            models = [each.clone(context_like(each.context, each.context.hidden)) for each in chosen]
         except BaseException:
             for each in made:
                 each.close()
             raise
-        free = [each.clone(None) for each in self.free if sources is None or each.source in sources]
         return DecodingState(context, deepcopy(self.times), free, models, deepcopy(self.acceptance))
+
+
+def taps_of(drafters: Iterable[Drafter]) -> tuple[str, ...]:
+    """The hidden states of the target that drafters want, each once."""
+    return tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.taps))

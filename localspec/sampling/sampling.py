@@ -28,6 +28,7 @@ Ids = npt.NDArray[np.int64]
 Probs = npt.NDArray[np.float64]
 
 _BLOCK = 128
+_N_IDS = 1 << 31  # of more no engine knows
 
 HUGE, MANY = 1e30, 1e6
 """Most that may be added to a logit, and most times that it may be taken: finite in single precision, both at once."""
@@ -266,10 +267,11 @@ def edit_logits(row: Row, history: Sequence[int], params: SamplingParams, ids: I
 
 def _placed(by_token: Mapping[int, float], ids: Ids | None, n: int) -> tuple[Ids, Probs]:
     """Numbers by token id: the places in a row of n logits that they belong to, and the numbers for those."""
+    by_token = {token: number for token, number in by_token.items() if 0 <= token < _N_IDS}
     tokens = np.fromiter(by_token.keys(), dtype=np.int64, count=len(by_token))
     numbers = np.fromiter(by_token.values(), dtype=np.float64, count=len(by_token))
     if ids is None:
-        at, found = tokens, (tokens >= 0) & (tokens < n)
+        at, found = tokens, tokens < n
     else:
         at = np.minimum(np.searchsorted(ids, tokens), n - 1)
         found = ids[at] == tokens

@@ -8,7 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 
 NGRAM = "ngram"
-"""What ``--draft`` calls the drafter that needs no file; any other name is that of a model."""
+"""What ``--draft`` calls the drafter that needs no file."""
+
+HEAD = "head"
+EARLY_EXIT = "early-exit"
+"""What it calls a head, also ``head:FILE``, and the target's own first layers, also ``early-exit:N``. Any other name is
+that of a model."""
 
 
 def is_same_file(path: Path, other: Path) -> bool:

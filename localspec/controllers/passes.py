@@ -1,0 +1,85 @@
+"""Which passes are timed: of a whole model over tokens, of a head over rows, of a target's first layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+
+from localspec.backends.base import Context, FloatArray, Model
+from localspec.backends.trust import CHECK_TEXT
+
+
+@dataclass(frozen=True, slots=True)
+class PassKind:
+    """PassKind of a model over tokens."""
+
+    def context(self, model: Model, n_ctx: int) -> Context:
+        """A context for them."""
+        return model.new_context(n_ctx)
+
+    def tokens(self, model: Model) -> list[int]:
+        """What they read: an ordinary text."""
+        return model.tokenize(CHECK_TEXT, add_special=True) or [0]
+
+    def feed(self, context: Context, tokens: Sequence[int], logits: Literal["all", "last", "none"] = "all") -> None:
+        """One of them; ``logits`` as in ``Context.decode``."""
+        context.decode(tokens, logits)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadPasses(PassKind):
+    """PassKind of a head over rows of floats.
+
+    Attributes:
+        hidden: the states that they return.
+    """
+
+    hidden: tuple[str, ...]
+
+    def context(self, model: Model, n_ctx: int) -> Context:
+        return model.new_context(n_ctx, hidden=self.hidden)
+
+    def tokens(self, model: Model) -> list[int]:
+        return [0]  # names of rows; which does not matter
+
+    def feed(self, context: Context, tokens: Sequence[int], logits: Literal["all", "last", "none"] = "all") -> None:
+        context.decode_floats(_rows(len(tokens), context.model.n_embd), tokens, logits)
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyExits(PassKind):
+    """PassKind of a target's first layers over tokens, and of an output matrix over the last state.
+
+    Attributes:
+        target: the target.
+        tap: the state that they end with, as ``Context.hidden`` names it.
+        output: a context of the output matrix, which is left empty.
+    """
+
+    target: Model
+    tap: str
+    output: Context
+
+    def context(self, model: Model, n_ctx: int) -> Context:
+        return self.target.new_context(n_ctx, hidden=(self.tap,))
+
+    def tokens(self, model: Model) -> list[int]:
+        return WHOLE.tokens(self.target)
+
+    def feed(self, context: Context, tokens: Sequence[int], logits: Literal["all", "last", "none"] = "all") -> None:
+        context.decode_first_layers(tokens, int(self.tap.removeprefix("layer:")) + 1)
+        if logits != "none":
+            self.output.decode_floats(_rows(1, self.output.model.n_embd), [0])
+            self.output.truncate(0)
+
+
+WHOLE = PassKind()
+
+
+@lru_cache(maxsize=32)
+def _rows(n: int, n_embd: int) -> FloatArray:
+    return np.random.default_rng(0).standard_normal((n, n_embd), dtype=np.float32)

@@ -1,0 +1,218 @@
+"""What drafts: from the names that ``--draft`` takes to a state that decodes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from localspec.backends.base import Context, Model
+from localspec.backends.heads import Head, heads_for, target_facts
+from localspec.backends.trust import fingerprint
+from localspec.controllers.acceptance_store import AcceptanceStore
+from localspec.controllers.passes import WHOLE, EarlyExits, HeadPasses, PassKind
+from localspec.errors import EngineError, LocalspecError, UsageError, VocabularyMismatch
+from localspec.model_files.catalog import Catalog
+from localspec.model_files.exit_head import exit_head
+from localspec.runtime.model_loading import Loader, Report
+from localspec.runtime.state import DecodingState, DraftModel, taps_of
+from localspec.spec_decode.drafters.base import Drafter
+from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
+from localspec.spec_decode.drafters.early_exit import EarlyExitDrafter
+from localspec.spec_decode.drafters.free import FREE_DRAFTERS
+from localspec.spec_decode.drafters.head import ChainedHead
+from localspec.spec_decode.drafters.names import EARLY_EXIT, HEAD, NGRAM, is_same_file, names_of_files
+from localspec.spec_decode.drafters.parallel import MedusaHead, ParallelHead
+from localspec.system.home import home
+
+DRAFTERS: dict[str, Callable[[Head, Context], Drafter]] = {
+    "chained": ChainedHead,
+    "parallel": ParallelHead,
+    "medusa": MedusaHead,
+    "exit": EarlyExitDrafter,
+}
+"""Kind of a head -> what drafts with it."""
+
+EXIT_SHARE = 0.5
+"""Of the target's layers, how many ``early-exit`` drafts with where no number is given."""
+
+
+@dataclass(slots=True)
+class DraftMaker:
+    """Makes the drafters that names stand for; what is loaded already is used again.
+
+    Attributes:
+        loader: loads models.
+        before: the state in use.
+        report: takes progress.
+        undo: takes what frees what was made, should that fail.
+        renew: a draft model that is loaded again though it is in use.
+    """
+
+    loader: Loader
+    before: DecodingState
+    report: Report
+    undo: ExitStack
+    renew: DraftModel | None = None
+
+    def state(self, names: Sequence[str]) -> DecodingState:
+        """The state that decodes with drafters; its target's context holds what the one in use does, or is that.
+
+        Args:
+            names: as ``arguments.draft_specs`` returns them.
+
+        Raises:
+            VocabularyMismatch: a draft model numbers its tokens differently.
+            LocalspecError: as when loading a model.
+        """
+        before = self.before
+        free, models = self._automatic() if names == ["auto"] else self._drafters(names)
+        try:
+            context = self._context_for([*free, *(draft.drafter for draft in models)])
+        except LocalspecError as error:
+            if names != ["auto"] or not any(draft.drafter.taps for draft in models):
+                raise
+            self._go_without(error)
+            for draft in models:
+                if draft.drafter.taps:
+                    draft.close()
+            models = [draft for draft in models if not draft.drafter.taps]
+            context = self._context_for([])
+        before.acceptance.save()
+        return DecodingState(context, before.times, free, models, self._acceptance_of(free, models))
+
+    # -- by name ---------------------------------------------------------------------------------------------------
+
+    def _drafters(self, names: Sequence[str]) -> tuple[list[Drafter], list[DraftModel]]:
+        free = [FREE_DRAFTERS[name]() for name in names if name in FREE_DRAFTERS]
+        models: list[DraftModel] = []
+        for name in names:
+            if name not in FREE_DRAFTERS:
+                models += self._model(name, models)
+        return free, _named(models, free)
+
+    def _automatic(self) -> tuple[list[Drafter], list[DraftModel]]:
+        """N-grams, and what is on the disk of a head and a draft model for the target."""
+        target, free = self.before.target.path, FREE_DRAFTERS[NGRAM]()
+        models: list[DraftModel] = []
+        try:
+            for path in heads_for(target)[:1]:
+                models += self._model(f"{HEAD}:{path}", models)
+        except LocalspecError as error:
+            self._go_without(error)
+        found = Catalog.load().draft_for(target)
+        try:
+            models += self._model(str(found), models) if found is not None else []
+        except VocabularyMismatch as error:
+            self._go_without(error)
+        return [free], _named(models, [free])
+
+    def _go_without(self, error: LocalspecError) -> None:
+        self.loader.warnings.append(f"{error}; drafting without it")
+
+    def _model(self, name: str, others: Sequence[DraftModel]) -> list[DraftModel]:
+        """What a name stands for; nothing if it is one of the others under another name."""
+        kind, _, rest = name.partition(":")
+        if kind == HEAD:
+            return [self._head(HEAD, f"{HEAD}:{path}", path) for path in [self._head_file(rest)]]
+        if kind == EARLY_EXIT:
+            target = self.before.target
+            n_layers = int(rest) if rest else max(1, round(EXIT_SHARE * target.n_layers))
+            name = f"{EARLY_EXIT}:{n_layers}"
+            return [self._head(name, name, exit_head(target.path, target_facts(target.path), n_layers))]
+        path = Catalog.load().resolve(name)
+        draft_models = [each for each in others if each.drafter.reads_text]
+        if any(is_same_file(path, each.path) for each in draft_models):
+            return []
+        return [self._draft_model(path, f"model{len(draft_models) + 1}" if draft_models else "model")]
+
+    def _head_file(self, named: str) -> Path:
+        if named:
+            return Path(named).expanduser()
+        target = self.before.target.path
+        found = heads_for(target)
+        if not found:
+            raise UsageError(f"there is no head for {target.name} on this disk; localspec distill trains one")
+        return found[0]
+
+    def _draft_model(self, path: Path, source: str) -> DraftModel:
+        known = self._known(path, reads_text=True)
+        if known is not None:
+            drafter = DraftModelDrafter(known.context, source)
+            return replace(known, name="", spec=str(path), path=path, drafter=drafter)
+        model, context = self.loader.load_draft(path, self.before, self.report)
+        drafter = DraftModelDrafter(context, source)
+        return self._loaded("", str(path), path, model, context, drafter, WHOLE, model.close)
+
+    def _head(self, name: str, spec: str, path: Path) -> DraftModel:
+        known = self._known(path, reads_text=False)
+        if known is not None:
+            return replace(known, drafter=known.drafter.clone(known.context))
+        target = self.before.target
+        head = self.loader.load_head(path, target, self.report)
+        try:
+            context = head.new_context(self.before.context.n_ctx)
+        except BaseException:
+            head.close()
+            raise
+        passes: PassKind = HeadPasses(context.hidden)
+        if head.kind == "exit":
+            passes = EarlyExits(target, head.taps[0], context)
+        drafter = DRAFTERS[head.kind](head, context)
+        return self._loaded(name, spec, path, head.model, context, drafter, passes, head.close)
+
+    def _known(self, path: Path, *, reads_text: bool) -> DraftModel | None:
+        for draft in self.before.models:
+            if draft is not self.renew and draft.drafter.reads_text == reads_text and is_same_file(draft.path, path):
+                return draft
+        return None
+
+    def _loaded(
+        self,
+        name: str,
+        spec: str,
+        path: Path,
+        model: Model,
+        context: Context,
+        drafter: Drafter,
+        passes: PassKind,
+        free_weights: Callable[[], None],
+    ) -> DraftModel:
+        try:
+            times = self.loader.times(model, context.n_ctx, self.report, passes)
+        except BaseException:
+            context.close()
+            free_weights()
+            raise
+        draft = DraftModel(name, spec, path, model, context, times, drafter, passes, free_weights)
+        self.undo.callback(draft.close)
+        return draft
+
+    # -- the rest of the state -------------------------------------------------------------------------------------
+
+    def _context_for(self, drafters: Sequence[Drafter]) -> Context:
+        """The target's context, or one like it that returns the hidden states that drafters want, and no others."""
+        context, taps = self.before.context, taps_of(drafters)
+        if set(taps) == set(context.hidden):
+            return context
+        other = context.model.new_context(context.n_ctx, hidden=taps)
+        self.undo.callback(other.close)
+        if context.tokens and context.model.capabilities.saves_state:
+            with suppress(EngineError, MemoryError):  # then the conversation is read again
+                other.import_state(context.export_state())
+        return other
+
+    def _acceptance_of(self, free: Sequence[Drafter], models: Sequence[DraftModel]) -> AcceptanceStore:
+        """What earlier runs learned of these drafters for this target."""
+        files, names = [fingerprint(draft.path) for draft in models], [draft.name for draft in models]
+        drafters = " ".join([*files, *(drafter.source for drafter in free), *names])
+        key = {"target": fingerprint(self.before.target.path), "drafters": drafters}
+        return AcceptanceStore(home() / "acceptance" if self.loader.options.remember else None, key)
+
+
+def _named(models: Sequence[DraftModel], free: Sequence[Drafter]) -> list[DraftModel]:
+    """Draft models by the names of their files, as short as tells them apart."""
+    taken = [*(drafter.source for drafter in free), *(draft.name for draft in models if draft.name)]
+    called = iter(names_of_files([draft.path for draft in models if not draft.name], taken))
+    return [draft if draft.name else replace(draft, name=next(called)) for draft in models]
