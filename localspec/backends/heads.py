@@ -28,8 +28,9 @@ from localspec.backends.trust import MAX_MEAN_KL, agreement, fingerprint, verdic
 from localspec.errors import EngineMismatch, LocalspecError, UsageError
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.head_assembly import OUTPUT_TYPES, assembling
-from localspec.model_files.head_card import Kind, TargetFacts, fit
+from localspec.model_files.head_card import Kind, TargetFacts
 from localspec.model_files.head_file import check_head, head_weights, read_card
+from localspec.model_files.head_fit import fit
 from localspec.model_files.head_folders import find_heads
 from localspec.model_files.tensor_rows import tensor_rows
 from localspec.system.steps import exhaust

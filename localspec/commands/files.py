@@ -12,6 +12,7 @@ from typing import Any
 
 from localspec.errors import ModelFileError
 from localspec.model_files.catalog import Catalog, Entry
+from localspec.model_files.head_folders import find_heads
 from localspec.model_files.local_files import known_entries, remove
 from localspec.model_files.sources.base import size_text
 from localspec.system.home import models_dir
@@ -54,10 +55,11 @@ def pull_command(names: Sequence[str] = ()) -> int:
 
 
 def list_command(as_json: bool = False) -> int:
-    """Print the catalogue and what was pulled from the hub besides."""
-    entries = known_entries()
+    """Print the catalogue, what was pulled from the hub besides, and the heads on this disk."""
+    entries, heads = known_entries(), [_described_head(path) for path in find_heads()]
     if as_json:
-        print(json.dumps({"models": [_described(entry) for entry in entries]}, ensure_ascii=False, indent=2))
+        listing = {"models": [_described(entry) for entry in entries], "heads": heads}
+        print(json.dumps(listing, ensure_ascii=False, indent=2))
         return 0
     rows = [("NAME", "SIZE", "ON DISK", "LICENCE", "DRAFT", "")]
     for entry in entries:
@@ -66,6 +68,13 @@ def list_command(as_json: bool = False) -> int:
         rows.append((entry.name, size, "yes" if entry.present else "", entry.license, draft, entry.note))
     _print_columns(rows)
     print(f"\nfolder: {models_dir()}")
+    if heads:
+        print()
+        head_rows = [("HEAD", "SIZE", "KIND", "FOR")]
+        for head in heads:
+            cells = (head["path"], size_text(head["bytes"]), head["kind"] or "damaged", head["target"] or "")
+            head_rows.append(cells)
+        _print_columns([[on_one_line(cell) for cell in row] for row in head_rows])
     return 0
 
 
@@ -121,6 +130,18 @@ def _described(entry: Entry) -> dict[str, Any]:
     }
 
 
+def _described_head(path: Path) -> dict[str, Any]:
+    """A head's facts; those of a damaged one are None, and ``error`` says why."""
+    from localspec.model_files.head_file import read_card
+
+    facts: dict[str, Any] = {"path": str(path), "bytes": path.stat().st_size, "kind": None, "target": None}
+    try:
+        card = read_card(path)
+    except ModelFileError as error:
+        return facts | {"error": str(error)}
+    return facts | {"kind": card.kind, "target": card.target.name, "target_fingerprint": card.target.fingerprint}
+
+
 # -- showing ----------------------------------------------------------------------------------------------------------
 
 
@@ -148,7 +169,16 @@ def _print_facts(facts: dict[str, Any]) -> None:
     total = max(1, sum(facts["bytes_by_tensor_type"].values()))
     for kind, n_bytes in facts["bytes_by_tensor_type"].items():
         rows.append(("", f"{kind:<8} {size_text(n_bytes):>8}  {n_bytes / total:4.0%}"))
-    rows.append(("context", f"{facts['context_length']:,} tokens" if facts["context_length"] else "not told"))
+    rows += _head_rows(facts["head"]) if "head" in facts else _model_rows(facts)
+    if facts["cannot_generate_text"] and "head" not in facts:
+        rows.append(("note", facts["cannot_generate_text"]))
+    for label, text in rows:
+        # What a file says of itself must not be able to steer the terminal.
+        print(f"{label:<13} {on_one_line(text)}".rstrip())
+
+
+def _model_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [("context", f"{facts['context_length']:,} tokens" if facts["context_length"] else "not told")]
     if vocabulary := facts["vocabulary"]:
         pre = f", {vocabulary['pre']}" if vocabulary["pre"] else ""
         rows.append(("vocabulary", f"{vocabulary['n_tokens']:,} tokens ({vocabulary['kind']}{pre})"))
@@ -161,12 +191,51 @@ def _print_facts(facts: dict[str, Any]) -> None:
         rows.append(("template", f"{template['format']}, {template['characters']:,} characters; {', '.join(extras)}"))
     else:
         rows.append(("template", "none: a base model, or one that was stripped"))
-    rows += _memory_rows(facts["memory"])
-    if facts["cannot_generate_text"]:
-        rows.append(("note", facts["cannot_generate_text"]))
-    for label, text in rows:
-        # What a file says of itself must not be able to steer the terminal.
-        print(f"{label:<13} {on_one_line(text)}".rstrip())
+    return rows + _memory_rows(facts["memory"])
+
+
+def _head_rows(head: dict[str, Any]) -> list[tuple[str, str]]:
+    target, training = head["target"], head["training"]
+    sizes = f"{target['n_layers']} layers of {target['n_embd']:,} channels"
+    rows = [("head for", f"{target['name']} ({target['architecture']}, {sizes})")]
+    rows.append(("", f"its file's fingerprint {target['fingerprint']}, its vocabulary's {target['vocab']}"))
+    vocabulary = f"among {head['n_out']:,} of {target['n_vocab']:,} tokens"
+    rows.append(("kind", f"{head['kind']}: reads {', '.join(head['taps'])}; {head['steps']} ahead, {vocabulary}"))
+    if head["n_head"]:
+        heads = f"{head['n_head']} heads, {head['n_head_kv']} of keys, of {head['d_head']} channels"
+        rows.append(("block", f"{heads}; MLP of {head['d_ff']:,}"))
+    if not training["command"]:
+        return [*rows, ("training", "none")]
+    rows.append(("made by", training["command"]))
+    versions = ", ".join(f"{name} {version}" for name, version in training["versions"].items())
+    rows.append(("", "; ".join(filter(None, [f"seed {training['seed']}", training["machine"], versions]))))
+    data, seen = training["data_tokens"], training["tokens_seen"]
+    rows.append(("training", f"{data:,} tokens of data, {seen:,} seen, {training['minutes']:,.0f} minutes"))
+    return rows + _rate_rows(training["acceptance"]) + _curve_rows(training["curve"])
+
+
+def _rate_rows(acceptance: dict[str, Sequence[float]]) -> list[tuple[str, str]]:
+    """Category by category, how often it was right so many tokens ahead."""
+    steps, width = max(map(len, acceptance.values()), default=0), max(map(len, acceptance), default=0)
+    rows = [(" " * width + "".join(f"{step:>6}" for step in range(1, steps + 1)))] if steps else []
+    rows += [
+        category.ljust(width) + "".join(f"{rate:>6.2f}" for rate in rates) for category, rates in acceptance.items()
+    ]
+    return [("right at" * (not i), row) for i, row in enumerate(rows)]
+
+
+def _curve_rows(curve: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """The learning curve: at some moments, how often the first token ahead was right in each category."""
+    categories = list(dict.fromkeys(name for point in curve for name in point["acceptance"]))
+    step = max(1, -(-len(curve) // _CURVE_ROWS))
+    shown = [*reversed(curve[::-1][::step])]
+    rows = [f"{'tokens seen':>12}{'minutes':>9}" + "".join(f"{name:>{max(6, len(name) + 2)}}" for name in categories)]
+    for point in shown:
+        firsts = [point["acceptance"].get(name) or (None,) for name in categories]
+        cells = [f"{rate[0]:.2f}" if rate[0] is not None else "" for rate in firsts]
+        row = "".join(f"{cell:>{max(6, len(name) + 2)}}" for name, cell in zip(categories, cells, strict=True))
+        rows.append(f"{point['tokens_seen']:>12,}{point['minutes']:>9,.0f}{row}")
+    return [("curve" * (not i), row) for i, row in enumerate(rows if shown else [])]
 
 
 def _memory_rows(memory: dict[str, Any]) -> list[tuple[str, str]]:
@@ -183,6 +252,10 @@ def _memory_rows(memory: dict[str, Any]) -> list[tuple[str, str]]:
             line += f"  ({size_text(at['kv_bytes_window_only'])} if only the window is kept)"
         rows.append(("", line))
     return rows
+
+
+_CURVE_ROWS = 12
+"""Points of a learning curve that are printed; ``--json`` has all."""
 
 
 class _PullProgress(Progress):

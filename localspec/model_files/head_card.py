@@ -319,8 +319,11 @@ class HeadCard:
         elif self.kind == "exit":
             if self.taps in (("norm",), (f"layer:{target.n_layers - 1}",)) or len(self.taps) > 1 or any(sizes):
                 yield "an exit reads the state after one layer before the last, and has no block"
-        elif min(sizes) <= 0 or self.n_head % self.n_head_kv or self.d_head % 2:
+        elif min(sizes) <= 0 or self.n_head % self.n_head_kv:
             yield f"its block has {sizes[0]} heads, {sizes[1]} of keys, of {sizes[2]} channels, and {sizes[3]} between"
+        elif self.d_head % 8 or self.d_ff % 32:
+            # ik-llama ends the process over rows of 33, and is wrong about heads of 2.
+            yield f"engines need heads of a multiple of 8 channels and an MLP of a multiple of 32, not {sizes[2:]}"
         if not (0 < self.rope_base < math.inf and 0 < self.norm_eps < 1):
             yield f"its rotation has the base {self.rope_base} and its norms the epsilon {self.norm_eps}"
 
@@ -328,44 +331,6 @@ class HeadCard:
 def is_engine_file(file: GGUFFile) -> bool:
     """Whether a file is a head put together for engines: it is fed with rows of floats and has no tokens."""
     return ENGINE_FILE in file.metadata
-
-
-@dataclass(frozen=True)
-class HeadFit:
-    """Whether a head fits a target.
-
-    Attributes:
-        usable: whether it can draft for it.
-        exact: whether it was trained for that very file.
-        why: why it cannot, or what to know about it where it is not exact; else "".
-    """
-
-    usable: bool
-    exact: bool = False
-    why: str = ""
-
-
-def fit(card: HeadCard, target: TargetFacts) -> HeadFit:
-    """Whether a head can draft for a target: what it guesses is always checked, so it need not be the same file."""
-    theirs = card.target
-    if theirs.fingerprint == target.fingerprint:
-        return HeadFit(usable=True, exact=True)
-    for what, its, wanted in (
-        ("the architecture", theirs.architecture, target.architecture),
-        ("a width of", theirs.n_embd, target.n_embd),
-        ("a number of layers of", theirs.n_layers, target.n_layers),
-        ("an output matrix of rows numbering", theirs.n_vocab, target.n_vocab),
-    ):
-        if its != wanted:
-            why = f"it is for {theirs.name}, with {what} {its} where {target.name} has {wanted}"
-            return HeadFit(usable=False, why=why)
-    if theirs.vocab != target.vocab:
-        return HeadFit(
-            usable=False, why=f"it is for {theirs.name}, whose vocabulary differs from that of {target.name}"
-        )
-    return HeadFit(
-        usable=True, why=f"it was trained for another file of this shape ({theirs.name}), so it may guess worse"
-    )
 
 
 def _table(data: Any) -> dict[str, Any]:

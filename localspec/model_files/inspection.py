@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from localspec.errors import UnsupportedModel
 from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.head_card import ARCHITECTURE, HeadCard
+from localspec.model_files.head_file import check_head
 from localspec.model_files.kv_memory import kv_shape
 from localspec.model_files.vocab import Vocab
 
@@ -26,13 +29,13 @@ _TEMPLATES = (
 
 
 def inspect(path: Path) -> dict[str, Any]:
-    """Facts of a model file, ready for JSON.
+    """Facts of a model file, or of a head, ready for JSON; of a head, what is told of models only is left out.
 
     Raises:
-        ModelFileError: it is not a readable GGUF.
+        ModelFileError: it is not a readable GGUF, or a damaged head.
     """
     with GGUFFile(path) as gguf:
-        return {
+        facts = {
             "path": str(path),
             "name": gguf.name,
             "architecture": gguf.architecture,
@@ -45,6 +48,10 @@ def inspect(path: Path) -> dict[str, Any]:
             "n_tensors": len(gguf.tensors),
             "bytes_by_tensor_type": gguf.bytes_by_type,
             "cannot_generate_text": _reason(gguf),
+        }
+        if gguf.architecture == ARCHITECTURE:
+            return facts | {"head": _head(check_head(gguf))}
+        return facts | {
             "context_length": gguf.n_ctx_train or None,
             "n_layers": _number(gguf.field("block_count")),
             "embedding_length": _number(gguf.field("embedding_length")),
@@ -60,6 +67,12 @@ def _reason(gguf: GGUFFile) -> str | None:
     except UnsupportedModel as error:
         return str(error)
     return None
+
+
+def _head(card: HeadCard) -> dict[str, Any]:
+    facts = asdict(card)
+    del facts["token_map"], facts["license"]
+    return facts | {"n_out": card.n_out}
 
 
 def _number(value: Any) -> int | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from localspec.errors import ModelFileError, UnknownModel
 from localspec.model_files.catalog import Catalog, Entry
+from localspec.model_files.head_folders import engine_folder
 from localspec.system.home import home, models_dir
 
 
@@ -48,9 +49,12 @@ def remove(entry: Entry) -> int:
                 shutil.rmtree(parts, ignore_errors=True)
         except Timeout:
             raise ModelFileError(f"{entry.name} is being fetched by another process; stop that first") from None
-    repacked = list((home() / "repacked").glob(f"{entry.path.stem}.*.gguf"))
+    copies = [
+        *(home() / "repacked").glob(f"{entry.path.stem}.*.gguf"),
+        *engine_folder().glob(f"{entry.path.stem[:60]}.*.gguf"),
+    ]
     try:
-        for path in [*(models_dir() / file for file in entry.files), *repacked]:
+        for path in [*(models_dir() / file for file in entry.files), *copies]:
             if path.is_file():
                 freed += path.stat().st_size
                 path.unlink()

@@ -16,6 +16,8 @@ from localspec.commands.files import inspect_command, list_command, pull_command
 from localspec.errors import ModelFileError, NotGGUF, UnknownModel
 from localspec.model_files.catalog import Catalog, Entry
 from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.head_card import CurvePoint, Training
+from localspec.model_files.head_folders import engine_folder, heads_folder
 from localspec.model_files.inspection import inspect
 from localspec.model_files.kv_memory import kv_shape
 from localspec.model_files.sources import parts_folder
@@ -23,6 +25,7 @@ from localspec.system.home import home, models_dir
 from tests.conftest import TinyFiles
 from tests.model_files.test_catalog import put
 from tests.support import ggufs
+from tests.support.heads import write_random_head
 
 CATALOG = Catalog.load()
 SMOL = CATALOG["smollm2-135m"]
@@ -240,3 +243,81 @@ def test_nothing_heavy_is_imported() -> None:
     code = f"import sys, localspec.commands.files; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# -- heads ------------------------------------------------------------------------------------------------------------
+
+
+TRAINING = Training(
+    command="localspec distill smollm2-135m --minutes 3",
+    seed=7,
+    data_tokens=6300,
+    tokens_seen=20_000,
+    minutes=3.5,
+    machine="a CPU\x1b[31m with 2 cores",
+    versions={"localspec": "0.1.0", "numpy": "2.4"},
+    curve=tuple(CurvePoint(1000 * i, i / 2, {"code": (i / 100, i / 200), "chat": (0.3,)}) for i in range(1, 31)),
+    acceptance={"code": (0.52, 0.25), "chat": (0.3, 0.1)},
+)
+
+
+@pytest.fixture
+def head(tiny: TinyFiles) -> Path:
+    """A head where trained ones are kept."""
+    heads_folder().mkdir(parents=True)
+    return write_random_head(tiny.pair.target, heads_folder() / "tiny.gguf", n_out=100, training=TRAINING)
+
+
+def test_inspect_prints_the_card_of_a_head(head: Path, capsys: Out) -> None:
+    assert inspect_command(str(head)) == 0
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
+    assert "head for      tiny llama (llama, 4 layers of 128 channels)" in lines
+    assert "made by       localspec distill smollm2-135m --minutes 3" in lines
+    assert "training      6,300 tokens of data, 20,000 seen, 4 minutes" in lines
+    assert "\x1b" not in printed
+    assert any(line.split() == ["code", "0.52", "0.25"] for line in lines)
+    # Twelve points at most, the last one among them, under their categories.
+    head_of_curve = next(i for i, line in enumerate(lines) if line.startswith("curve"))
+    assert lines[head_of_curve].split() == ["curve", "tokens", "seen", "minutes", "code", "chat"]
+    points = [line.split() for line in lines[head_of_curve + 1 :] if line.split()[0].endswith(",000")]
+    assert points[-1] == ["30,000", "15", "0.30", "0.30"]
+    assert 6 <= len(points) <= 12
+
+
+def test_inspect_of_a_head_as_json_has_all_of_it(head: Path, capsys: Out) -> None:
+    assert inspect_command(str(head), as_json=True) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["head"]["kind"] == "chained"
+    assert facts["head"]["n_out"] == 100
+    assert len(facts["head"]["training"]["curve"]) == 30
+    assert facts["head"]["training"]["acceptance"] == {"code": [0.52, 0.25], "chat": [0.3, 0.1]}
+    assert "memory" not in facts
+
+
+def test_inspect_of_a_head_that_nobody_trained(tiny: TinyFiles, tmp_path: Path, capsys: Out) -> None:
+    untold = write_random_head(tiny.pair.target, tmp_path / "head.gguf", "medusa", training=Training())
+    assert inspect_command(str(untold)) == 0
+    assert "training      none" in capsys.readouterr().out
+
+
+def test_list_shows_heads_and_says_which_are_damaged(head: Path, capsys: Out) -> None:
+    damaged = head.with_name("damaged.gguf")
+    damaged.write_bytes(head.read_bytes()[:3000])
+    assert list_command() == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line]
+    assert [str(damaged), "kB damaged"] in [[line[0], " ".join(line[-2:])] for line in lines]
+    assert [str(head), "tiny llama"] in [[line[0], " ".join(line[-2:])] for line in lines]
+    assert list_command(as_json=True) == 0
+    heads = {entry["path"]: entry for entry in json.loads(capsys.readouterr().out)["heads"]}
+    assert (heads[str(head)]["kind"], heads[str(head)]["target"]) == ("chained", "tiny llama")
+    assert "cut short" in heads[str(damaged)]["error"]
+
+
+def test_rm_removes_what_was_made_of_heads_for_a_model(capsys: Out) -> None:
+    path = put(SMOL)
+    made = engine_folder() / f"{path.stem}.0123456789.gguf"
+    made.parent.mkdir(parents=True)
+    made.write_bytes(b"x")
+    assert rm_command(["smollm2-135m"]) == 0
+    assert not made.exists()

@@ -11,8 +11,9 @@ import pytest
 
 from localspec.errors import ModelFileError, UnsupportedModel, UsageError
 from localspec.model_files.gguf_file import GGUFFile
-from localspec.model_files.head_card import CurvePoint, HeadCard, Kind, TargetFacts, Training, fit
+from localspec.model_files.head_card import CurvePoint, HeadCard, Kind, TargetFacts, Training
 from localspec.model_files.head_file import TYPES, check_head, head_weights, read_card, write_head
+from localspec.model_files.head_fit import fit
 from tests.conftest import TinyFiles
 from tests.support.heads import write_random_head
 
@@ -99,7 +100,8 @@ def test_weights_that_make_no_head_are_not_written(tmp_path: Path, change: dict[
         ({"token_map": np.array([0, 300], np.int32)}, "ascend"),
         ({"token_map": np.arange(301, dtype=np.int32)}, "301 entries for 300 tokens"),
         ({"n_head_kv": 3}, "4 heads, 3 of keys"),
-        ({"d_head": 15}, "15 channels"),
+        ({"d_head": 20}, "a multiple of 8"),
+        ({"d_ff": 33}, "a multiple of 32"),
         ({"kind": "medusa"}, "medusa head reads norm"),
         ({"kind": "parallel", "steps": 1}, "1 tokens ahead"),
         ({"rope_base": float("nan")}, "base nan"),
