@@ -36,6 +36,7 @@ NAME = "reference"
 Array = npt.NDArray[np.float64]
 Wanted = Literal["all", "last", "none"]
 
+_BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
 _HEAD_COUNTS = ("head_count", "head_count_kv")
 
 
@@ -164,6 +165,11 @@ class ReferenceModel(Model):
                 raise EngineError(f"loading {file.path.name} was cancelled")
             return _read_tensor(file, name, shape)
 
+        for name in file.tensors:
+            if name.endswith(".bias") and not name.endswith(_BIASES):
+                raise UnsupportedModel(
+                    f"{file.path.name}: the reference backend does not compute {name}; use another --backend"
+                )
         h = self.hparams
         n_q, n_kv = h.n_head * h.d_head, h.n_head_kv * h.d_head
         self._layers = []

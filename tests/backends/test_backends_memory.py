@@ -10,7 +10,7 @@ import pytest
 
 from localspec.backends.base import Context, FloatArray, Model
 from localspec.backends.llama_family import LlamaContext
-from localspec.errors import EngineError
+from localspec.errors import EngineError, UsageError
 from tests.backends.test_backends import rows, some_tokens
 from tests.conftest import Backend, TinyFiles, open_backend
 
@@ -124,6 +124,57 @@ def test_what_a_replay_that_failed_lost_is_not_taken_for_kept(
         context.decode(tokens[context.n_past : 50], "none")
         ours = rows(context, tokens[50:])
     assert divergence(fresh_tail(recurrent, tokens[:50], tokens[50:], 128), ours) < 1e-3
+
+
+def distance(states: FloatArray, others: FloatArray) -> float:
+    """The largest difference, as a share of what a state is as a rule."""
+    return float(np.abs(states - others).max() / others.std())
+
+
+def check_states(model: Model, tokens: list[int], cuts: list[int], n_ctx: int) -> None:
+    """Logits and hidden states after rollbacks, in a context that returns states and in one that does not."""
+    names = ("norm", *(f"layer:{i}" for i in range(model.n_layers)))
+    with model.new_context(n_ctx, hidden=names) as context, model.new_context(n_ctx) as plain:
+        for each in (context, plain):
+            each.decode(tokens, "none")
+        for cut in cuts:
+            for each in (context, plain):
+                each.truncate(cut)
+            forward, wanted = context.decode(tokens[20:25]), rows(plain, tokens[20:25])
+            assert np.array_equal(forward.logits, wanted)
+            with model.new_context(n_ctx, hidden=names) as fresh:
+                fresh.decode(tokens[:cut], "none")
+                states = fresh.decode(tokens[20:25]).hidden
+                assert all(distance(states[name], forward.hidden[name]) < 0.02 for name in names)
+                if cut > 2:
+                    fresh.truncate(0)
+                    fresh.decode(tokens[: cut - 1], "none")
+                    off = fresh.decode(tokens[20:25]).hidden
+                    assert all(distance(off[name], forward.hidden[name]) > 0.05 for name in names)
+            for each in (context, plain):
+                each.reuse(tokens)
+                each.decode(tokens[each.n_past :], "none")
+
+
+def test_hidden_states_after_a_replay(recurrent: Model) -> None:
+    check_states(recurrent, some_tokens(60), [59, 57, 30, 1], 128)
+
+
+def test_hidden_states_in_a_sliding_window(fast_backend: Backend, tiny: TinyFiles) -> None:
+    with fast_backend.load(tiny.sliding, n_threads=1) as model:
+        check_states(model, some_tokens(300), [299, 260, 33, 31, 1], 512)
+
+
+def test_what_a_memory_that_replays_cannot_do_is_refused(recurrent: Model) -> None:
+    """Rows of floats could not be fed again, and neither could what came before rows of the first layers at once."""
+    with recurrent.new_context(32, hidden=("layer:0",)) as context:
+        context.decode([5, 6])
+        with pytest.raises(UsageError, match="cannot be fed with rows of floats"):
+            context.decode_floats(np.zeros((1, recurrent.n_embd), np.float32), [5])
+        if not recurrent.capabilities.first_layers:
+            with pytest.raises(UsageError, match="cannot end a pass early"):
+                context.decode_first_layers([5], 1)
+        assert context.tokens == [5, 6]
 
 
 def go_back_and_on(context: Context, n: int, token: int) -> None:

@@ -176,6 +176,9 @@ def test_other_files_are_refused(tiny: TinyFiles, tmp_path: Path) -> None:
     del weights["blk.1.ffn_up.weight"]
     with pytest.raises(UnsupportedModel, match=r"lacks the tensor blk\.1\.ffn_up\.weight"):
         reference.load(ggufs.write_llama(tmp_path / "lacking.gguf", weights=weights))
+    weights = ggufs.llama_weights(ggufs.Shape(), 384) | {"blk.1.attn_output.bias": np.ones(128)}
+    with pytest.raises(UnsupportedModel, match=r"does not compute blk\.1\.attn_output\.bias"):
+        reference.load(ggufs.write_llama(tmp_path / "biased.gguf", weights=weights))
     (tmp_path / "empty.gguf").touch()
     with pytest.raises(NotGGUF):
         reference.load(tmp_path / "empty.gguf")
