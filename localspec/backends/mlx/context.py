@@ -123,7 +123,7 @@ class MLXContext(Context):
         return self._owner.run(lambda: self._memory.n_bytes)
 
     def _import(self, state: ContextState) -> None:
-        arrays = dict(state.arrays)
+        arrays, self._first_float = dict(state.arrays), None
         self._owner.run(lambda: self._memory.restore(arrays, len(state.tokens), self._sample()))
 
     def _sample(self) -> LayerCaches:

@@ -81,7 +81,6 @@ class DrafterGroup:
         except DrafterFailed as error:
             drafter.drafted()
             drafter.failed = True
-            drafter.drafted()
             self.drafters.remove(drafter)
             self._lost(drafter, str(error))
             return []

@@ -1,4 +1,4 @@
-"""Heads on MLX: the files that ``head_assembly`` makes, computed as the float64 reference computes them."""
+"""Heads on MLX, beyond the contract of every backend (``test_heads``): biases, every type and width, float32."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import pytest
 
 mx = pytest.importorskip("mlx.core")
 
+from localspec import LLM, SamplingParams  # noqa: E402
 from localspec.backends.base import FloatArray  # noqa: E402
 from localspec.backends.heads import STATE, Head, load_head  # noqa: E402
 from localspec.backends.mlx.network import default_dtype  # noqa: E402
 from localspec.model_files.gguf_file import GGUFFile  # noqa: E402
-from localspec.model_files.head_card import Kind  # noqa: E402
+from tests.backends.mlx.test_mlx_backend import replay  # noqa: E402
 from tests.conftest import TinyFiles, open_backend  # noqa: E402
 from tests.support import ggufs  # noqa: E402
 from tests.support.heads import write_random_head  # noqa: E402
@@ -51,11 +52,8 @@ def chain(head: Head, rows: FloatArray) -> dict[str, FloatArray]:
 
 
 @pytest.mark.parametrize("type_name", [None, "Q4_0", "F32"])
-@pytest.mark.parametrize("kind", ["chained", "parallel"])
-def test_a_head_is_what_the_reference_computes(target: Path, kind: Kind, type_name: str | None, tmp_path: Path) -> None:
-    path = write_random_head(
-        target, tmp_path / "a.head", kind, ("layer:0", "norm"), 200, type_name=type_name, biases=True
-    )
+def test_a_head_is_what_the_reference_computes(target: Path, type_name: str | None, tmp_path: Path) -> None:
+    path = write_random_head(target, tmp_path / "a.head", n_out=200, type_name=type_name, biases=True)
     found = {}
     for engine in ("mlx", "reference"):
         open_backend(engine)
@@ -66,17 +64,6 @@ def test_a_head_is_what_the_reference_computes(target: Path, kind: Kind, type_na
         assert np.abs(found["mlx"][name] - exact).max() < NOISE * np.abs(exact).max(), name
 
 
-def test_a_medusa_head_is_what_the_reference_computes(target: Path, tmp_path: Path) -> None:
-    path = write_random_head(target, tmp_path / "a.head", "medusa", n_out=200)
-    found = []
-    for engine in ("mlx", "reference"):
-        open_backend(engine)
-        with load_head(path, target, engine) as head, head.new_context(16) as context:
-            state = np.random.default_rng(0).standard_normal(head.card.n_embd).astype(np.float32)
-            found.append(head.medusa_logits(context, state))
-    assert np.abs(found[0] - found[1]).max() < NOISE * np.abs(found[1]).max()
-
-
 def test_rows_from_outside_are_computed_in_float32(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,3 +71,16 @@ def test_rows_from_outside_are_computed_in_float32(
         monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
         with GGUFFile(head.model.path) as file, GGUFFile(target) as usual:
             assert (default_dtype(file), default_dtype(usual)) == ("float32", "float16")
+
+
+@pytest.mark.parametrize("draft", ["head", "early-exit"])
+def test_half_of_its_draft_is_right_and_the_text_is_the_targets(draft: str, tiny: TinyFiles, tmp_path: Path) -> None:
+    path, prompt = tiny.pair.target, "the rain in the and of"
+    name = (
+        f"head:{write_random_head(path, tmp_path / 'a.head', taps=('layer:0', 'norm'))}" if draft == "head" else draft
+    )
+    with LLM(path, draft=name, backend="mlx", n_ctx=256, draft_length=3) as llm:
+        reply = llm.generate(prompt, SamplingParams(max_tokens=60, ignore_eos=True))
+        tokens = llm._pair.target.tokenize(prompt, add_special=True)
+    assert 20 < reply.stats.num_accepted_tokens < reply.stats.num_draft_tokens - 20
+    assert replay("mlx", path, tokens, reply.token_ids).max() < 0.05, "an emitted token is not the target's"
