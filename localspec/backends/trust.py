@@ -155,6 +155,28 @@ def _comparing_many(model: Model) -> Steps[Agreement]:
     return max(wide_narrow, wide_single, key=lambda found: found.mean_kl)
 
 
+def check_batch(model: Model) -> Agreement:
+    """Compare sequences fed side by side, which other kernels than those of one sequence may compute, with each alone.
+
+    In the time of about ten single tokens; not part of ``load_checked``, as no answer is made that way.
+    """
+    tokens = _check_tokens(model, 64)
+    texts = [tokens, tokens[len(tokens) // 4 :], tokens[len(tokens) // 2 :]]
+    rows = []
+    with model.new_batch(len(texts), len(tokens)) as batch:
+        prompts = [(i, text[:-2]) for i, text in enumerate(texts)]
+        batch.decode(prompts, "last")
+        for place in (-2, -1):
+            rows.append(batch.decode([(i, [text[place]]) for i, text in enumerate(texts)]).logits.copy())
+    alone = []
+    with model.new_context(len(tokens)) as context:
+        for text in texts:
+            context.truncate(0)
+            context.decode(text[:-2], "none")
+            alone.append(context.decode(text[-2:]).logits.copy())
+    return agreement(np.concatenate(alone), np.stack(rows, axis=1).reshape(-1, model.n_vocab))
+
+
 def compare_models(model: Model, other: Model) -> Agreement:
     """Compare passes over the fixed text in two engines."""
     return exhaust(comparing_models(model, other))
