@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localspec.backends.base import Context, Model
-from localspec.backends.heads import Head, heads_for, target_facts
+from localspec.backends.heads import heads_for, target_facts
 from localspec.backends.trust import fingerprint
 from localspec.controllers.acceptance_store import AcceptanceStore
 from localspec.controllers.passes import WHOLE, EarlyExits, HeadPasses, PassKind
@@ -19,20 +19,10 @@ from localspec.runtime.model_loading import Loader, Report
 from localspec.runtime.state import DecodingState, DraftModel, taps_of
 from localspec.spec_decode.drafters.base import Drafter
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
-from localspec.spec_decode.drafters.early_exit import EarlyExitDrafter
 from localspec.spec_decode.drafters.free import FREE_DRAFTERS
-from localspec.spec_decode.drafters.head import ChainedHead
 from localspec.spec_decode.drafters.names import EARLY_EXIT, HEAD, NGRAM, is_same_file, names_of_files
-from localspec.spec_decode.drafters.parallel import MedusaHead, ParallelHead
+from localspec.spec_decode.drafters.parallel import HEAD_DRAFTERS
 from localspec.system.home import home
-
-DRAFTERS: dict[str, Callable[[Head, Context], Drafter]] = {
-    "chained": ChainedHead,
-    "parallel": ParallelHead,
-    "medusa": MedusaHead,
-    "exit": EarlyExitDrafter,
-}
-"""Kind of a head -> what drafts with it."""
 
 EXIT_SHARE = 0.5
 """Of the target's layers, how many ``early-exit`` drafts with where no number is given."""
@@ -159,7 +149,7 @@ class DraftMaker:
         passes: PassKind = HeadPasses(context.hidden)
         if head.kind == "exit":
             passes = EarlyExits(target, head.taps[0], context)
-        drafter = DRAFTERS[head.kind](head, context)
+        drafter = HEAD_DRAFTERS[head.kind](head, context)
         return self._loaded(name, spec, path, head.model, context, drafter, passes, head.close)
 
     def _known(self, path: Path, *, reads_text: bool) -> DraftModel | None:
