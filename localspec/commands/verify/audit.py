@@ -18,7 +18,7 @@ from localspec.commands.questions import Question, in_turns, own_questions
 from localspec.commands.verify import verification_law
 from localspec.commands.verify.answers import AuditArm, RunningSystem
 from localspec.commands.verify.betting import Bets
-from localspec.commands.verify.drafters import Adversary, HotDraftModel, NearMisses
+from localspec.commands.verify.drafters import Adversary, HeatedDrafter, NearMisses
 from localspec.commands.verify.plain import AuditStopped, plain_answer, prompt_cuts, wide_passes
 from localspec.commands.verify.result import AuditLog, AuditResult, Defect, Observation
 from localspec.commands.verify.rollbacks import ARM, Rollbacks, sensitivity
@@ -179,10 +179,11 @@ class Audit:
         if number % 3 == 2 and self.drafters:
             yield self._arm(self.drafters, options.draft_length, fresh), fresh
         else:
-            # A draft model samples; all others draft deterministically, as the adversary always does.
+            # Models sample, one by turns; all others draft deterministically, as the adversary always does.
             sampling = all_drafters
-            for model in self.pair.state.models[:1]:
-                sampling = [HotDraftModel(model.context) if number % 3 else model.drafter]
+            if models := self.pair.state.models:
+                drafter = models[number % len(models)].drafter
+                sampling = [HeatedDrafter(drafter) if number % 3 else drafter]
             yield self._arm(sampling, SAMPLED_LENGTH), fresh
         seed = ((options.sampled.seed or 11) + number) % 2**63
         seeded = replace(options.sampled, max_tokens=options.n_tokens, seed=seed)

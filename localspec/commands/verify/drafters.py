@@ -11,7 +11,6 @@ import numpy as np
 
 from localspec.backends.base import Context, FloatArray, Forward
 from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
-from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.proposer import SamplingProposer
 from localspec.spec_decode.rounds import DraftToken
 
@@ -111,19 +110,39 @@ class NearMisses(Adversary):
         return [*self._second_best[at : at + 1], *self._answer[at + 1 :]][: self._reach]
 
 
-class HotDraftModel(DraftModelDrafter):
-    """The pair's draft model at twice the temperature: its samples are honest about their law and often rejected.
+class HeatedDrafter(Drafter):
+    """A drafter of the pair at twice the temperature: its samples are honest about their law and often rejected.
 
     A good draft's law is so near to the target's that breaking the rule of acceptance hardly shows; this one's is not.
+
+    Args:
+        drafter: one that runs a model; a clone of it drafts.
     """
 
-    def __init__(self, context: Context) -> None:
-        super().__init__(context, "hot model")
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter.clone(drafter.context)
+        self._drafter.source = self.source = f"hot {drafter.source}"
+        self.context, self.taps = drafter.context, drafter.taps
         self._proposer: Proposer | None = None
+
+    def attach(self, target: Context) -> None:
+        self._drafter.attach(target)
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        self._drafter.begin(tokens)
+
+    def process(self, tokens: Sequence[int], forward: Forward) -> None:
+        self._drafter.process(tokens, forward)
 
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         if proposer is not self._proposer:
             hot = replace(proposer.params, temperature=2 * proposer.params.temperature)
             # It counts its own samples: no other drafter may sample in such a request.
             self._proposer, self._hot = proposer, SamplingProposer(hot, proposer.noise)
-        return super().draft(tokens, plan, self._hot)
+        return self._drafter.draft(tokens, plan, self._hot)
+
+    def drafted(self) -> None:
+        self._drafter.drafted()
+
+    def accept(self, emitted: Sequence[int]) -> None:
+        self._drafter.accept(emitted)

@@ -30,11 +30,13 @@ from localspec.controllers.fixed import FixedPlan
 from localspec.runtime.load_options import LoadOptions
 from localspec.sampling.sampling import Distribution, Noise, distribution
 from localspec.spec_decode import decoder, verification
+from localspec.spec_decode.drafters.early_exit import EarlyExitDrafter
 from localspec.spec_decode.proposer import SamplingProposer
 from localspec.spec_decode.rounds import Draft, Verdict
 from tests.commands.test_cli import localspec
 from tests.conftest import TinyFiles, open_backend
 from tests.support.endless import write_endless
+from tests.support.heads import write_random_head
 from tests.support.interrupting import interrupted
 
 SMALL = AuditOptions(
@@ -165,6 +167,43 @@ def test_a_target_alone_is_audited_too(tiny: TinyFiles) -> None:
         report = audit(llm)
     assert found(report) == set(), report.verdict
     assert {arm.arm for arm in report.arms if not arm.sampled} == {"plain", "adversary ×16", "near misses ×2"}
+
+
+@contextmanager
+def opened_with_heads(tiny: TinyFiles, backend: str, folder: Path) -> Iterator[LLM]:
+    open_backend(backend)
+    target = tiny.quick.target if backend == "reference" else tiny.pair.target
+    head = write_random_head(target, folder / "head.gguf", taps=("layer:0",))
+    draft = ["ngram", f"head:{head}", "early-exit:1"]
+    with LLM(target, draft=draft, backend=backend, n_ctx=2048, idle=False) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("backend", ["reference", "ik-llama", "llama-cpp"])
+def test_heads_are_audited_too(tiny: TinyFiles, backend: str, tmp_path: Path) -> None:
+    with opened_with_heads(tiny, backend, tmp_path) as llm:
+        report = audit(llm, replace(SMALL, n_prompts=3))
+    assert found(report) == set(), report.verdict
+    drafted = {arm.arm: arm.drafted for arm in report.arms}
+    assert drafted["head ×8"] > 0
+    assert drafted["hot early-exit ×3"] > 0
+    assert report.decoding_law is not None
+
+
+def rows_of_early_exits_stay(patch: pytest.MonkeyPatch) -> None:
+    """Draft tokens that went through some layers only are left in the target's memory, and nobody looks."""
+    patch.setattr(EarlyExitDrafter, "drafted", lambda self: setattr(self, "_n_past", None))
+    patch.setattr(Context, "_check_whole", lambda self: None)
+
+
+@pytest.mark.parametrize("backend", ["reference", "ik-llama"])
+def test_a_defect_of_early_exits_is_found(
+    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, backend: str, tmp_path: Path
+) -> None:
+    with opened_with_heads(tiny, backend, tmp_path) as llm, monkeypatch.context() as patch:
+        rows_of_early_exits_stay(patch)
+        report = audit(llm, replace(NO_LAW, n_prompts=3))
+    assert found(report) & {"memory", "row", "engine"}
 
 
 # -- seeded defects: of the memory -------------------------------------------------------------------------------------
