@@ -24,7 +24,9 @@ Model = Annotated[
 Draft = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="auto|none|ngram|MODEL", help="Who guesses; repeat for several together.", show_default="auto"
+        metavar="auto|none|ngram|head|MODEL",
+        help="Who guesses; repeat for several together. Also head:FILE, early-exit and early-exit:LAYERS.",
+        show_default="auto",
     ),
 ]
 DraftLength = Annotated[str, typer.Option(metavar="auto|N", help="Guesses per round.")]

@@ -157,7 +157,7 @@ def header(llm: LLM, screen: ChatScreen, *, follows: bool = False) -> None:
     memory = f" · {process_bytes() / 1e9:.1f} GB" if process_bytes() >= 5e7 else ""  # weights included
     screen.line(f"{llm.model_name} · {llm.backend_name} · context {llm.n_ctx}{memory}", Style.HEAD)
     screen.line(f"draft: {drafters}")
-    print(screen.legend(), file=screen.file)
+    print(screen.legend(llm.draft_names), file=screen.file)
     for warning in llm.warnings:
         screen.note(f"note: {warning}")
     screen.note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves")

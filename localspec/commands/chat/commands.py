@@ -81,7 +81,7 @@ def _help(chat: Chat, argument: str) -> None:
     for name, command in COMMANDS.items():
         chat.screen.line(f"  {f'/{name} {command.usage}':<31} {command.help}")
     chat.screen.line("Alt-Enter, or a backslash at the end, starts another line; Tab completes.")
-    print(chat.screen.legend(), file=chat.screen.file)
+    print(chat.screen.legend(chat.llm.draft_names), file=chat.screen.file)
 
 
 def _view(chat: Chat, argument: str) -> None:
@@ -268,7 +268,7 @@ def _files() -> Iterable[str]:
 def _models() -> Iterable[str]:
     from localspec.model_files.catalog import Catalog
 
-    return ["auto", "none", "ngram", *Catalog.load()]
+    return ["auto", "none", "ngram", "head", "early-exit", *Catalog.load()]
 
 
 COMMANDS = {

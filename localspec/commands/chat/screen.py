@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
 from localspec.commands.chat.status import AnswerStatus
 from localspec.commands.chat.style import Painter, Style
 from localspec.commands.chat.views import RoundsView, TextView, TokensView, View
+from localspec.spec_decode.drafters.names import EARLY_EXIT, HEAD
 from localspec.terminal.text import moves_cursor, terminal_size, visible
 
 
@@ -82,14 +83,22 @@ class ChatScreen:
         )
         console.print(renderable)
 
-    def legend(self) -> str:
-        """How the kinds of text are told apart here, in one line."""
+    def legend(self, drafters: Sequence[str]) -> str:
+        """How the kinds of text are told apart here, in one line.
+
+        Args:
+            drafters: names of those in use.
+        """
         if not self.ansi:
             return "guesses are shown by /view rounds; this terminal cannot take text back"
-        bold, line = ("green, bold", "cyan, underlined") if self.colour else ("bold", "underlined")
+        bold, line, both = "bold", "underlined", "bold, underlined"
+        if self.colour:
+            bold, line, both = f"green, {bold}", f"cyan, {line}", "magenta"
+        has_head = any(name.partition(":")[0] in (HEAD, EARLY_EXIT) for name in drafters)
         return " · ".join(
             (
                 self.paint(f"draft's ({bold})", Style.MODEL),
+                *([self.paint(f"head's ({both})", Style.STATES)] if has_head else []),
                 self.paint(f"n-gram's ({line})", Style.NGRAM),
                 "target's own",
                 self.paint("rejected", Style.REJECTED),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from localspec.spec_decode.drafters.names import NGRAM
+from localspec.spec_decode.drafters.names import EARLY_EXIT, HEAD, NGRAM
 from localspec.spec_decode.rounds import TokenKind
 
 
@@ -18,6 +18,8 @@ class Style(Enum):
     """Accepted draft tokens of a model."""
     NGRAM = ("4", "36")
     """Accepted draft tokens of the n-gram drafter."""
+    STATES = ("1;4", "35")
+    """Accepted draft tokens of a head, or of the target's own first layers."""
     REJECTED = ("2;9", "31")
     """Rejected draft tokens: dim and struck through."""
     NOTE = ("2", "")
@@ -48,4 +50,4 @@ def token_style(kind: TokenKind, source: str) -> Style:
     """The style of a verified token."""
     if kind != "accepted":
         return Style.TARGET
-    return Style.NGRAM if source == NGRAM else Style.MODEL
+    return {NGRAM: Style.NGRAM, HEAD: Style.STATES, EARLY_EXIT: Style.STATES}.get(source, Style.MODEL)

@@ -8,7 +8,7 @@ const KINDS = {
   bonus: {mark: "+", name: "bonus", means: "the target's own token after a fully accepted draft"},
   plain: {mark: "·", name: "plain", means: "the target's own token; nothing was guessed"},
 };
-const SOURCES = {model: "draft model", ngram: "n-gram"};
+const SOURCES = {model: "draft model", ngram: "n-gram", "early-exit": "early exit"};
 const PARTS = ["draft", "verify", "other"];
 const ENDS = {
   stop: ["end", "the model, or a stop string, ended the answer"],
@@ -44,10 +44,10 @@ const milliseconds = (ms) => (ms < 10 ? `${ms.toFixed(1)} ms` : ms < 10000 ? `${
 const seconds = (s) => (s < 10 ? `${s.toFixed(2)} s` : `${s.toFixed(1)} s`);
 const count = (n, noun) => `${n.toLocaleString("en")} ${noun}${n === 1 ? "" : Math.abs(n) && /(s|sh|ss)$/.test(noun) ? "es" : "s"}`;
 
-/* Drafters get an underline and a hue each, in the order in which they first appear behind the two that are known. */
+/* Drafters get an underline and a hue each, in the order in which they first appear behind those that are known. */
 class Inks {
   constructor() {
-    this.slots = new Map([["model", 0], ["ngram", 1]]);
+    this.slots = new Map([["model", 0], ["ngram", 1], ["head", 2]]);
   }
 
   slot(source) {
