@@ -82,9 +82,9 @@ def check_head(file: GGUFFile) -> HeadCard:
     card, name = HeadCard.from_gguf(file), file.path.name
     optional = {tensor: shape for tensor, shape in card.optional_shapes().items() if tensor in file.tensors}
     shapes = card.shapes() | optional
-    if odd := next(iter(file.tensors.keys() ^ shapes.keys()), None):
+    for odd in sorted(file.tensors.keys() ^ shapes.keys()):
         what = "lacks" if odd in shapes else "has a tensor of no use,"
-        raise ModelFileError(f"{name} is damaged: it {what} {odd[:60]}; make it again")
+        raise ModelFileError(f"{name} is damaged: it {what} {odd[:60]!r}; make it again")
     for tensor, shape in shapes.items():
         info = file.tensors[tensor]
         if info.shape != shape[::-1]:

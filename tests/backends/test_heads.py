@@ -221,9 +221,9 @@ def test_output_rows_and_embeddings_are_the_targets(
         if kind == "chained":
             with load_head(path, model, "reference") as head:
                 scale = np.float32(tensors(path)["head.embed_scale"])
-                for tokens in ([7, 7, 299], [0]):
+                for tokens in ([7, 7, 299], [0], []):
                     np.testing.assert_array_equal(
-                        head.embed(tokens), np.float32(theirs["token_embd.weight"][tokens]) * scale, err_msg=name
+                        head.embed(tokens), np.float32(theirs["token_embd.weight"][tokens, :]) * scale, err_msg=name
                     )
 
 
@@ -238,7 +238,7 @@ def test_matrices_that_engines_compute_well_are_kept_to_the_bit(target: Path, tm
 
 
 def test_rows_that_fill_no_blocks_are_halves(tmp_path: Path) -> None:
-    shape = ggufs.Shape(n_embd=40, n_head=2, n_head_kv=1, n_ff=48)
+    shape = ggufs.Shape(n_embd=40, n_head=5, n_head_kv=1, n_ff=64)
     model = ggufs.write_llama(tmp_path / "model.gguf", shape)
     for kind in ("chained", "medusa"):
         path = write_random_head(model, tmp_path / "head.gguf", kind, n_out=100)
@@ -351,3 +351,9 @@ def test_a_head_of_numbers_that_are_none_is_refused(target: Path, tmp_path: Path
 def test_a_card_is_of_use_whatever_its_arrays_are_typed(target: Path, tmp_path: Path) -> None:
     card = read_card(write_random_head(target, tmp_path / "head.gguf"))
     assert replace(card, token_map=card.token_map.astype(np.int64)).metadata().keys() == card.metadata().keys()
+
+
+@pytest.mark.parametrize(("n", "m", "k"), [(0, 32, 64), (1, 576, 1728), (2, 640, 640), (7, 33, 96), (64, 128, 384)])
+def test_products_in_blocks_are_products(n: int, m: int, k: int) -> None:
+    rows, matrix = states(n, k), states(m, k, seed=2)
+    np.testing.assert_allclose(heads._product(rows, matrix), rows @ matrix.T, rtol=1e-4, atol=1e-4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -211,35 +211,46 @@ TYPES = st.one_of(
 )  # fmt: skip
 """Types of ggml, of ik_llama.cpp, and of nobody."""
 
+ITEMS = [*range(8), -1, 1 << 31]
+
 SHARES = st.floats(0, 1, exclude_max=True)
 
-CHANGES = st.one_of(
-    st.tuples(st.just("set"), st.sampled_from(KEYS), values()),
-    st.tuples(st.just("number"), st.sampled_from(KEYS), st.sampled_from(NUMBERS)),
-    st.tuples(st.just("drop"), st.sampled_from(KEYS)),
-    st.tuples(st.just("twice"), st.sampled_from(KEYS)),
-    st.tuples(st.just("rename"), st.sampled_from(KEYS), TEXTS),
-    st.tuples(st.just("text"), st.sampled_from(ARRAYS), SHARES, TEXTS),
-    st.tuples(st.just("item"), st.sampled_from(ARRAYS), SHARES, st.sampled_from([0, 1, 2, 3, 4, 5, 6, 7, -1, 1 << 31])),
-    st.tuples(st.just("shorter"), st.sampled_from(ARRAYS), st.sampled_from([0, 1, 5, 260, 299])),
-    st.tuples(st.just("dims"), SHARES, st.lists(st.sampled_from(NUMBERS), max_size=5)),
-    st.tuples(st.just("dim"), SHARES, st.integers(0, 3), st.sampled_from(NUMBERS)),
-    st.tuples(st.just("type"), SHARES, TYPES),
-    st.tuples(st.just("offset"), SHARES, st.one_of(st.sampled_from(NUMBERS), SHARES)),
-    st.tuples(st.just("same offset"), SHARES, SHARES),
-    st.tuples(st.just("tensor name"), SHARES, st.one_of(TEXTS, st.just(b"token_embd.weight"))),
-    st.tuples(st.just("tensor twice"), SHARES),
-    st.tuples(st.just("tensor gone"), SHARES),
-    st.tuples(st.just("swap"), SHARES, SHARES),
-    st.tuples(st.just("n_keys"), st.sampled_from(NUMBERS)),
-    st.tuples(st.just("n_tensors"), st.sampled_from(NUMBERS)),
-    st.tuples(st.just("version"), st.sampled_from([0, 1, 2, 3, 4, 1 << 24, (1 << 32) - 1])),
-    st.tuples(st.just("cut"), SHARES),
-    st.tuples(st.just("tail"), st.binary(max_size=40)),
-    st.tuples(st.just("patch"), SHARES, st.binary(min_size=1, max_size=8)),
-    st.tuples(st.just("patch"), SHARES, st.sampled_from([n.to_bytes(8, "little") for n in NUMBERS])),
-    st.tuples(st.just("data"), SHARES, st.sampled_from([NAN * 8, INFINITY * 8, b"\xff" * 64])),
-)  # fmt: skip
+
+def changes(keys: list[str], arrays: list[str], tensor: bytes) -> st.SearchStrategy[tuple[Any, ...]]:
+    """Ways to damage a file.
+
+    Args:
+        keys: its metadata, and what it might have besides.
+        arrays: the lists among them.
+        tensor: a name that another tensor may get.
+    """
+    return st.one_of(
+        st.tuples(st.just("set"), st.sampled_from(keys), values()),
+        st.tuples(st.just("number"), st.sampled_from(keys), st.sampled_from(NUMBERS)),
+        st.tuples(st.just("drop"), st.sampled_from(keys)),
+        st.tuples(st.just("twice"), st.sampled_from(keys)),
+        st.tuples(st.just("rename"), st.sampled_from(keys), TEXTS),
+        st.tuples(st.just("text"), st.sampled_from(arrays), SHARES, TEXTS),
+        st.tuples(st.just("item"), st.sampled_from(arrays), SHARES, st.sampled_from(ITEMS)),
+        st.tuples(st.just("shorter"), st.sampled_from(arrays), st.sampled_from([0, 1, 5, 260, 299])),
+        st.tuples(st.just("dims"), SHARES, st.lists(st.sampled_from(NUMBERS), max_size=5)),
+        st.tuples(st.just("dim"), SHARES, st.integers(0, 3), st.sampled_from(NUMBERS)),
+        st.tuples(st.just("type"), SHARES, TYPES),
+        st.tuples(st.just("offset"), SHARES, st.one_of(st.sampled_from(NUMBERS), SHARES)),
+        st.tuples(st.just("same offset"), SHARES, SHARES),
+        st.tuples(st.just("tensor name"), SHARES, st.one_of(TEXTS, st.just(tensor))),
+        st.tuples(st.just("tensor twice"), SHARES),
+        st.tuples(st.just("tensor gone"), SHARES),
+        st.tuples(st.just("swap"), SHARES, SHARES),
+        st.tuples(st.just("n_keys"), st.sampled_from(NUMBERS)),
+        st.tuples(st.just("n_tensors"), st.sampled_from(NUMBERS)),
+        st.tuples(st.just("version"), st.sampled_from([0, 1, 2, 3, 4, 1 << 24, (1 << 32) - 1])),
+        st.tuples(st.just("cut"), SHARES),
+        st.tuples(st.just("tail"), st.binary(max_size=40)),
+        st.tuples(st.just("patch"), SHARES, st.binary(min_size=1, max_size=8)),
+        st.tuples(st.just("patch"), SHARES, st.sampled_from([n.to_bytes(8, "little") for n in NUMBERS])),
+        st.tuples(st.just("data"), SHARES, st.sampled_from([NAN * 8, INFINITY * 8, b"\xff" * 64])),
+    )  # fmt: skip
 
 
 def apply(header: Header, change: tuple[Any, ...]) -> None:
@@ -336,17 +347,24 @@ def _change_tensor(header: Header, kind: str, rest: list[Any]) -> None:
         tensor.dims, other.dims = other.dims, tensor.dims
 
 
-CASES = st.tuples(st.sampled_from(sorted(BASES)), st.lists(CHANGES, min_size=1, max_size=3))
+CASES = st.tuples(
+    st.sampled_from(sorted(BASES)), st.lists(changes(KEYS, ARRAYS, b"token_embd.weight"), min_size=1, max_size=3)
+)
 """(name of the base, changes)"""
 
 
 class Builder:
-    """Writes the file of a case."""
+    """Writes the file of a case.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: for the files.
+        bases: name -> what writes a valid file, which cases change.
+    """
+
+    def __init__(self, folder: Path, bases: Mapping[str, Callable[[Path], Path]] = BASES) -> None:
         self.path = folder / "case.gguf"
         self._raw = {}
-        for name, write in BASES.items():
+        for name, write in bases.items():
             self._raw[name] = write(folder / f"base-{name}.gguf").read_bytes()
 
     def __call__(self, case: tuple[str, list[tuple[Any, ...]]]) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.fuzz import asks, bodies, engines, headers, sessions, templates
+from tests.fuzz import asks, bodies, engines, headers, heads, sessions, templates
 
 TARGETS = {
     target.name: target
@@ -10,6 +10,7 @@ TARGETS = {
         asks.TARGET,
         sessions.TARGET,
         headers.TARGET,
+        heads.TARGET,
         *engines.TARGETS,
         templates.TARGET,
         bodies.TARGET,

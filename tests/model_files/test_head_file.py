@@ -15,6 +15,7 @@ from localspec.model_files.head_card import CurvePoint, HeadCard, Kind, TargetFa
 from localspec.model_files.head_file import TYPES, check_head, head_weights, read_card, write_head
 from localspec.model_files.head_fit import fit
 from tests.conftest import TinyFiles
+from tests.fuzz.gguf_cases import take_apart
 from tests.support.heads import write_random_head
 
 TARGET = TargetFacts("f" * 32, "a target", "qwen2", 64, 4, 300, "0123456789abcdef")
@@ -97,6 +98,7 @@ def test_weights_that_make_no_head_are_not_written(tmp_path: Path, change: dict[
         ({"steps": 0}, "0 tokens ahead"),
         ({"token_map": np.array([3, 3], np.int32)}, "ascend"),
         ({"token_map": np.array([-1, 3], np.int32)}, "ascend"),
+        ({"token_map": np.array([1, -(1 << 31), 3], np.int32)}, "ascend"),
         ({"token_map": np.array([0, 300], np.int32)}, "ascend"),
         ({"token_map": np.arange(301, dtype=np.int32)}, "301 entries for 300 tokens"),
         ({"n_head_kv": 3}, "4 heads, 3 of keys"),
@@ -137,6 +139,17 @@ def test_a_head_of_a_real_target_fits_it(tiny: TinyFiles, tmp_path: Path) -> Non
         assert fit(card, TargetFacts.of(file, card.target.fingerprint)).exact
     with GGUFFile(tiny.pair.draft) as file:
         assert "layers" in fit(card, TargetFacts.of(file, "another")).why
+
+
+def test_tensors_that_are_missing_or_too_many_are_named(tmp_path: Path) -> None:
+    path = write_head(tmp_path / "head.gguf", CARD, random_weights(CARD))
+    raw = path.read_bytes()
+    for name in (b"", b"other", b"blk.1.attn_q.weight", b"head.fc.bias"):
+        header = take_apart(raw)
+        header.tensors[0].name = name
+        path.write_bytes(header.encode())
+        with pytest.raises(ModelFileError, match=f"lacks 'head.fc.weight'|no use, '{name.decode()}'"):
+            read_card(path)
 
 
 def test_models_and_heads_are_not_mistaken_for_each_other(tiny: TinyFiles, tmp_path: Path) -> None:

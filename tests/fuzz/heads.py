@@ -1,0 +1,123 @@
+"""Damaged head files: a one-line ModelFileError, or a head that works; and small whatever sizes they claim."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from hypothesis import strategies as st
+
+from localspec.backends.heads import Head, load_head
+from localspec.commands.files import _described_head
+from localspec.errors import LocalspecError, ModelFileError
+from localspec.model_files.head_file import read_card
+from tests.fuzz.gguf_cases import SMALL, Builder, changes
+from tests.fuzz.headers import MAX_BYTES, inspect_it
+from tests.fuzz.target import Check, Target, Timed, one_line, peak_bytes, words
+from tests.support import ggufs
+from tests.support.gguf_vocabs import bpe_vocab
+from tests.support.heads import write_random_head
+
+KINDS = ("chained", "parallel", "medusa")
+
+KEYS = [f"localspec.head.{name}" for name in words(
+    "version kind taps token_map steps n_head n_head_kv d_head d_ff rope_base norm_eps training target.fingerprint "
+    "target.name target.architecture target.n_embd target.n_layers target.n_vocab target.vocab"
+)] + words("general.architecture general.alignment general.name general.license")  # fmt: skip
+
+
+def _text(value: bytes) -> tuple[int, bytes]:
+    return 8, struct.pack("<Q", len(value)) + value
+
+
+SAID = st.one_of(
+    st.tuples(st.just("set"), st.just("localspec.head.kind"), st.sampled_from([_text(k.encode()) for k in KINDS])),
+    st.tuples(
+        st.just("set"),
+        st.just("localspec.head.taps"),
+        st.sampled_from([_text(b"," * 100_000), _text(b"norm,layer:0"), _text(b"layer:9"), _text(b"norm,norm")]),
+    ),
+    st.tuples(
+        st.just("set"),
+        st.just("localspec.head.training"),
+        st.sampled_from(
+            [
+                _text(text)
+                for text in (
+                    b"[" * 100_000,
+                    b'{"seed": ' + b"9" * 5000 + b"}",
+                    b'{"minutes": NaN}',
+                    b'{"minutes": 1e400}',
+                    b'{"curve": [{"tokens_seen": -1}]}',
+                    b'{"curve": [{"acceptance": {"\\u001b[31m": [0.5]}}], "command": "\\n\\u001b"}',
+                    b'{"acceptance": {"code": [2.0]}}',
+                    b'{"acceptance": {"code": [0.5, true]}}',
+                    b'{"versions": []}',
+                    b"3",
+                )
+            ]
+        ),
+    ),
+)
+
+CASES = st.tuples(
+    st.sampled_from(KINDS),
+    st.lists(st.one_of(changes(KEYS, ["localspec.head.token_map"], b"head.fc.weight"), SAID), min_size=1, max_size=3),
+)
+"""(kind of head, changes)"""
+
+
+def use(head: Head) -> None:
+    """Draft a little."""
+    n = head.card.n_embd
+    with head.new_context(8) as context, np.errstate(all="ignore"):
+        if head.kind == "medusa":
+            rows = head.medusa_logits(context, np.ones(n, np.float32))
+        else:
+            states = np.ones((2, n * len(head.taps)), np.float32)
+            rows = context.decode_floats(head.fuse(states) + head.embed(head.token_map[:2].tolist()), [0, 1]).logits
+    assert rows.shape[1] == len(head.token_map)
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[Check]:
+    target = ggufs.write_llama(folder / "target.gguf", SMALL, bpe_vocab(300))
+
+    def write(kind: Any) -> Any:
+        return lambda path: write_random_head(target, path, kind, n_out=50, biases=kind == "chained")
+
+    build = Builder(folder, {kind: write(kind) for kind in KINDS})
+
+    def load(path: Path) -> None:
+        with load_head(path, target, "reference") as head:
+            use(head)
+
+    readers = {"card": read_card, "inspect": inspect_it, "list": _described_head, "load": load}
+
+    def check(case: Any) -> None:
+        path = build(case)
+        for name, reader in readers.items():
+            before = peak_bytes()
+            try:
+                with Timed(name):
+                    reader(path)
+            except LocalspecError as error:
+                # A whole one may be for another model, or lead to rows that are not finite.
+                one_line(error, ModelFileError if name != "load" else LocalspecError)
+            finally:
+                peak = peak_bytes() - before
+            assert peak < MAX_BYTES, f"{name} took {peak / 1e6:.0f} MB"
+
+    with mock.patch.dict(os.environ, {"LOCALSPEC_HOME": str(folder / "home")}):
+        for kind in KINDS:
+            load(build((kind, [])))  # imports are not to be counted
+        yield check
+
+
+TARGET = Target("heads", CASES, _opened, in_suite=150)
