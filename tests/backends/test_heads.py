@@ -19,10 +19,10 @@ from localspec.errors import EngineError, ModelFileError, UnsupportedModel, Usag
 from localspec.model_files import head_assembly
 from localspec.model_files.head_assembly import assembling, engine_file
 from localspec.model_files.head_card import Kind
-from localspec.model_files.head_file import read_card
+from localspec.model_files.head_file import read_card, write_head
 from localspec.model_files.head_folders import engine_folder, heads_folder
 from localspec.system.steps import exhaust
-from tests.conftest import Backend, TinyFiles
+from tests.conftest import REAL_MODELS, Backend, TinyFiles
 from tests.support import ggufs
 from tests.support.heads import write_random_head
 
@@ -182,6 +182,40 @@ def test_columns_of_logits_are_the_tokens_of_the_map(
             found.append(context.decode_floats(rows, [0, 0, 0]).logits.copy())
     tolerance = 0 if backend.exact else TOLERANCE[backend.name]
     np.testing.assert_allclose(found[1], found[0][:, some.token_map], atol=tolerance)
+
+
+def check_an_idle_head_says_what_the_target_says(path: Path, backend: Backend, folder: Path) -> None:
+    """A medusa head whose matrices are zero multiplies the target's own state by the target's own output rows."""
+    head_path = write_random_head(path, folder / "head.gguf", "medusa", n_out=256, steps=1)
+    card = read_card(head_path)
+    write_head(head_path, card, {name: np.zeros(shape, np.float32) for name, shape in card.shapes().items()})
+    with (
+        load_head(head_path, path, backend.name, n_threads=2) as head,
+        backends.load(path, backend.name, n_threads=2) as model,
+        model.new_context(32, hidden=("norm",)) as context,
+        head.new_context(8) as own,
+    ):
+        forward = context.decode(list(range(5, 21)))
+        wanted = forward.logits[:, head.token_map].copy()
+        found = np.concatenate([head.medusa_logits(own, state) for state in forward.hidden["norm"]])
+    # Rounding the rows to 4 bits is most of what differs.
+    assert np.corrcoef(found.ravel(), wanted.ravel())[0, 1] > 0.98
+
+
+@pytest.mark.parametrize("name", ["pair", "bpe", "sliding"])
+def test_an_idle_head_says_what_the_target_says(backend: Backend, tiny: TinyFiles, tmp_path: Path, name: str) -> None:
+    if name == "sliding" and backend.name == "reference":
+        pytest.skip("the reference backend computes llama only")
+    path = tiny.pair.target if name == "pair" else getattr(tiny, name)
+    check_an_idle_head_says_what_the_target_says(path, backend, tmp_path)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", sorted(REAL_MODELS))
+def test_real_ones_do_too(fast_backend: Backend, real_model: Callable[[str], Path], tmp_path: Path, name: str) -> None:
+    if fast_backend.name == "mlx" and "qwen" in name:
+        pytest.skip("takes minutes on a CPU")
+    check_an_idle_head_says_what_the_target_says(real_model(name), fast_backend, tmp_path)
 
 
 def test_a_head_reads_no_text(load: Open, target: Path, tmp_path: Path) -> None:
