@@ -94,13 +94,13 @@ class LlamaModel(Model):
         """Refuse states that this architecture's graph does not name in this engine."""
         if self._known_states.issuperset(hidden):
             return
-        try:
-            with LlamaContext(self, 2, self.n_threads, hidden) as context:
+        with LlamaContext(self, 2, self.n_threads, hidden) as context:
+            try:
                 context.decode([0, 0])
-        except EngineError as error:
-            raise UsageError(
-                f"{self.engine} returns not all of {', '.join(hidden)} for {self.path.name}: {error}"
-            ) from None
+            except EngineError as error:
+                raise UsageError(
+                    f"{self.engine} returns not all of {', '.join(hidden)} for {self.path.name}: {error}"
+                ) from None
         self._known_states.update(hidden)
 
     def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:

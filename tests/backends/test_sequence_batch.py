@@ -186,6 +186,21 @@ def test_llama_engines_feed_them_in_one_pass_and_others_in_turns(backend: Backen
             model.new_batch(MAX_SEQUENCES + 1, 16)
 
 
+def test_sequences_in_a_sliding_window(fast_backend: Backend, tiny: TinyFiles) -> None:
+    texts = [some_tokens(100, seed=i) for i in range(2)]
+    with fast_backend.load(tiny.sliding, n_threads=1) as model, model.new_batch(2, 100, hidden=("norm",)) as batch:
+        batch.decode([(0, texts[0][:90]), (1, texts[1][:20])], "last")
+        batch.truncate(0, 60)
+        forward = batch.decode([(1, texts[1][20:70]), (0, texts[0][60:66])])
+        with model.new_context(100, hidden=("norm",)) as context:
+            for text, first, end, rows in ((texts[1], 20, 70, slice(0, 50)), (texts[0], 60, 66, slice(50, 56))):
+                context.truncate(0)
+                wanted = context.decode(text[:end])
+                assert np.abs(wanted.logits[first:] - forward.logits[rows]).max() < 0.1
+                assert np.abs(wanted.hidden["norm"][first:] - forward.hidden["norm"][rows]).max() < 0.05
+                assert np.abs(wanted.logits[first - 1 : -1] - forward.logits[rows]).max(axis=1).min() > 0.3
+
+
 @pytest.mark.parametrize("engine", ["llama-cpp", "ik-llama"])
 def test_a_memory_that_cannot_be_rewound_is_one_of_many(engine: str, tiny: TinyFiles) -> None:
     texts = [some_tokens(40, seed=i) for i in range(2)]
