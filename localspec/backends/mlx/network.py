@@ -88,6 +88,8 @@ class Network:
         Returns:
             name -> [1, n, n_embd].
         """
+        if not names and rows is None and n_layers is None:
+            return {NORM: self.hidden(tokens, cache)}
         states: dict[str, mx.array] = {}
         layers: list[Any] = self._trunk["layers"]
         originals = list(layers)
