@@ -14,6 +14,7 @@ from localspec.commands.doctor.costs import WIDTHS, Watch
 from localspec.commands.timing.subject import EngineUnderTest, kv_bytes
 from localspec.controllers.calibration import calibrating
 from localspec.controllers.cost_model import PassTimes
+from localspec.controllers.passes import WHOLE, PassKind
 from localspec.model_files.gguf_parts import model_bytes, model_files
 from localspec.runtime.pair import Pair
 from localspec.system.home import home
@@ -31,22 +32,25 @@ def engine_facts(subject: EngineUnderTest, kv_type: str, watch: Watch, *, measur
         measure: measure t(w) now; else it is what was measured at the first load.
     """
     llm, own = subject.llm, subject.own
-    loaded = [("target", llm.model_name, own.context)]
-    loaded += [(draft.source, draft.name, draft.context) for draft in own.models]
+    files = [_model_file("target", llm.model_name, own.context, own.target.path, kv_type, watch)]
+    for draft in own.models:  # of a head the file that was trained, not what was made of it here
+        path = draft.model.path if draft.drafter.reads_text else draft.path
+        files.append(_model_file(draft.source, draft.name, draft.context, path, kv_type, watch))
     times = {"target": own.times} | {draft.source: draft.times for draft in own.models}
     measured: Literal["now", "before"] = "before"
     if measure:
         measured = "now"
-        for source, name, context in loaded:
-            watch.report(f"measuring what a pass of {name} costs", None)
-            times[source] = watch.call(llm, partial(_measured, context, watch))
+        kinds = {"target": (own.context, WHOLE)} | {draft.source: (draft.context, draft.passes) for draft in own.models}
+        for file in files:
+            watch.report(f"measuring what a pass of {file.name} costs", None)
+            times[file.source] = watch.call(llm, partial(_measured, *kinds[file.source], watch))
     return Engine(
         backend=llm.backend_name,
         version=llm.engine,
         device=own.target.capabilities.device,
         threads=own.target.n_threads,
         n_ctx=llm.n_ctx,
-        models=[_model_file(source, name, context, kv_type, watch) for source, name, context in loaded],
+        models=files,
         sources=subject.sources,
         pass_ms={str(width): round(times["target"](width), 4) for width in WIDTHS},
         draft_ms={draft.source: round(times[draft.source](1), 4) for draft in own.models},
@@ -55,14 +59,13 @@ def engine_facts(subject: EngineUnderTest, kv_type: str, watch: Watch, *, measur
     )
 
 
-def _measured(context: Context, watch: Watch, pair: Pair) -> PassTimes:
-    return exhaust(calibrating(context.model, context.n_ctx), tick=watch.check)
+def _measured(context: Context, passes: PassKind, watch: Watch, pair: Pair) -> PassTimes:
+    return exhaust(calibrating(context.model, context.n_ctx, passes), tick=watch.check)
 
 
-def _model_file(source: str, name: str, context: Context, kv_type: str, watch: Watch) -> ModelFile:
-    model = context.model
-    digest = sha256(model.path, watch)
-    return ModelFile(source, name, model.path.name, model.size_bytes, digest, kv_bytes(context, kv_type))
+def _model_file(source: str, name: str, context: Context, path: Path, kv_type: str, watch: Watch) -> ModelFile:
+    kv = kv_bytes(context, kv_type)
+    return ModelFile(source, name, path.name, context.model.size_bytes, sha256(path, watch), kv)
 
 
 def sha256(path: Path, watch: Watch) -> str:

@@ -16,6 +16,7 @@ from localspec.errors import Cancelled
 from localspec.runtime.pair import Pair
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.decoder import PREFILL_CHUNK
+from localspec.spec_decode.drafters.head import MAX_STATES
 from localspec.spec_decode.rounds import FinishReason, Round, SpecStats
 from localspec.system.usage import CPUTimes, others_share
 
@@ -102,14 +103,21 @@ class ReadQuestion:
     seconds: float
 
     def put_into(self, context: Context) -> None:
-        """Have a target's context hold the prompt, and nothing else."""
+        """Have a target's context hold the prompt, and nothing else.
+
+        Where it returns hidden states its end is left to read, which the arm does before its time begins to count: no
+        copy of a context holds the states that a head goes on from.
+        """
         prompt = self.tokens[:-1]
         n = context.reuse(prompt)
         if n < len(prompt) and self.state is not None:
             context.import_state(self.state)
-            return
-        for start in range(n, len(prompt), PREFILL_CHUNK):
-            context.decode(prompt[start : start + PREFILL_CHUNK], "none")
+            n = len(prompt)
+        n_wanted = max(0, len(prompt) - MAX_STATES) if context.hidden else len(prompt)
+        if n > n_wanted:
+            context.truncate(n_wanted)
+        for start in range(n, n_wanted, PREFILL_CHUNK):
+            context.decode(prompt[start : min(start + PREFILL_CHUNK, n_wanted)], "none")
 
 
 class TimedAnswer:

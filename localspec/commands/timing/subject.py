@@ -23,7 +23,7 @@ from localspec.llm import LLM
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.kv_memory import kv_shape
 from localspec.runtime.pair import Pair
-from localspec.runtime.state import DecodingState
+from localspec.runtime.state import DecodingState, taps_of
 from localspec.runtime.stream import Reply
 from localspec.sampling.sampling import SamplingParams
 from localspec.system.memory import read_memory
@@ -90,15 +90,20 @@ class EngineUnderTest:
         pair.use(state)
 
     def _separate_contexts(self, pair: Pair) -> bool:
-        """Contexts for every arm but one, which has the pair's own; False, and none, where memory lacks for them."""
-        last = self.arms[-1]
+        """Contexts for every arm but one, which has the pair's own; False, and none, where memory lacks for them.
+
+        The one is an arm that wants the hidden states that the pair's own context returns, where there is one.
+        """
+        wants = {arm: set(taps_of(self._untaught[arm].drafters)) for arm in self.arms}
+        last = max(self.arms, key=lambda arm: (wants[arm] == set(self.own.context.hidden), self.arms.index(arm)))
+        others = [arm for arm in self.arms if arm is not last]
         kv_type, room = pair.options.kv_cache_type, read_memory().available
-        needed = sum(kv_bytes(each, kv_type) for arm in self.arms[:-1] for each in self._untaught[arm].contexts)
+        needed = sum(kv_bytes(each, kv_type) for arm in others for each in self._untaught[arm].contexts)
         if room is not None and needed > room / 2:  # an engine's buffers come on top
             return False
         made: dict[Arm, DecodingState] = {}
         try:
-            for arm in self.arms[:-1]:
+            for arm in others:
                 made[arm] = self.own.fork(arm.among(self.sources), own_contexts=True)
         except EngineError:
             for state in made.values():

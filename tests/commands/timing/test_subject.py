@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
 import pytest
 
 from localspec import LLM, SamplingParams
 from localspec.commands.questions import Question
 from localspec.commands.timing.answer import Sample
-from localspec.commands.timing.arms import PLAIN, parse_arms
+from localspec.commands.timing.arms import PLAIN, Arm, parse_arms
 from localspec.commands.timing.schedule import Block
 from localspec.commands.timing.subject import EngineUnderTest
 from localspec.commands.timing.turns import measure, places
 from localspec.errors import Cancelled
 from localspec.runtime.pair import Pair
 from tests.conftest import TinyFiles
+from tests.support.heads import write_random_head
 
 QUESTION = Question("q", "code", ("a b c d a b c d a b",))
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -98,3 +101,35 @@ def test_a_stop_ends_a_question_as_a_whole(llm: LLM) -> None:
             measure(block, places([subject], block), PARAMS, 4, lambda answer, fraction: stop.set())
     finally:
         subject.restore()
+
+
+# -- heads -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[True, False], ids=["slices", "whole"])
+def with_head(tiny: TinyFiles, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[EngineUnderTest]:
+    head = write_random_head(tiny.quick.target, tmp_path / "head.gguf", taps=("layer:0",))
+    draft = ["ngram", f"head:{head}"]
+    with LLM(tiny.quick.target, draft, backend="reference", remember=False, idle=False) as loaded:
+        arms = parse_arms(["head:3", "ngram+head:auto", "ngram:4"])
+        found = EngineUnderTest(loaded, arms, threading.Event(), in_slices=request.param)
+        yield found
+        found.restore()
+
+
+def test_arms_with_a_head_say_the_same_and_begin_with_the_prompts_last_states(with_head: EngineUnderTest) -> None:
+    found = answers(with_head)
+    assert len({sample.token_sha256 for sample in found.values()}) == 1
+    assert found["head:3"].rounds[0][3] == 3  # it drafts from the first round on
+    assert found["head:3"].num_accepted_tokens > 0
+
+
+def test_only_arms_with_a_head_decode_in_contexts_that_return_states(with_head: EngineUnderTest) -> None:
+    def hidden(arm: Arm, pair: Pair) -> tuple[str, ...]:
+        with_head.become(arm, pair)
+        return pair.context.hidden
+
+    returned = {arm.name: with_head.llm.run(partial(hidden, arm)) for arm in with_head.arms}
+    taps = ("layer:0",)
+    apart = {"plain": (), "head:3": taps, "ngram+head:auto": taps, "ngram:4": ()}
+    assert returned == (apart if with_head.in_slices else dict.fromkeys(apart, taps))
