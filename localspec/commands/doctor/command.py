@@ -20,7 +20,7 @@ from localspec.errors import EngineError, LocalspecError, UsageError
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.sources.base import size_text
 from localspec.spec_decode.drafters.free import FREE_DRAFTERS
-from localspec.spec_decode.drafters.names import NGRAM, is_same_file
+from localspec.spec_decode.drafters.names import EARLY_EXIT, HEAD, NGRAM, is_same_file
 from localspec.system import power
 from localspec.terminal.progress import Progress
 
@@ -37,12 +37,14 @@ class ExaminedPair:
         drafts: draft models, in the order in which they were named.
         ngram: whether n-grams draft as well.
         automatic: whether the drafts are ``--draft auto``'s.
+        heads: what ``--draft`` calls the heads and early exits among them.
     """
 
     target: ExaminedModel
     drafts: tuple[ExaminedModel, ...]
     ngram: bool
     automatic: bool
+    heads: tuple[str, ...] = ()
 
     @property
     def models(self) -> list[ExaminedModel]:
@@ -135,12 +137,13 @@ class Doctor:
             found = catalog.draft_for(target.file)
             known = target.entry.draft[:1] if target.entry is not None else ()
             drafts = (models.of_path(found),) if found is not None else tuple(map(models.find_model, known))
-            return ExaminedPair(target, drafts, True, True)
+            return ExaminedPair(target, drafts, True, True, ranking.heads_of(target))
         named: list[ExaminedModel] = []
-        for each in (models.find_model(name) for name in names if name not in FREE_DRAFTERS):
+        heads = tuple(name for name in names if name.partition(":")[0] in (HEAD, EARLY_EXIT))
+        for each in (models.find_model(name) for name in names if name not in (*FREE_DRAFTERS, *heads)):
             if not any(is_same_file(each.file, other.file) for other in named):
                 named.append(each)
-        return ExaminedPair(target, tuple(named), NGRAM in names, False)
+        return ExaminedPair(target, tuple(named), NGRAM in names, False, heads)
 
     def _first_steps(self) -> Recommendation:
         pair = Catalog.load().default_pair()
@@ -177,12 +180,12 @@ class Doctor:
         if options.load.n_ctx is not None and trained and options.load.n_ctx > trained:
             text = f"{options.load.n_ctx:,} tokens, but it was trained for {trained:,}"
             rows.append(Finding("note", "context", text, f"use --ctx {trained}"))
-        if usable or examined.ngram:
+        if usable or examined.ngram or examined.heads:
             rows += _rollback(loaded)
         self.found.pair = PairFacts(
             target.facts(), [draft.facts() for draft in drafts], examined.ngram, differences, fitted
         )
-        names = [target.name, *([NGRAM] if examined.ngram else []), *(draft.name for draft in drafts)]
+        names = [target.name, *([NGRAM] if examined.ngram else []), *examined.heads, *(draft.name for draft in drafts)]
         self._find(" + ".join(names), "pair", rows)
 
     def _obstacle(self, examined: ExaminedPair) -> Recommendation | None:
@@ -219,7 +222,7 @@ class Doctor:
         found, watch = self.found, self.watch
         differences = found.pair.vocabulary if found.pair is not None else {}
         drafts = [draft for draft in examined.drafts if draft.present and differences.get(draft.name) is None]
-        specs = [*([NGRAM] if examined.ngram else []), *(draft.path for draft in drafts)]
+        specs = [*([NGRAM] if examined.ngram else []), *examined.heads, *(draft.path for draft in drafts)]
         bandwidth = found.machine.bandwidth_gb_per_s
         with self._open(examined.target, specs) as llm:
             if calibrate:
@@ -236,7 +239,8 @@ class Doctor:
         if self.screen is not None:
             self._show(screen.cost_parts(cost, rows, self.screen.width, self.screen.unicode))
             self._show(screen.payoff_parts(payoffs))
-        names = {draft.name: draft.spec for draft in drafts}
+        names = {name.partition(":")[0]: name for name in examined.heads}
+        names |= {draft.name: draft.spec for draft in drafts}
         advice = recommend(cost, payoffs, examined.target.spec, names, automatic=examined.automatic)
         return self._with_doubt(advice) if payoffs else advice
 
@@ -247,7 +251,8 @@ class Doctor:
         with self._open(target, [NGRAM]) as llm:
             if calibrate:
                 watch.call(llm, lambda pair: pair.recalibrate(watch.report))
-            rank = self.found.rank = ranking.rank(llm, drafts, self.options.params({}), watch, ranking.SECONDS)
+            heads = examined.heads or ranking.heads_of(target)
+            rank = self.found.rank = ranking.rank(llm, heads, drafts, self.options.params({}), watch, ranking.SECONDS)
         self._show(screen.ranking_parts(rank))
         advice = recommend_ranked(rank, target.spec, {draft.name: draft.spec for draft in drafts})
         return self._with_doubt(advice) if rank.prompts else advice

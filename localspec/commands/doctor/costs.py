@@ -83,14 +83,14 @@ def measure_costs(
     Args:
         llm: the loaded pair.
         target_name: what to call the target.
-        draft_names: what to call the draft models, in the order in which they were named.
+        draft_names: what to call the draft models, in the order in which they were named; heads have their own names.
         bandwidth_gb_per_s: measured memory bandwidth, for the bound.
         watch: progress and interruption.
 
     Returns:
         The figures, and the target's t(w) at every width.
     """
-    state = llm.run(lambda pair: pair.state)
+    state, names = llm.run(lambda pair: pair.state), iter(draft_names)
     target = state.target
     with GGUFFile(target.path) as gguf:
         read = bytes_per_token(gguf)
@@ -99,7 +99,10 @@ def measure_costs(
         engine=target.engine,
         device=target.capabilities.device,
         target=_curve(target_name, target, state.times),
-        drafts=[_curve(name, each.model, each.times) for name, each in zip(draft_names, state.models, strict=True)],
+        drafts=[
+            _curve(next(names) if each.drafter.reads_text else each.name, each.model, each.times)
+            for each in state.models
+        ],
         now_ms=round(watch.call(llm, lambda pair: single_pass_ms(target, pair.context, watch)), 4),
         bytes_per_token=read,
         bound_ms=round(read / (bandwidth_gb_per_s * 1e6), 4) if bandwidth_gb_per_s and on_cpu else None,

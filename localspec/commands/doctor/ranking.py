@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from localspec.backends.heads import heads_for
 from localspec.commands.doctor.costs import Watch
 from localspec.commands.doctor.facts import RankedFacts, RankFacts
 from localspec.commands.doctor.fit import TIGHT
@@ -21,7 +22,7 @@ from localspec.commands.timing.subject import EngineUnderTest
 from localspec.commands.timing.turns import SLICE_TOKENS, measure, places
 from localspec.errors import Cancelled, LocalspecError
 from localspec.sampling.sampling import SamplingParams
-from localspec.spec_decode.drafters.names import NGRAM
+from localspec.spec_decode.drafters.names import HEAD, NGRAM
 from localspec.system.interrupts import on_interrupt
 from localspec.system.memory import read_memory
 
@@ -60,11 +61,27 @@ def matching_drafts(target: ExaminedModel) -> list[ExaminedModel]:
     return sorted(found, key=lambda model: picks.index(model.name) if model.name in picks else len(picks))
 
 
-def rank(llm: LLM, drafts: Sequence[ExaminedModel], params: SamplingParams, watch: Watch, seconds: float) -> RankFacts:
-    """Answer the same questions plainly, with n-grams, with each draft model, and with n-grams and the first of these.
+def heads_of(target: ExaminedModel) -> tuple[str, ...]:
+    """``head`` if there is one for a target on this disk."""
+    try:
+        return (HEAD,) if target.present and heads_for(target.file) else ()
+    except LocalspecError:  # of the target, which is said elsewhere
+        return ()
+
+
+def rank(
+    llm: LLM,
+    heads: Sequence[str],
+    drafts: Sequence[ExaminedModel],
+    params: SamplingParams,
+    watch: Watch,
+    seconds: float,
+) -> RankFacts:
+    """Answer the same questions plainly, with n-grams, with each head and draft model, and with several of these.
 
     Args:
-        llm: the target with n-grams; left with the draft models that were tried.
+        llm: the target with n-grams; left with what was tried.
+        heads: what ``--draft`` calls heads and early exits.
         drafts: the draft models.
         params: how to sample; ``max_tokens`` is chosen here.
         watch: progress and interruption.
@@ -75,8 +92,11 @@ def rank(llm: LLM, drafts: Sequence[ExaminedModel], params: SamplingParams, watc
     """
     started = time.monotonic()
     deadline = started + seconds
-    sources = _load(llm, drafts, watch, deadline)
-    candidates = [[NGRAM], *([draft.name] for draft in drafts), *([NGRAM, draft.name] for draft in drafts[:1])]
+    sources = _load(llm, heads, drafts, watch, deadline)
+    names = [*heads, *(draft.name for draft in drafts)]
+    first = [*heads[:1], *(draft.name for draft in drafts[:1])]
+    candidates = [[NGRAM], *([name] for name in names), *([NGRAM, name] for name in first)]
+    candidates += [[NGRAM, *first]] if len(first) > 1 else []
     arms = [
         Arm(_called(names), tuple(sources[name] for name in names), "auto")
         for names in candidates
@@ -110,20 +130,23 @@ def rank(llm: LLM, drafts: Sequence[ExaminedModel], params: SamplingParams, watc
     return _facts(samples, candidates, time.monotonic() - started, n_tokens)
 
 
-def _load(llm: LLM, drafts: Sequence[ExaminedModel], watch: Watch, deadline: float) -> dict[str, str]:
-    """Load the draft models side by side, while there is time and memory; the names of what can be tried -> source."""
-    loaded: list[ExaminedModel] = []
-    for draft in drafts:
-        if time.monotonic() > deadline or draft.bytes > TIGHT * read_memory().available:
+def _load(
+    llm: LLM, heads: Sequence[str], drafts: Sequence[ExaminedModel], watch: Watch, deadline: float
+) -> dict[str, str]:
+    """Load heads and draft models side by side, while there is time and memory; names of those that work -> source."""
+    wanted = [(name, name, 0) for name in heads] + [(draft.name, draft.path, draft.bytes) for draft in drafts]
+    loaded: dict[str, str] = {}
+    for name, spec, n_bytes in wanted:
+        if time.monotonic() > deadline or n_bytes > TIGHT * read_memory().available:
             break
-        specs = [NGRAM, *(each.path for each in loaded), draft.path]
+        specs = [NGRAM, *loaded.values(), spec]
         try:
             watch.call(llm, lambda pair, specs=specs: pair.set_draft(specs, watch.report))  # type: ignore[misc]
         except LocalspecError:
             continue  # this engine cannot run it
-        loaded.append(draft)
+        loaded[name] = spec
     models = llm.run(lambda pair: pair.state.models)
-    return {NGRAM: NGRAM} | {draft.name: model.source for draft, model in zip(loaded, models, strict=True)}
+    return {NGRAM: NGRAM} | {name: model.source for name, model in zip(loaded, models, strict=True)}
 
 
 def _facts(samples: Sequence[Sample], candidates: Sequence[list[str]], seconds: float, n_tokens: int) -> RankFacts:

@@ -30,11 +30,13 @@ from localspec.commands.doctor.screen import bars, ranking_parts
 from localspec.commands.report.model import Finding, Findings, Lines, Table
 from localspec.commands.report.terminal import Screen
 from localspec.model_files.catalog import Catalog
+from localspec.model_files.head_folders import heads_folder
 from localspec.system import bandwidth, memory, usage
 from localspec.system.home import home, models_dir
 from localspec.system.memory import SystemMemory
 from tests.conftest import TinyFiles
 from tests.support import ggufs
+from tests.support.heads import write_random_head
 from tests.support.interrupting import interrupted
 
 PROGRAM = [sys.executable, "-m", "localspec", "doctor"]
@@ -169,6 +171,21 @@ def test_the_figures_follow_from_the_measured_passes(doctor: Doctor, tiny: TinyF
                 ms = times[length + 1] + length * each["step_ms"]
                 assert tokens * times[1] / ms == pytest.approx(1.0, abs=5e-3)
         assert all(gain >= 1.0 for gain in each["speedup"].values())
+
+
+def test_a_head_is_measured_beside_the_others(doctor: Doctor, tiny: TinyFiles) -> None:
+    pair = tiny.quick
+    heads_folder().mkdir(parents=True)
+    write_random_head(pair.target, heads_folder() / "a-head.gguf")
+    drafts = [part for name in ("ngram", pair.draft, "head", "early-exit:1") for part in ("--draft", name)]
+    status, found = doctor.json(pair.target, *drafts, "--backend", "reference")
+    assert status == 0
+    costs = {each["name"]: each["ms"]["1"] for each in found["pair"]["cost"]["drafts"]}
+    payoffs = {each["drafter"]: each["step_ms"] for each in found["pair"]["payoff"]}
+    assert payoffs == {"ngram": 0.0} | costs
+    assert list(costs) == ["head", "early-exit:1", pair.draft.stem]
+    status, found = doctor.json(pair.target, "--backend", "reference")  # auto takes it
+    assert [each["drafter"] for each in found["pair"]["payoff"]] == ["ngram", "head"]
 
 
 def test_a_vocabulary_that_does_not_match(doctor: Doctor, tiny: TinyFiles) -> None:
@@ -336,6 +353,8 @@ def test_rank(doctor: Doctor, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(ranking, "tuning_questions", lambda: few)
     monkeypatch.setattr(ranking, "SECONDS", 3600.0)  # it ends before its time does, on a busy machine too
     monkeypatch.setattr(ranking, "MOST_TOKENS", ranking.LEAST_TOKENS)
+    heads_folder().mkdir(parents=True)
+    write_random_head(tiny.quick.target, heads_folder() / "a-head.gguf")
     folder = models_dir() / "hf/someone/models"
     folder.mkdir(parents=True)
     for path in (tiny.quick.draft, tiny.micro, tiny.pair.target):  # the draft; another vocabulary; too large
@@ -346,7 +365,8 @@ def test_rank(doctor: Doctor, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) 
     assert status == 0
     draft = f"hf:someone/models/{tiny.quick.draft.name}"
     tried = {tuple(each["drafters"]) for each in rank["candidates"]}
-    assert tried == {(), ("ngram",), (draft,), ("ngram", draft)}
+    with_head = {("head",), ("ngram", "head"), ("ngram", "head", draft)}
+    assert tried == {(), ("ngram",), (draft,), ("ngram", draft)} | with_head
     speeds = [each["speedup"] for each in rank["candidates"]]
     assert speeds == sorted(speeds, reverse=True)
     assert rank["prompts"] == [prompt.id for prompt in few]
