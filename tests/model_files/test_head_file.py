@@ -20,6 +20,7 @@ from tests.support.heads import write_random_head
 
 TARGET = TargetFacts("f" * 32, "a target", "qwen2", 64, 4, 300, "0123456789abcdef")
 CARD = HeadCard("chained", ("norm", "layer:1"), np.arange(0, 300, 3, dtype=np.int32), 3, TARGET, 4, 2, 16, 96)
+IDLE: dict[str, Any] = {name: 0 for name in ("n_head", "n_head_kv", "d_head", "d_ff")}
 TRAINING = Training(
     command="localspec distill target.gguf --minutes 3",
     seed=7,
@@ -39,10 +40,10 @@ def random_weights(card: HeadCard, *, biases: bool = False) -> dict[str, Any]:
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize("kind", ["chained", "parallel", "medusa"])
+@pytest.mark.parametrize("kind", ["chained", "parallel", "medusa", "exit"])
 def test_a_card_comes_back_as_it_was(tmp_path: Path, kind: Kind) -> None:
-    sizes = {name: 0 for name in ("n_head", "n_head_kv", "d_head", "d_ff")} | {"taps": ("norm",)}
-    card = replace(CARD, kind=kind, training=TRAINING, license="Apache-2.0", **(sizes if kind == "medusa" else {}))
+    sizes = {"medusa": IDLE | {"taps": ("norm",)}, "exit": IDLE | {"taps": ("layer:1",)}}.get(kind, {})
+    card = replace(CARD, kind=kind, training=TRAINING, license="Apache-2.0", **sizes)
     found = read_card(write_head(tmp_path / "head.gguf", card, random_weights(card)))
     assert found.token_map.tolist() == card.token_map.tolist()
     assert replace(found, token_map=card.token_map, norm_eps=card.norm_eps) == card
@@ -105,6 +106,8 @@ def test_weights_that_make_no_head_are_not_written(tmp_path: Path, change: dict[
         ({"d_head": 20}, "a multiple of 8"),
         ({"d_ff": 33}, "a multiple of 32"),
         ({"kind": "medusa"}, "medusa head reads norm"),
+        ({"kind": "exit"}, "an exit reads the state after one layer"),
+        ({"kind": "exit", "taps": ("layer:3",), **IDLE}, "an exit reads the state after one layer before the last"),
         ({"kind": "parallel", "steps": 1}, "1 tokens ahead"),
         ({"rope_base": float("nan")}, "base nan"),
         ({"norm_eps": 0.0}, "epsilon 0"),

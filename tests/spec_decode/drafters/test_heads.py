@@ -414,7 +414,7 @@ class Reader:
 
     def __init__(self, target: Path, folder: Path, n_ctx: int = 512, kind: str = "chained") -> None:
         self.path = target
-        self.head = open_head(target, folder, kind, taps=("layer:0",))
+        self.head = open_head(target, folder, kind, taps=("layer:0",) if kind != "medusa" else ("norm",))
         self.model = reference.load(target)
         self.target = self.model.new_context(n_ctx, hidden=self.head.taps)
         self.drafter: ChainedHead = drafter_of(self.head, n_ctx)
@@ -501,6 +501,19 @@ def test_after_a_gap_the_memory_begins_anew(reader: Reader, how: str) -> None:
     assert reader.drafter._first == n_held
     assert 0 < reader.n_rows[0] < 4
     assert reader.lost == []
+
+
+@pytest.mark.parametrize("kind", ["chained", "parallel", "medusa"])
+def test_a_prompt_that_ends_before_the_states_that_were_kept(tiny: TinyFiles, tmp_path: Path, kind: str) -> None:
+    """Nothing is known to go on from, until the target's next pass; what was read before it is still in the memory."""
+    reader = Reader(tiny.quick.target, tmp_path, kind=kind)
+    text = reader.answer(words(60), 100)
+    plain = reader.answer(text[:50], 12, drafters=[])
+    reader.target.truncate(49)
+    assert reader.answer(text[:50], 12) == plain
+    assert reader.lost == []
+    assert len(reader.n_rows) > 2
+    assert reader.drafter._first == (0 if kind != "medusa" else reader.drafter._states.start)
 
 
 def test_rows_of_a_text_that_began_differently_are_no_use(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,76 @@
+"""Heads that nobody trained: the target's own last norm and output rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from localspec.backends import reference
+from localspec.backends.heads import load_head, target_facts
+from localspec.errors import UnsupportedModel, UsageError
+from localspec.model_files import exit_head as module
+from localspec.model_files.exit_head import exit_head
+from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.head_file import read_card
+from localspec.model_files.tensor_rows import tensor_rows
+from localspec.model_files.vocab import Vocab
+from tests.conftest import TinyFiles
+from tests.support import ggufs
+
+
+def test_what_leaves_early_meets_the_targets_own_norm_and_output_matrix(tiny: TinyFiles) -> None:
+    """So a state that goes all the way gives the target's own logits, as exactly as output rows of 4 bits can."""
+    target = tiny.pair.target
+    head_file = exit_head(target, target_facts(target), 2)
+    with load_head(head_file, target, "reference") as head, reference.load(target) as model:
+        assert (head.kind, head.taps) == ("exit", ("layer:1",))
+        last = f"layer:{model.n_layers - 1}"
+        forward = model.new_context(32, hidden=(last,)).decode([5, 6, 7, 80])
+        found = head.new_context(32).decode_floats(forward.hidden[last], range(4)).logits
+        expected = forward.logits[:, head.token_map]
+        assert np.sqrt(np.mean((found - expected) ** 2)) < 0.12 * expected.std()
+
+
+def test_it_can_guess_the_first_tokens_and_those_that_end_an_answer(
+    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "N_OUT", 50)
+    target = tiny.pair.target
+    with GGUFFile(target) as file:
+        ends = Vocab.from_gguf(file).eog
+    card = read_card(exit_head(target, target_facts(target), 1))
+    assert card.token_map.tolist() == sorted({*range(50), *ends})
+
+
+def test_it_is_written_once_for_each_number_of_layers(tiny: TinyFiles) -> None:
+    target = tiny.pair.target
+    facts = target_facts(target)
+    paths = [exit_head(target, facts, n) for n in (1, 2, 1)]
+    assert paths[0] == paths[2] != paths[1]
+    written = paths[0].stat().st_mtime_ns
+    exit_head(target, facts, 1)
+    assert paths[0].stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize("n_layers", [0, -1, 4, 100])
+def test_a_target_has_so_many_layers_and_no_more(tiny: TinyFiles, n_layers: int) -> None:
+    with pytest.raises(UsageError, match=rf"after 1 to 3 layers, not after {n_layers}"):
+        exit_head(tiny.pair.target, target_facts(tiny.pair.target), n_layers)
+
+
+def test_a_norm_that_heads_do_not_have(tmp_path: Path) -> None:
+    shape = ggufs.Shape(n_layer=2)
+    weights = ggufs.llama_weights(shape, len(ggufs.spm_vocab()))
+    weights["output_norm.bias"] = np.zeros(shape.n_embd, np.float32)
+    target = ggufs.write_llama(tmp_path / "layer-norm.gguf", shape, weights=weights)
+    with pytest.raises(UnsupportedModel, match=r"layer-norm\.gguf cannot be left early: its last norm"):
+        exit_head(target, target_facts(target), 1)
+
+
+def test_the_norm_is_the_targets(tiny: TinyFiles) -> None:
+    target = tiny.pair.target
+    with GGUFFile(target) as file, GGUFFile(exit_head(target, target_facts(target), 1)) as head:
+        name = "output_norm.weight"
+        assert np.array_equal(tensor_rows(head, name, [0]), tensor_rows(file, name, [0]))
