@@ -1,0 +1,96 @@
+"""From trained weights to a head file, and whether an engine guesses with it as the trainer's network does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from localspec.backends.heads import STATE, Head
+from localspec.training.evaluation import Tally
+from localspec.training.lessons import Embed, Packer, Piece, Size, first_lesson, n_lessons
+from localspec.training.network import NOWHERE, Network, Weights
+from localspec.training.shards import Passage
+
+_N_PLACES = 64
+"""Places asked of a passage, from its first lesson on. A batch holds at most ``MEMORY`` before them and a few after."""
+
+_SIZE = Size(n_rows=256, n_lessons=_N_PLACES + 1, n_starts=_N_PLACES)
+
+
+@dataclass(frozen=True)
+class Check:
+    """How a finished head does on an engine.
+
+    Attributes:
+        acceptance: on the engine; see ``Tally.rates``.
+        agreement: share of guesses, by step, that the network before quantisation makes too.
+    """
+
+    acceptance: dict[str, tuple[float, ...]]
+    agreement: tuple[float, ...]
+
+
+def check(
+    head: Head, network: Network, weights: Weights, embed: Embed, passages: Sequence[Passage], n_passages: int = 32
+) -> Check:
+    """Have an engine guess at held-out places, step by step as a drafter does, and compare.
+
+    Args:
+        head: loaded on the engine.
+        network, weights: what it was made from.
+        embed: the target's embeddings.
+        passages: held-out ones; the first places of evenly chosen ones are asked.
+        n_passages: how many.
+    """
+    some = [passage for passage in passages if n_lessons(passage) > 0]
+    some = some[:: max(1, len(some) // n_passages)][:n_passages]
+    packer = Packer(head.token_map, embed, _SIZE, head.card.steps)
+    tally, same, real = Tally(), np.zeros(head.card.steps), np.zeros(head.card.steps)
+    for passage in some:
+        begin = first_lesson(passage)
+        piece = Piece(passage, begin, begin + min(_N_PLACES, n_lessons(passage)))
+        n = piece.end - begin
+        batch = packer.pack([piece], np.arange(n, dtype=np.int32))
+        expected, true = (np.asarray(rows)[:, :n] for rows in network.guesses(weights, batch))
+        guessed = np.array(list(guesses(head, piece)), dtype=np.int32).T
+        tally.add(passage.category, guessed, true)
+        asked = true != NOWHERE
+        same += ((guessed == expected) & asked).sum(1)
+        real += asked.sum(1)
+    return Check(tally.rates(), tuple((same / np.maximum(real, 1)).tolist()))
+
+
+def guesses(head: Head, piece: Piece) -> Iterator[list[int]]:
+    """What a head on an engine guesses at every place of a piece, as rows of its output matrix [steps].
+
+    Further steps are told the passage's tokens, not their own.
+    """
+    first, end, steps = piece.first_row, piece.end, head.card.steps
+    passage = piece.passage
+    states = passage.states[first:end].reshape(end - first, -1).astype(np.float32)
+    with head.new_context(end - first + steps) as context:
+        if head.kind == "medusa":
+            for state in states[piece.begin - first :]:
+                yield head.medusa_logits(context, state).argmax(1).tolist()
+            return
+        tokens = passage.tokens[first + 1 :].tolist()
+        # What lies behind the end of the passage is asked too, about anything: it is not counted.
+        told = head.embed([*tokens, *[tokens[-1]] * steps])
+        rows = head.fuse(states) + told[: end - first]
+        for place, row in enumerate(rows):
+            if place < piece.begin - first:
+                context.decode_floats(row[None], [0], "none")
+                continue
+            if head.kind == "parallel":
+                together = np.concatenate([row[None], head.masks])
+                yield context.decode_floats(together, [0] * steps).logits.argmax(1).tolist()
+            else:
+                found = list[int]()
+                for step in range(steps):
+                    forward = context.decode_floats(row[None], [0])
+                    found.append(int(forward.logits[0].argmax()))
+                    row = forward.hidden[STATE][0] + told[min(place + 1 + step, len(told) - 1)]
+                yield found
+            context.truncate(place + 1)

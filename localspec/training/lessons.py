@@ -1,0 +1,209 @@
+"""Lessons: passages cut and packed into batches, in an order that can be taken up again at any place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec.training.network import OUTSIDE, Batch
+from localspec.training.shards import Passage
+
+MEMORY = 64
+"""Places of the prompt that the head sees before an answer: what its drafter keeps [places]."""
+
+_REACH = 192
+"""Places seen before the first lesson of a piece that begins inside of a longer text."""
+
+Embed = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.float32]]
+"""Tokens [n] -> their embeddings in the target [n, n_embd]."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a batch, see ``Batch``. All batches of a network have one size, or it would be compiled again."""
+
+    n_rows: int
+    n_lessons: int
+    n_starts: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some lessons of a passage: every ``stride``-th of its places from ``begin`` to before ``end``."""
+
+    passage: Passage
+    begin: int
+    end: int
+    stride: int = 1
+
+    @property
+    def first_row(self) -> int:
+        """The first place that its lessons see."""
+        return max(0, self.begin - _REACH, first_lesson(self.passage) - MEMORY)
+
+
+def first_lesson(passage: Passage) -> int:
+    """The first place whose guess, two tokens on, is of the target's own words."""
+    return max(0, passage.start - 2)
+
+
+def n_lessons(passage: Passage) -> int:
+    """Places that can be learned from: what is to be guessed at the last one is not known."""
+    return max(0, len(passage) - 1 - first_lesson(passage))
+
+
+class Packer:
+    """Makes batches of pieces.
+
+    Args:
+        token_map: the trimmed vocabulary, ascending [n_out].
+        embed: the target's embeddings.
+        size: of the batches.
+        steps: how far ahead is guessed.
+    """
+
+    def __init__(self, token_map: npt.NDArray[np.int32], embed: Embed, size: Size, steps: int) -> None:
+        self.size = size
+        self._token_map = token_map
+        self._embed = embed
+        self._steps = steps
+
+    def rows_of(self, piece: Piece) -> int:
+        """Rows that it takes in a batch: its lessons, what they see, and what further steps are compared with."""
+        return self._last_row(piece) - piece.first_row
+
+    def _last_row(self, piece: Piece) -> int:
+        return min(len(piece.passage) - 1, piece.end + self._steps - 1)
+
+    def pack(self, pieces: Sequence[Piece], starts: npt.NDArray[np.int32]) -> Batch:
+        """Put pieces together; they must fit.
+
+        Args:
+            pieces: what to learn.
+            starts: which lessons go on to further steps, counted over all pieces; at most ``size.n_starts``.
+        """
+        size, sample = self.size, pieces[0].passage
+        n_embd, top_k = sample.states.shape[1:], sample.top_ids.shape[1]
+        batch = Batch(
+            states=np.zeros((size.n_rows, int(np.prod(n_embd))), np.float16),
+            embeddings=np.zeros((size.n_rows, n_embd[-1]), np.float32),
+            passage=np.full(size.n_rows, -1, np.int32),
+            position=np.zeros(size.n_rows, np.int32),
+            ids=np.zeros((size.n_rows, top_k), np.int32),
+            probs=np.zeros((size.n_rows, top_k), np.float32),
+            best=np.full(size.n_rows, OUTSIDE, np.int32),
+            lessons=np.full(size.n_lessons, size.n_rows - 1, np.int32),
+            starts=np.full(size.n_starts, size.n_lessons - 1, np.int32),
+        )
+        at = taught = 0
+        tokens = np.zeros(size.n_rows, np.int32)
+        for number, piece in enumerate(pieces):
+            passage, first, last = piece.passage, piece.first_row, self._last_row(piece)
+            rows = slice(at, at + last - first)
+            batch.states[rows] = passage.states[first:last].reshape(last - first, -1)
+            tokens[rows] = passage.tokens[first + 1 : last + 1]
+            batch.passage[rows] = number
+            batch.position[rows] = np.arange(last - first)
+            # The row of token t guesses token t + 2, whose probabilities stand at the place of token t + 1.
+            ids = passage.top_ids[first + 1 : last + 1]
+            found = np.searchsorted(self._token_map, ids).clip(max=len(self._token_map) - 1)
+            known = self._token_map[found] == ids
+            batch.ids[rows] = np.where(known, found, 0)
+            batch.probs[rows] = np.exp(passage.top_logprobs[first + 1 : last + 1].astype(np.float32)) * known
+            batch.best[rows] = np.where(known[:, 0], found[:, 0], OUTSIDE)
+            lessons = np.arange(piece.begin, piece.end, piece.stride) - first + at
+            batch.lessons[taught : taught + len(lessons)] = lessons
+            taught += len(lessons)
+            at = rows.stop
+        batch.embeddings[:at] = self._embed(tokens[:at])
+        batch.starts[: len(starts)] = starts
+        return batch
+
+
+@dataclass
+class Cursor:
+    """How far the endless, shuffled reading of the passages has come; all that is needed to go on from there.
+
+    Attributes:
+        seed: of every choice.
+        n_batches: made so far.
+        epoch: how often all passages were read.
+        n_passages: how many there were when this epoch began; later ones come with the next.
+        index: passages of this epoch that are done.
+        lesson: lessons of the next one that are done.
+    """
+
+    seed: int
+    n_batches: int = 0
+    epoch: int = 0
+    n_passages: int = 0
+    index: int = 0
+    lesson: int = 0
+
+    def facts(self) -> dict[str, int]:
+        return asdict(self)
+
+
+class Reading:
+    """Batches without end over passages in random order, each epoch in another one.
+
+    Args:
+        passages: those to learn from; the list may grow.
+        packer: makes the batches.
+        cursor: where to begin.
+    """
+
+    def __init__(self, passages: Sequence[Passage], packer: Packer, cursor: Cursor) -> None:
+        self._passages = passages
+        self._packer = packer
+        self.cursor = cursor
+        self._order = self._shuffled()
+
+    def _shuffled(self) -> npt.NDArray[Any]:
+        cursor = self.cursor
+        if cursor.n_passages == 0:
+            cursor.n_passages = len(self._passages)
+        return np.random.default_rng((cursor.seed, cursor.epoch)).permutation(cursor.n_passages)
+
+    def batch(self) -> tuple[Batch, int]:
+        """The next batch, and the lessons in it."""
+        size = self._packer.size
+        # The last row and the last lesson stay free: what is padding points to them.
+        rows, lessons, pieces = size.n_rows - 1, size.n_lessons - 1, list[Piece]()
+        while lessons > 0 and (piece := self._piece(lessons, rows)) is not None:
+            pieces.append(piece)
+            lessons -= piece.end - piece.begin
+            rows -= self._packer.rows_of(piece)
+            self.cursor.lesson += piece.end - piece.begin
+        n = size.n_lessons - 1 - lessons
+        rng = np.random.default_rng((self.cursor.seed, 1 << 32, self.cursor.n_batches))
+        starts = np.sort(rng.choice(n, min(n, size.n_starts), replace=False)).astype(np.int32)
+        self.cursor.n_batches += 1
+        return self._packer.pack(pieces, starts), n
+
+    def _piece(self, n_free: int, rows_free: int) -> Piece | None:
+        """What comes next, as much of it as there is room for; None if there is none for a lesson of it."""
+        cursor = self.cursor
+        while cursor.index >= len(self._order) or n_lessons(self._next) <= cursor.lesson:
+            if cursor.index < len(self._order):
+                cursor.index += 1
+            else:
+                cursor.epoch, cursor.index, cursor.n_passages = cursor.epoch + 1, 0, 0
+                self._order = self._shuffled()
+            cursor.lesson = 0
+        passage = self._next
+        begin = first_lesson(passage) + cursor.lesson
+        end = min(len(passage) - 1, begin + n_free)
+        piece = Piece(passage, begin, end)
+        excess = self._packer.rows_of(piece) - rows_free
+        if excess > 0:
+            piece = Piece(passage, begin, end - excess)
+        return piece if piece.end > begin and self._packer.rows_of(piece) <= rows_free else None
+
+    @property
+    def _next(self) -> Passage:
+        return self._passages[int(self._order[self.cursor.index])]

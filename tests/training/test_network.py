@@ -1,0 +1,125 @@
+"""The network that is trained computes what an engine computes with the head file made of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localspec.backends.heads import load_head
+from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.head_card import Kind
+from localspec.model_files.head_file import head_weights
+from localspec.model_files.tensor_rows import tensor_rows
+from tests.conftest import TinyFiles
+from tests.support.heads import write_random_head
+from tests.support.lessons import written_by
+
+jax = pytest.importorskip("jax", reason="the trainer needs jax: pip install 'localspec[train]'")
+
+from localspec.training.export import check, guesses  # noqa: E402
+from localspec.training.lessons import Packer, Piece, Size, first_lesson, n_lessons  # noqa: E402
+from localspec.training.network import Network  # noqa: E402
+
+TAPS = ("layer:0", "norm")
+
+
+class Trained:
+    """A head file for the quick tiny target, and the network that it would be made of."""
+
+    def __init__(self, path: Path, target: Path, *, half: bool = False) -> None:
+        self.path, self.target = path, target
+        with GGUFFile(path) as file, load_head(path, target, "reference") as head:
+            self.card = head.card
+            self.weights = {name: jax.numpy.array(head_weights(file, name)) for name in file.tensors}
+            with GGUFFile(head.model.path) as engine_file:  # whose output rows are rounded
+                output = tensor_rows(engine_file, "token_embd.weight", slice(0, self.card.n_out))
+        self._file = GGUFFile(target)
+        self.network = Network(self.card, output, half=half)
+
+    def embed(self, tokens: Any) -> Any:
+        return tensor_rows(self._file, "token_embd.weight", tokens)
+
+
+@pytest.mark.parametrize(
+    ("kind", "taps", "biases"),
+    [("chained", TAPS, False), ("chained", ("norm",), True), ("parallel", TAPS, False), ("medusa", ("norm",), False)],
+)
+def test_every_step_guesses_as_the_engine_does(
+    tiny: TinyFiles, tmp_path: Path, kind: Kind, taps: tuple[str, ...], biases: bool
+) -> None:
+    """True rows, and each chain's own rows and no other's, at the same positions: what the engine does one by one, with
+    rows taken back after each chain, the network does at once, whatever stands beside them in the batch."""
+    target = tiny.quick.target
+    path = write_random_head(target, tmp_path / "head.gguf", kind, taps, 200, biases=biases, type_name="F32")
+    trained = Trained(path, target)
+    one, other = written_by(target, taps, [90, 40])
+    pieces = [Piece(other, 18, 33), Piece(one, 60, 89), Piece(other, 30, 39)]
+    packer = Packer(trained.card.token_map, trained.embed, Size(256, 64, 60), trained.card.steps)
+    n = sum(piece.end - piece.begin for piece in pieces)
+    batch = packer.pack(pieces, np.arange(n, dtype=np.int32))
+    guessed, true = (np.asarray(rows)[:, :n] for rows in trained.network.guesses(trained.weights, batch))
+    with load_head(path, target, "reference") as head:
+        expected = np.array([each for piece in pieces for each in guesses(head, piece)]).T
+    real = true != -2
+    assert real.sum() > 3 * n
+    assert (guessed == expected)[real].mean() > 0.99  # float32 against float64
+    assert len(np.unique(expected[1])) > 8  # or agreement would mean little
+
+
+def test_finished_heads_are_checked_place_by_place(tiny: TinyFiles, tmp_path: Path) -> None:
+    target = tiny.quick.target
+    trained = Trained(write_random_head(target, tmp_path / "head.gguf", "chained", TAPS, type_name="F32"), target)
+    passages = written_by(target, TAPS, [80, 50, 60])
+    with load_head(trained.path, target, "reference") as head:
+        found = check(head, trained.network, trained.weights, trained.embed, passages)
+        wrong = {name: value[::-1] for name, value in trained.weights.items()}
+        assert min(found.agreement) > 0.99
+        assert max(check(head, trained.network, wrong, trained.embed, passages).agreement) < 0.9
+        expected = []
+        for passage in passages:
+            piece = Piece(passage, first_lesson(passage), first_lesson(passage) + n_lessons(passage))
+            said = passage.top_ids[piece.begin + 1 :, 0]
+            expected += [
+                head.token_map[each[0]] == best for each, best in zip(guesses(head, piece), said, strict=False)
+            ]
+    assert found.acceptance["all"][0] == pytest.approx(np.mean(expected))
+    assert all(found.acceptance[name][0] >= found.acceptance[name][1] for name in ("all", "chat", "code"))
+
+
+def test_half_precision_bends_gradients_little(tiny: TinyFiles, tmp_path: Path) -> None:
+    target = tiny.quick.target
+    path = write_random_head(target, tmp_path / "head.gguf", "chained", TAPS, type_name="F32")
+    piece = Piece(written_by(target, TAPS, [80])[0], 38, 78)
+    found = []
+    for half in (False, True):
+        trained = Trained(path, target, half=half)
+        packer = Packer(trained.card.token_map, trained.embed, Size(128, 64, 32), trained.card.steps)
+        batch = packer.pack([piece], np.arange(0, 40, 2, dtype=np.int32))
+        zero = {name: jax.numpy.zeros_like(value) for name, value in trained.weights.items()}
+        gradients, _ = trained.network.gradients(trained.weights, zero, batch)
+        found.append(np.concatenate([np.asarray(gradients[name]).ravel() for name in sorted(gradients)]))
+    exact, rounded = found
+    assert np.linalg.norm(exact) > 0
+    assert np.linalg.norm(rounded - exact) < 0.05 * np.linalg.norm(exact)
+
+
+def test_gradients_are_those_of_finite_differences(tiny: TinyFiles, tmp_path: Path) -> None:
+    """Along random directions, the loss rises as the gradient says: nothing on the way is left out or counted twice."""
+    target = tiny.quick.target
+    trained = Trained(write_random_head(target, tmp_path / "head.gguf", "chained", TAPS, 200, type_name="F32"), target)
+    packer = Packer(trained.card.token_map, trained.embed, Size(128, 64, 32), trained.card.steps)
+    batch = packer.pack([Piece(written_by(target, TAPS, [80])[0], 38, 78)], np.arange(0, 40, 2, dtype=np.int32))
+    network, weights = trained.network, trained.weights
+    zero = {name: jax.numpy.zeros_like(value) for name, value in weights.items()}
+    gradients, _ = network.gradients(weights, zero, batch)
+    loss, rng = jax.jit(lambda changed: network.loss(changed, network.output, batch)[0]), np.random.default_rng(1)
+    for name, value in weights.items():
+        way = rng.standard_normal(value.shape).astype(np.float32)
+        way /= np.linalg.norm(way)
+        step = 0.02 * float(jax.numpy.linalg.norm(value)) / np.sqrt(value.size) + 1e-3
+        there, back = (float(loss(weights | {name: value + sign * step * way})) for sign in (1, -1))
+        along = float((gradients[name] * way).sum())
+        assert (there - back) / (2 * step) == pytest.approx(along, rel=0.05, abs=2e-4), name

@@ -1,0 +1,221 @@
+"""A head in training: it learns, it can be stopped at any moment, and goes on as if it had not been."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localspec.backends.trust import fingerprint
+from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.head_card import Kind
+from localspec.model_files.tensor_rows import tensor_rows
+from localspec.training.shards import Passage
+from tests.conftest import TinyFiles
+from tests.support.ggufs import Shape, write_llama
+from tests.support.lessons import written_by
+
+pytest.importorskip("jax", reason="the trainer needs jax: pip install 'localspec[train]'")
+
+from localspec.training.lessons import Cursor, Packer, Piece, Reading, Size, first_lesson, n_lessons
+from localspec.training.network import Network
+from localspec.training.trainer import CheckpointError, Progress, Settings, Trainer
+from localspec.training.warm_start import neighbours, new_card, starting_weights
+
+TAPS = ("layer:0", "norm")
+STEADY = Settings(size=Size(160, 64, 20), n_batches=2, learning_rate=3e-3, warm_up=1, final=1.0, half=False)
+"""The rate of learning does not depend on the clock."""
+
+
+def trainer(target: Path, checkpoint: Path, passages: list[Passage], kind: Kind = "chained") -> Trainer:
+    file = GGUFFile(target)
+    taps = ("norm",) if kind == "medusa" else TAPS
+    tokens = np.arange(tensor_rows(file, "output.weight", slice(None)).shape[0], dtype=np.int32)
+    facts: dict[str, Any] = {"kind": kind, "taps": taps, "token_map": tokens, "steps": 3, "d_ff": 16}
+    card = new_card(file, fingerprint(target), **facts)
+    weights = starting_weights(file, card, passages[0].states.astype(np.float32), seed=0)
+    output = tensor_rows(file, "output.weight", tokens)
+
+    def embed(some: Any) -> Any:
+        return tensor_rows(file, "token_embd.weight", some)
+
+    return Trainer(card, weights, output, embed, passages[1:], passages[:1], checkpoint, STEADY)
+
+
+class Stop:
+    """Says stop from a given step of the optimiser on."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.reports = step, list[Progress]()
+
+    def report(self, progress: Progress) -> None:
+        self.reports.append(progress)
+
+    def __call__(self) -> bool:
+        return bool(self.reports) and self.reports[-1].step >= self.step
+
+
+@pytest.mark.parametrize("kind", ["chained", "parallel", "medusa"])
+def test_it_learns_and_goes_on_where_it_was(tiny: TinyFiles, tmp_path: Path, kind: Kind) -> None:
+    taps = ("norm",) if kind == "medusa" else TAPS
+    passages = written_by(tiny.quick.target, taps, [60, 90, 50, 70])
+    whole, stop = trainer(tiny.quick.target, tmp_path / "whole", passages, kind), Stop(24)
+    assert not whole.train(1e9, stop.report, stop)
+    first, last = (np.array(stop.reports[i].losses) for i in (1, -1))
+    assert last.mean() < 0.95 * first.mean()
+    assert 24 * 2 * 40 < stop.reports[-1].tokens_seen <= 24 * 2 * 63
+
+    for n in (10, 24):
+        parts, stop = trainer(tiny.quick.target, tmp_path / "parts", passages, kind), Stop(n)
+        assert not parts.train(1e9, stop.report, stop)
+    assert parts.progress.losses == whole.progress.losses
+    for name, value in whole.weights.items():
+        np.testing.assert_array_equal(parts.weights[name], value, err_msg=name)
+
+
+def test_a_stop_within_a_step_leaves_what_was_before_it(tiny: TinyFiles, tmp_path: Path) -> None:
+    passages = written_by(tiny.quick.target, TAPS, [60, 90])
+    one = trainer(tiny.quick.target, tmp_path / "one", passages)
+    asked = 0
+
+    def stopping() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > 12
+
+    one.network.gradients = _never_ready(one.network.gradients)  # type: ignore[method-assign]
+    assert not one.train(1e9, lambda progress: None, stopping)
+    before = trainer(tiny.quick.target, tmp_path / "none", passages)
+    again = trainer(tiny.quick.target, tmp_path / "one", passages)
+    assert again.progress.step == 0
+    for found in (one, again):
+        for name, value in before.weights.items():
+            np.testing.assert_array_equal(found.weights[name], value)
+    stop = Stop(2)
+    again.train(1e9, stop.report, stop)
+    before.train(1e9, stop.report, stop := Stop(2))
+    assert again.progress.losses == before.progress.losses
+
+
+def _never_ready(gradients: Any) -> Any:
+    class Unready:
+        def is_ready(self) -> bool:
+            return False
+
+    return lambda *batch: (gradients(*batch)[0], Unready())
+
+
+def test_over_when_its_time_is_over(tiny: TinyFiles, tmp_path: Path) -> None:
+    passages = written_by(tiny.quick.target, TAPS, [60, 90])
+    one, stop = trainer(tiny.quick.target, tmp_path / "one", passages), Stop(10**9)
+    assert one.train(0.05, stop.report, stop, test_every=1e9)
+    curve = one.progress.curve
+    assert len(curve) == 2  # at the beginning and at the end
+    assert curve[0].tokens_seen == 0 < curve[1].tokens_seen == one.progress.tokens_seen
+    assert one.train(0.05, stop.report, stop)  # and again: there is nothing more to do
+    assert one.progress.curve == curve
+
+
+def test_checkpoints_of_another_head_or_damaged_ones_are_refused(tiny: TinyFiles, tmp_path: Path) -> None:
+    passages = written_by(tiny.quick.target, TAPS, [60, 90])
+    path = tmp_path / "one"
+    trainer(tiny.quick.target, path, passages).save()
+    with pytest.raises(CheckpointError, match="another head"):
+        trainer(tiny.quick.target, path, written_by(tiny.quick.target, ("norm",), [60, 90]), "medusa")
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="damaged"):
+        trainer(tiny.quick.target, path, passages)
+
+
+# -- lessons -------------------------------------------------------------------------------------------------------
+
+
+def reading(passages: list[Passage], cursor: Cursor, size: Size) -> Reading:
+    def embed(tokens: Any) -> Any:
+        return np.repeat(tokens[:, None].astype(np.float32), passages[0].states.shape[2], axis=1)
+
+    tokens = np.arange(300, dtype=np.int32)
+    return Reading(passages, Packer(tokens, embed, size, steps=3), cursor)
+
+
+def test_every_lesson_comes_once_in_an_epoch(tiny: TinyFiles) -> None:
+    passages = written_by(tiny.quick.target, TAPS, [40, 7, 150, 3, 90, 64])
+    total, size = sum(map(n_lessons, passages)), Size(120, 50, 16)
+    found, seen = reading(passages, Cursor(seed=3), size), Counter[tuple[int, ...]]()
+    n = 0
+    while found.cursor.epoch == 0:
+        batch, taught = found.batch()
+        for row in batch.lessons[:taught]:
+            # A lesson by what it knows and learns: the state, the next token, and what comes after it.
+            state = batch.states[row].tobytes()
+            seen[hash(state), int(batch.embeddings[row, 0]), int(batch.best[row])] += 1
+        n += taught
+        assert (batch.passage[batch.lessons[:taught]] >= 0).all()
+        assert (batch.passage[batch.lessons[taught:]] == -1).all()
+    assert n >= total
+    wanted = Counter[tuple[int, ...]]()
+    for passage in passages:
+        for place in range(first_lesson(passage), len(passage) - 1):
+            state = passage.states[place].tobytes()
+            wanted[hash(state), int(passage.tokens[place + 1]), int(passage.top_ids[place + 1, 0])] += 1
+    assert not wanted - seen
+    assert max((seen - wanted).values(), default=0) <= 1  # the last batch reaches into the next epoch
+
+
+def test_reading_goes_on_anywhere(tiny: TinyFiles) -> None:
+    passages = written_by(tiny.quick.target, TAPS, [40, 7, 150, 90])
+    size = Size(120, 50, 16)
+    whole = reading(passages, Cursor(seed=3), size)
+    for _ in range(11):
+        cursor = Cursor(**whole.cursor.facts())
+        expected, n = whole.batch()
+        found, again = reading(passages, cursor, size).batch()
+        assert n == again
+        for one, other in zip(expected, found, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+# -- where it begins -----------------------------------------------------------------------------------------------
+
+
+def test_queries_in_pairs_half_a_head_apart_score_as_neighbours_do() -> None:
+    rng = np.random.default_rng(0)
+    d_head, position = 8, np.array([3.0, 11.0])
+    weights = rng.standard_normal((2, 2 * d_head, 5))  # of queries and of keys
+    inputs = rng.standard_normal((2, 5))
+    turns = np.exp(1j * position[:, None] * 100.0 ** (-np.arange(0, d_head, 2) / d_head))
+
+    def score(apart: bool) -> Any:
+        turned = []
+        for matrix, x, turn in zip(weights, inputs, turns, strict=True):
+            heads = ((matrix if apart else neighbours(matrix, d_head)) @ x).reshape(2, d_head)
+            pairs = (
+                heads[:, : d_head // 2] + 1j * heads[:, d_head // 2 :] if apart else heads[:, ::2] + 1j * heads[:, 1::2]
+            )
+            turned.append(pairs * turn)
+        return (turned[0] * turned[1].conj()).real.sum(1)
+
+    np.testing.assert_allclose(score(True), score(False))
+
+
+def test_it_begins_as_the_targets_last_block(tmp_path: Path) -> None:
+    """With the state before that block as its only tap and no embedding, it says what the target says."""
+    shape = Shape(n_layer=3, n_embd=32, n_head=2, n_head_kv=1, n_ff=48)
+    target = write_llama(tmp_path / "target.gguf", shape)
+    passages = written_by(target, ("layer:1", "norm"), [120])
+    with GGUFFile(target) as file:
+        tokens = np.arange(file.tensors["output.weight"].shape[1], dtype=np.int32)
+        for d_ff, least in ((48, 1.0), (40, 0.8)):
+            card = new_card(file, "f", kind="chained", taps=("layer:1", "norm"), token_map=tokens, steps=1, d_ff=d_ff)
+            weights = starting_weights(file, card, passages[0].states.astype(np.float32), seed=0)
+            weights["head.embed_scale"][:] = 0
+            network = Network(card, tensor_rows(file, "output.weight", tokens))
+            packer = Packer(tokens, lambda some: np.zeros((len(some), 32), np.float32), Size(128, 65, 64), 1)
+            piece = Piece(passages[0], 0, 64)
+            batch = packer.pack([piece], np.arange(64, dtype=np.int32))
+            guessed, _ = network.guesses({name: value for name, value in weights.items()}, batch)
+            said = passages[0].top_ids[:64, 0]
+            assert (np.asarray(guessed)[0] == said).mean() >= least
