@@ -17,7 +17,7 @@ from tests.conftest import TinyFiles
 from tests.support.heads import write_random_head
 from tests.support.lessons import written_by
 
-jax = pytest.importorskip("jax", reason="the trainer needs jax: pip install 'localspec[train]'")
+jax = pytest.importorskip("jax", reason="the trainer needs jax: pip install 'localspec[distill]'")
 
 from localspec.training.export import check, guesses  # noqa: E402
 from localspec.training.lessons import Packer, Piece, Size, first_lesson, n_lessons  # noqa: E402
@@ -53,7 +53,7 @@ def test_every_step_guesses_as_the_engine_does(
     """True rows, and each chain's own rows and no other's, at the same positions: what the engine does one by one, with
     rows taken back after each chain, the network does at once, whatever stands beside them in the batch."""
     target = tiny.quick.target
-    path = write_random_head(target, tmp_path / "head.gguf", kind, taps, 200, biases=biases, type_name="F32")
+    path = write_random_head(target, tmp_path / "head.gguf", kind, taps, 200, biases=biases, type_name="F32", steps=3)
     trained = Trained(path, target)
     one, other = written_by(target, taps, [90, 40])
     pieces = [Piece(other, 18, 33), Piece(one, 60, 89), Piece(other, 30, 39)]
@@ -64,14 +64,16 @@ def test_every_step_guesses_as_the_engine_does(
     with load_head(path, target, "reference") as head:
         expected = np.array([each for piece in pieces for each in guesses(head, piece)]).T
     real = true != -2
-    assert real.sum() > 3 * n
+    assert real.sum() > 2 * n
     assert (guessed == expected)[real].mean() > 0.99  # float32 against float64
     assert len(np.unique(expected[1])) > 8  # or agreement would mean little
 
 
 def test_finished_heads_are_checked_place_by_place(tiny: TinyFiles, tmp_path: Path) -> None:
     target = tiny.quick.target
-    trained = Trained(write_random_head(target, tmp_path / "head.gguf", "chained", TAPS, type_name="F32"), target)
+    trained = Trained(
+        write_random_head(target, tmp_path / "head.gguf", "chained", TAPS, type_name="F32", steps=3), target
+    )
     passages = written_by(target, TAPS, [80, 50, 60])
     with load_head(trained.path, target, "reference") as head:
         found = check(head, trained.network, trained.weights, trained.embed, passages)
@@ -91,7 +93,7 @@ def test_finished_heads_are_checked_place_by_place(tiny: TinyFiles, tmp_path: Pa
 
 def test_half_precision_bends_gradients_little(tiny: TinyFiles, tmp_path: Path) -> None:
     target = tiny.quick.target
-    path = write_random_head(target, tmp_path / "head.gguf", "chained", TAPS, type_name="F32")
+    path = write_random_head(target, tmp_path / "head.gguf", "chained", TAPS, type_name="F32", steps=3)
     piece = Piece(written_by(target, TAPS, [80])[0], 38, 78)
     found = []
     for half in (False, True):
@@ -109,10 +111,12 @@ def test_half_precision_bends_gradients_little(tiny: TinyFiles, tmp_path: Path) 
 def test_gradients_are_those_of_finite_differences(tiny: TinyFiles, tmp_path: Path) -> None:
     """Along random directions, the loss rises as the gradient says: nothing on the way is left out or counted twice."""
     target = tiny.quick.target
-    trained = Trained(write_random_head(target, tmp_path / "head.gguf", "chained", TAPS, 200, type_name="F32"), target)
+    trained = Trained(
+        write_random_head(target, tmp_path / "head.gguf", "chained", TAPS, 200, type_name="F32", steps=3), target
+    )
     packer = Packer(trained.card.token_map, trained.embed, Size(128, 64, 32), trained.card.steps)
     batch = packer.pack([Piece(written_by(target, TAPS, [80])[0], 38, 78)], np.arange(0, 40, 2, dtype=np.int32))
-    network, weights = trained.network, trained.weights
+    network, weights, batch = trained.network, trained.weights, jax.tree.map(jax.numpy.asarray, batch)
     zero = {name: jax.numpy.zeros_like(value) for name, value in weights.items()}
     gradients, _ = network.gradients(weights, zero, batch)
     loss, rng = jax.jit(lambda changed: network.loss(changed, network.output, batch)[0]), np.random.default_rng(1)

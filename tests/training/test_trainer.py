@@ -18,7 +18,7 @@ from tests.conftest import TinyFiles
 from tests.support.ggufs import Shape, write_llama
 from tests.support.lessons import written_by
 
-pytest.importorskip("jax", reason="the trainer needs jax: pip install 'localspec[train]'")
+pytest.importorskip("jax", reason="the trainer needs jax: pip install 'localspec[distill]'")
 
 from localspec.training.lessons import Cursor, Packer, Piece, Reading, Size, first_lesson, n_lessons
 from localspec.training.network import Network
@@ -94,9 +94,9 @@ def test_a_stop_within_a_step_leaves_what_was_before_it(tiny: TinyFiles, tmp_pat
     for found in (one, again):
         for name, value in before.weights.items():
             np.testing.assert_array_equal(found.weights[name], value)
-    stop = Stop(2)
-    again.train(1e9, stop.report, stop)
-    before.train(1e9, stop.report, stop := Stop(2))
+    for each in (again, before):
+        stop = Stop(2)
+        each.train(1e9, stop.report, stop)
     assert again.progress.losses == before.progress.losses
 
 
