@@ -64,9 +64,14 @@ class Packer:
         embed: the target's embeddings.
         size: of the batches.
         steps: how far ahead is guessed.
+
+    Raises:
+        ValueError: a batch has no room for a lesson and all that it sees.
     """
 
     def __init__(self, token_map: npt.NDArray[np.int32], embed: Embed, size: Size, steps: int) -> None:
+        if size.n_rows < _REACH + steps + 2 or size.n_lessons < 2:
+            raise ValueError(f"batches of {size.n_rows} rows and {size.n_lessons} lessons are too small")
         self.size = size
         self._token_map = token_map
         self._embed = embed

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import jax
 import jax.numpy as jnp
@@ -264,7 +265,7 @@ class Trainer:
 
     def _load(self) -> None:
         try:
-            with np.load(self._path) as file:
+            with self._path.open("rb") as opened, np.load(opened) as file:
                 facts = json.loads(str(file["facts"]))
                 if facts["format"] != _FORMAT or facts["head"] != json.loads(json.dumps(self._identity())):
                     raise CheckpointError(f"{self._path.name} is of another head; remove it, or finish that one first")
@@ -279,7 +280,7 @@ class Trainer:
                 CurvePoint(p["tokens_seen"], p["minutes"], {k: tuple(v) for k, v in p["acceptance"].items()})
                 for p in points
             ]
-        except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+        except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
             raise CheckpointError(f"{self._path.name} is damaged ({error}); remove it to begin anew") from None
 
 

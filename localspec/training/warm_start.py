@@ -21,6 +21,9 @@ head together (as GPT-NeoX did) and not neighbours."""
 
 _BLOCK = re.compile(r"(attn_norm|attn_output|ffn_norm|ffn_gate|ffn_up|ffn_down)\.weight|attn_[qkv]\.(weight|bias)")
 
+_WHOLE = 32
+"""Engines need an MLP of whole blocks of this many channels."""
+
 _COLD = 0.02
 """Standard deviation of a matrix that begins at random, as GPT-2's and llama's did."""
 
@@ -63,7 +66,7 @@ def new_card(
         n_head=n_head,
         n_head_kv=n_head_kv,
         d_head=int(file.field("attention.key_length", target.n_embd // n_head)),
-        d_ff=min(d_ff, n_ff) if isinstance(n_ff, int) else d_ff,
+        d_ff=max(_WHOLE, (min(d_ff, n_ff) if isinstance(n_ff, int) else d_ff) // _WHOLE * _WHOLE),
         rope_base=float(file.field("rope.freq_base", 10000.0)),
         norm_eps=float(file.field("attention.layer_norm_rms_epsilon", 1e-6)),
     )
@@ -133,6 +136,8 @@ def _last_block(file: GGUFFile, card: HeadCard) -> dict[str, Floats] | None:
     wanted = card.shapes() | card.optional_shapes()
     narrow = ("ffn_gate.weight", "ffn_up.weight", "ffn_down.weight")
     if any(block[name].shape != wanted[name] for name in block if not name.endswith(narrow)):
+        return None
+    if len(block["blk.0.ffn_up.weight"]) < card.d_ff:
         return None
     if apart:
         for part in "qk":

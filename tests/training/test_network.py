@@ -98,7 +98,7 @@ def test_half_precision_bends_gradients_little(tiny: TinyFiles, tmp_path: Path) 
     found = []
     for half in (False, True):
         trained = Trained(path, target, half=half)
-        packer = Packer(trained.card.token_map, trained.embed, Size(128, 64, 32), trained.card.steps)
+        packer = Packer(trained.card.token_map, trained.embed, Size(210, 64, 32), trained.card.steps)
         batch = packer.pack([piece], np.arange(0, 40, 2, dtype=np.int32))
         zero = {name: jax.numpy.zeros_like(value) for name, value in trained.weights.items()}
         gradients, _ = trained.network.gradients(trained.weights, zero, batch)
@@ -114,7 +114,7 @@ def test_gradients_are_those_of_finite_differences(tiny: TinyFiles, tmp_path: Pa
     trained = Trained(
         write_random_head(target, tmp_path / "head.gguf", "chained", TAPS, 200, type_name="F32", steps=3), target
     )
-    packer = Packer(trained.card.token_map, trained.embed, Size(128, 64, 32), trained.card.steps)
+    packer = Packer(trained.card.token_map, trained.embed, Size(210, 64, 32), trained.card.steps)
     batch = packer.pack([Piece(written_by(target, TAPS, [80])[0], 38, 78)], np.arange(0, 40, 2, dtype=np.int32))
     network, weights, batch = trained.network, trained.weights, jax.tree.map(jax.numpy.asarray, batch)
     zero = {name: jax.numpy.zeros_like(value) for name, value in weights.items()}

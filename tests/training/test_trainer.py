@@ -26,7 +26,7 @@ from localspec.training.trainer import CheckpointError, Progress, Settings, Trai
 from localspec.training.warm_start import neighbours, new_card, starting_weights
 
 TAPS = ("layer:0", "norm")
-STEADY = Settings(size=Size(160, 64, 20), n_batches=2, learning_rate=3e-3, warm_up=1, final=1.0, half=False)
+STEADY = Settings(size=Size(210, 64, 20), n_batches=2, learning_rate=3e-3, warm_up=1, final=1.0, half=False)
 """The rate of learning does not depend on the clock."""
 
 
@@ -34,7 +34,7 @@ def trainer(target: Path, checkpoint: Path, passages: list[Passage], kind: Kind 
     file = GGUFFile(target)
     taps = ("norm",) if kind == "medusa" else TAPS
     tokens = np.arange(tensor_rows(file, "output.weight", slice(None)).shape[0], dtype=np.int32)
-    facts: dict[str, Any] = {"kind": kind, "taps": taps, "token_map": tokens, "steps": 3, "d_ff": 16}
+    facts: dict[str, Any] = {"kind": kind, "taps": taps, "token_map": tokens, "steps": 3, "d_ff": 32}
     card = new_card(file, fingerprint(target), **facts)
     weights = starting_weights(file, card, passages[0].states.astype(np.float32), seed=0)
     output = tensor_rows(file, "output.weight", tokens)
@@ -143,7 +143,7 @@ def reading(passages: list[Passage], cursor: Cursor, size: Size) -> Reading:
 
 def test_every_lesson_comes_once_in_an_epoch(tiny: TinyFiles) -> None:
     passages = written_by(tiny.quick.target, TAPS, [40, 7, 150, 3, 90, 64])
-    total, size = sum(map(n_lessons, passages)), Size(120, 50, 16)
+    total, size = sum(map(n_lessons, passages)), Size(210, 50, 16)
     found, seen = reading(passages, Cursor(seed=3), size), Counter[tuple[int, ...]]()
     n = 0
     while found.cursor.epoch == 0:
@@ -167,7 +167,7 @@ def test_every_lesson_comes_once_in_an_epoch(tiny: TinyFiles) -> None:
 
 def test_reading_goes_on_anywhere(tiny: TinyFiles) -> None:
     passages = written_by(tiny.quick.target, TAPS, [40, 7, 150, 90])
-    size = Size(120, 50, 16)
+    size = Size(210, 50, 16)
     whole = reading(passages, Cursor(seed=3), size)
     for _ in range(11):
         cursor = Cursor(**whole.cursor.facts())
@@ -203,17 +203,17 @@ def test_queries_in_pairs_half_a_head_apart_score_as_neighbours_do() -> None:
 
 def test_it_begins_as_the_targets_last_block(tmp_path: Path) -> None:
     """With the state before that block as its only tap and no embedding, it says what the target says."""
-    shape = Shape(n_layer=3, n_embd=32, n_head=2, n_head_kv=1, n_ff=48)
+    shape = Shape(n_layer=3, n_embd=32, n_head=2, n_head_kv=1, n_ff=64)
     target = write_llama(tmp_path / "target.gguf", shape)
     passages = written_by(target, ("layer:1", "norm"), [120])
     with GGUFFile(target) as file:
         tokens = np.arange(file.tensors["output.weight"].shape[1], dtype=np.int32)
-        for d_ff, least in ((48, 1.0), (40, 0.8)):
+        for d_ff, least in ((64, 1.0), (32, 0.5)):
             card = new_card(file, "f", kind="chained", taps=("layer:1", "norm"), token_map=tokens, steps=1, d_ff=d_ff)
             weights = starting_weights(file, card, passages[0].states.astype(np.float32), seed=0)
             weights["head.embed_scale"][:] = 0
             network = Network(card, tensor_rows(file, "output.weight", tokens))
-            packer = Packer(tokens, lambda some: np.zeros((len(some), 32), np.float32), Size(128, 65, 64), 1)
+            packer = Packer(tokens, lambda some: np.zeros((len(some), 32), np.float32), Size(210, 65, 64), 1)
             piece = Piece(passages[0], 0, 64)
             batch = packer.pack([piece], np.arange(64, dtype=np.int32))
             guessed, _ = network.guesses({name: value for name, value in weights.items()}, batch)
