@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from localspec.model_files.head_card import HeadCard
 from localspec.training.lessons import Embed, Packer, Piece, Size, first_lesson, n_lessons
-from localspec.training.network import NOWHERE, Batch, Network, Weights
+from localspec.training.network import NOWHERE, Batch, HeadNetwork, Weights
 from localspec.training.shards import Passage
 
 ALL = "all"
@@ -28,7 +28,7 @@ class Tally:
         self._real: dict[str, Any] = defaultdict(int)
 
     def add(self, category: str, guessed: npt.NDArray[np.int32], true: npt.NDArray[np.int32]) -> None:
-        """Count places of a category: rows of the output matrix, as ``Network.guesses`` has them [steps, n]."""
+        """Count places of a category: rows of the output matrix, as ``HeadNetwork.guesses`` has them [steps, n]."""
         right = np.logical_and.accumulate(guessed == true, axis=0).sum(1)
         real = (true != NOWHERE).sum(1)
         for name in (ALL, category):
@@ -41,7 +41,7 @@ class Tally:
         return {name: tuple((n / np.maximum(self._real[name], 1)).tolist()) for name, n in sorted(self._right.items())}
 
 
-class Examination:
+class HeldOutTest:
     """The same places of held-out passages, asked again and again while a head is trained.
 
     Args:
@@ -80,7 +80,7 @@ class Examination:
             at += -(-(end - at) // stride) * stride
 
     def rates(
-        self, network: Network, weights: Weights, stopping: Callable[[], bool] = lambda: False
+        self, network: HeadNetwork, weights: Weights, stopping: Callable[[], bool] = lambda: False
     ) -> dict[str, tuple[float, ...]] | None:
         """As ``Tally.rates``; None if ``stopping`` before it was done.
 

@@ -10,7 +10,7 @@ import numpy as np
 from localspec.backends.heads import STATE, Head
 from localspec.training.evaluation import Tally
 from localspec.training.lessons import Embed, Packer, Piece, Size, first_lesson, n_lessons
-from localspec.training.network import NOWHERE, Network, Weights
+from localspec.training.network import NOWHERE, HeadNetwork, Weights
 from localspec.training.shards import Passage
 
 _N_PLACES = 64
@@ -20,7 +20,7 @@ _SIZE = Size(n_rows=256, n_lessons=_N_PLACES + 1, n_starts=_N_PLACES)
 
 
 @dataclass(frozen=True)
-class Check:
+class EngineCheck:
     """How a finished head does on an engine.
 
     Attributes:
@@ -33,8 +33,8 @@ class Check:
 
 
 def check(
-    head: Head, network: Network, weights: Weights, embed: Embed, passages: Sequence[Passage], n_passages: int = 32
-) -> Check:
+    head: Head, network: HeadNetwork, weights: Weights, embed: Embed, passages: Sequence[Passage], n_passages: int = 32
+) -> EngineCheck:
     """Have an engine guess at held-out places, step by step as a drafter does, and compare.
 
     Args:
@@ -59,7 +59,7 @@ def check(
         asked = true != NOWHERE
         same += ((guessed == expected) & asked).sum(1)
         real += asked.sum(1)
-    return Check(tally.rates(), tuple((same / np.maximum(real, 1)).tolist()))
+    return EngineCheck(tally.rates(), tuple((same / np.maximum(real, 1)).tolist()))
 
 
 def guesses(head: Head, piece: Piece) -> Iterator[list[int]]:

@@ -61,7 +61,7 @@ class Batch(NamedTuple):
     starts: Any
 
 
-class Network:
+class HeadNetwork:
     """A head's mathematics, compiled for one size of batches.
 
     Args:
@@ -87,7 +87,7 @@ class Network:
         return hash(self._compiled_for)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Network) and self._compiled_for == other._compiled_for
+        return isinstance(other, HeadNetwork) and self._compiled_for == other._compiled_for
 
     def gradients(self, weights: Weights, sums: Weights, batch: Batch) -> tuple[Weights, jax.Array]:
         """Add the gradients of a batch; returns before they are computed, see ``jax.Array.is_ready``.
@@ -217,14 +217,14 @@ class Network:
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _gradients(
-    network: Network, weights: Weights, sums: Weights, output: jax.Array, batch: Batch
+    network: HeadNetwork, weights: Weights, sums: Weights, output: jax.Array, batch: Batch
 ) -> tuple[Weights, jax.Array]:
     (_, losses), gradients = jax.value_and_grad(network.loss, has_aux=True)(weights, output, batch)
     return {name: sums[name] + gradient for name, gradient in gradients.items()}, losses
 
 
 @partial(jax.jit, static_argnums=0)
-def _guesses(network: Network, weights: Weights, output: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+def _guesses(network: HeadNetwork, weights: Weights, output: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
     guessed, true = [], []
     for step, states in enumerate(network.steps(weights, batch)):
         rows, real = _places(batch, step)

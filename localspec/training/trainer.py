@@ -19,9 +19,9 @@ import numpy.typing as npt
 from localspec.errors import LocalspecError
 from localspec.model_files.head_card import CurvePoint, HeadCard
 from localspec.system.files import write_atomically
-from localspec.training.evaluation import Examination
+from localspec.training.evaluation import HeldOutTest
 from localspec.training.lessons import Cursor, Embed, Packer, Reading, Size
-from localspec.training.network import Network, Weights
+from localspec.training.network import HeadNetwork, Weights
 from localspec.training.shards import Passage
 
 CHECKPOINT_SECONDS = 50.0
@@ -40,7 +40,7 @@ DEFAULT_SIZE = Size(n_rows=512, n_lessons=256, n_starts=85)
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrainingSettings:
     """How to train. The defaults are what did best on Qwen2.5-Coder 1.5B, see docs/distill.md.
 
     Attributes:
@@ -76,7 +76,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """Where training stands.
 
     Attributes:
@@ -127,15 +127,15 @@ class Trainer:
         passages: Sequence[Passage],
         held_out: Sequence[Passage],
         checkpoint: Path,
-        settings: Settings | None = None,
+        settings: TrainingSettings | None = None,
     ) -> None:
-        self.settings = settings or Settings()
+        self.settings = settings or TrainingSettings()
         self.card = card
         half = half_is_faster() if self.settings.half is None else self.settings.half
-        self.network = Network(card, output, half=half)
+        self.network = HeadNetwork(card, output, half=half)
         self._packer = Packer(card.token_map, embed, self.settings.size, card.steps)
         self._passages = passages
-        self._examination = Examination(held_out, card, embed)
+        self._test_set = HeldOutTest(held_out, card, embed)
         self._path = checkpoint
         self._weights: Weights = {name: jnp.array(value) for name, value in weights.items()}
         self._first = _zeros(self._weights)
@@ -155,16 +155,16 @@ class Trainer:
         return {name: np.array(value) for name, value in self._weights.items()}
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> TrainingProgress:
         cursor = self._cursor
         epochs = cursor.epoch + cursor.index / max(1, cursor.n_passages)
         losses = tuple(map(float, self._losses))
-        return Progress(self._step, self._seconds, self._tokens, self._rate, epochs, losses, tuple(self._curve))
+        return TrainingProgress(self._step, self._seconds, self._tokens, self._rate, epochs, losses, tuple(self._curve))
 
     def train(
         self,
         seconds: float,
-        report: Callable[[Progress], None],
+        report: Callable[[TrainingProgress], None],
         stopping: Callable[[], bool],
         *,
         test_every: float = 300.0,
@@ -231,7 +231,7 @@ class Trainer:
         return True
 
     def _test(self, stopping: Callable[[], bool]) -> bool:
-        rates = self._examination.rates(self.network, self._weights, stopping)
+        rates = self._test_set.rates(self.network, self._weights, stopping)
         if rates is None:
             return False
         self._curve.append(CurvePoint(self._tokens, self._seconds / 60, rates))
@@ -290,7 +290,7 @@ def _zeros(weights: Weights) -> Weights:
 
 @partial(jax.jit, static_argnums=0, donate_argnums=(1, 2, 3))
 def _adamw(
-    settings: Settings, weights: Weights, first: Weights, second: Weights, sums: Weights, step: Any, rate: Any
+    settings: TrainingSettings, weights: Weights, first: Weights, second: Weights, sums: Weights, step: Any, rate: Any
 ) -> tuple[Weights, Weights, Weights]:
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) on the mean gradient of the batches, clipped.
 

@@ -21,7 +21,7 @@ jax = pytest.importorskip("jax", reason="the trainer needs jax: pip install 'loc
 
 from localspec.training.export import check, guesses  # noqa: E402
 from localspec.training.lessons import Packer, Piece, Size, first_lesson, n_lessons  # noqa: E402
-from localspec.training.network import Network  # noqa: E402
+from localspec.training.network import HeadNetwork  # noqa: E402
 
 TAPS = ("layer:0", "norm")
 
@@ -37,7 +37,7 @@ class Trained:
             with GGUFFile(head.model.path) as engine_file:  # whose output rows are rounded
                 output = tensor_rows(engine_file, "token_embd.weight", slice(0, self.card.n_out))
         self._file = GGUFFile(target)
-        self.network = Network(self.card, output, half=half)
+        self.network = HeadNetwork(self.card, output, half=half)
 
     def embed(self, tokens: Any) -> Any:
         return tensor_rows(self._file, "token_embd.weight", tokens)

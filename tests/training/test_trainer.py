@@ -21,12 +21,12 @@ from tests.support.lessons import written_by
 pytest.importorskip("jax", reason="the trainer needs jax: pip install 'localspec[distill]'")
 
 from localspec.training.lessons import Cursor, Packer, Piece, Reading, Size, first_lesson, n_lessons
-from localspec.training.network import Network
-from localspec.training.trainer import CheckpointError, Progress, Settings, Trainer
+from localspec.training.network import HeadNetwork
+from localspec.training.trainer import CheckpointError, Trainer, TrainingProgress, TrainingSettings
 from localspec.training.warm_start import neighbours, new_card, starting_weights
 
 TAPS = ("layer:0", "norm")
-STEADY = Settings(size=Size(210, 64, 20), n_batches=2, learning_rate=3e-3, warm_up=1, final=1.0, half=False)
+STEADY = TrainingSettings(size=Size(210, 64, 20), n_batches=2, learning_rate=3e-3, warm_up=1, final=1.0, half=False)
 """The rate of learning does not depend on the clock."""
 
 
@@ -49,9 +49,9 @@ class Stop:
     """Says stop from a given step of the optimiser on."""
 
     def __init__(self, step: int) -> None:
-        self.step, self.reports = step, list[Progress]()
+        self.step, self.reports = step, list[TrainingProgress]()
 
-    def report(self, progress: Progress) -> None:
+    def report(self, progress: TrainingProgress) -> None:
         self.reports.append(progress)
 
     def __call__(self) -> bool:
@@ -212,7 +212,7 @@ def test_it_begins_as_the_targets_last_block(tmp_path: Path) -> None:
             card = new_card(file, "f", kind="chained", taps=("layer:1", "norm"), token_map=tokens, steps=1, d_ff=d_ff)
             weights = starting_weights(file, card, passages[0].states.astype(np.float32), seed=0)
             weights["head.embed_scale"][:] = 0
-            network = Network(card, tensor_rows(file, "output.weight", tokens))
+            network = HeadNetwork(card, tensor_rows(file, "output.weight", tokens))
             packer = Packer(tokens, lambda some: np.zeros((len(some), 32), np.float32), Size(210, 65, 64), 1)
             piece = Piece(passages[0], 0, 64)
             batch = packer.pack([piece], np.arange(64, dtype=np.int32))
