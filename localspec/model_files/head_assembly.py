@@ -65,31 +65,29 @@ def engine_file(head: Path, target: Path, fingerprint: str, output_type: str = "
     return engine_folder() / f"{target.stem[:60]}.{digest.hexdigest()[:20]}.gguf"
 
 
-def assembling(head: Path, target: Path, fingerprint: str, output_type: str = "Q4_0") -> Steps[Path]:
+def assembling(place: Path, head: Path, target: Path, output_type: str = "Q4_0") -> Steps[None]:
     """Have the file for engines on disk: made piece by piece where it is missing, and complete under its name.
 
     Args:
-        head: as for ``engine_file``; it has to fit the target, see ``head_card.fit``.
-        target: as there.
-        fingerprint: as there.
-        output_type: as there.
+        place: see ``engine_file``, which got the same head, target and type.
+        head: the head file; it has to fit the target, see ``head_fit``.
+        target: the target's file.
+        output_type: of the output rows.
 
     Raises:
         ModelFileError: the head is damaged, or the target has rows that cannot be unpacked.
         EngineError: the disk refuses.
     """
-    place = engine_file(head, target, fingerprint, output_type)
     try:
         if place.exists():
             place.touch()
-            return place
+            return
         place.parent.mkdir(parents=True, exist_ok=True)
         with GGUFFile(head) as file, GGUFFile(target) as model:
             yield from _writing(place, file, check_head(file), model, output_type)
         _remove_oldest(place.parent)
     except OSError as error:
         raise EngineError(f"cannot write {place}: {error.strerror or error}") from None
-    return place
 
 
 def _writing(place: Path, head: GGUFFile, card: HeadCard, target: GGUFFile, output_type: str) -> Steps[None]:

@@ -22,7 +22,7 @@ from localspec.model_files.head_card import Kind
 from localspec.model_files.head_file import read_card, write_head
 from localspec.model_files.head_folders import engine_folder, heads_folder
 from localspec.system.steps import exhaust
-from tests.conftest import REAL_MODELS, Backend, TinyFiles
+from tests.conftest import REAL_MODELS, Backend, TinyFiles, open_backend
 from tests.support import ggufs
 from tests.support.heads import write_random_head
 
@@ -98,6 +98,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 Open = Callable[..., Head]
+
+
+def assemble(head: Path, target: Path, fingerprint: str = "0" * 32, output_type: str = "Q4_0") -> Path:
+    """The file for engines."""
+    place = engine_file(head, target, fingerprint, output_type)
+    exhaust(assembling(place, head, target, output_type))
+    return place
 
 
 @pytest.fixture
@@ -247,7 +254,7 @@ def test_output_rows_and_embeddings_are_the_targets(
     monkeypatch.setattr(head_assembly, "_PIECE", 1000)  # several pieces
     for name, model in write_targets(tmp_path).items():
         path = write_random_head(model, tmp_path / "head.gguf", kind, n_out=100)
-        made = tensors(exhaust(assembling(path, model, "0" * 32, output_type)))
+        made = tensors(assemble(path, model, "0" * 32, output_type))
         theirs, number = tensors(model), gguf.GGMLQuantizationType[output_type]
         rows = np.float32(theirs.get("output.weight", theirs["token_embd.weight"])[read_card(path).token_map])
         wanted = gguf.quants.dequantize(gguf.quants.quantize(rows, number), number)
@@ -264,7 +271,7 @@ def test_output_rows_and_embeddings_are_the_targets(
 def test_matrices_that_engines_compute_well_are_kept_to_the_bit(target: Path, tmp_path: Path) -> None:
     for type_name, kept in (("Q8_0", True), ("Q4_0", True), ("F32", True), ("Q5_1", False), ("Q4_1", False)):
         path = write_random_head(target, tmp_path / "head.gguf", type_name=type_name)
-        made = {each.name: each for each in gguf.GGUFReader(exhaust(assembling(path, target, "0" * 32))).tensors}
+        made = {each.name: each for each in gguf.GGUFReader(assemble(path, target, "0" * 32)).tensors}
         theirs = {each.name: each for each in gguf.GGUFReader(path).tensors}
         for name in ("blk.0.attn_q.weight", "blk.0.ffn_down.weight"):
             assert made[name].tensor_type.name == (type_name if kept else "Q8_0")
@@ -282,11 +289,11 @@ def test_rows_that_fill_no_blocks_are_halves(tmp_path: Path) -> None:
 
 def test_it_is_made_once_and_again_when_it_is_gone(target: Path, tmp_path: Path) -> None:
     path = write_random_head(target, tmp_path / "head.gguf", n_out=50)
-    place = exhaust(assembling(path, target, "a" * 32))
+    place = assemble(path, target, "a" * 32)
     before, inode = place.read_bytes(), place.stat().st_ino
-    assert exhaust(assembling(path, target, "a" * 32)).stat().st_ino == inode
+    assert assemble(path, target, "a" * 32).stat().st_ino == inode
     place.unlink()
-    assert exhaust(assembling(path, target, "a" * 32)).read_bytes() == before
+    assert assemble(path, target, "a" * 32).read_bytes() == before
     places = {place, engine_file(path, target, "b" * 32), engine_file(path, target, "a" * 32, "Q8_0")}
     write_random_head(target, path, n_out=50, seed=1)
     assert len(places | {engine_file(path, target, "a" * 32)}) == 4
@@ -294,7 +301,7 @@ def test_it_is_made_once_and_again_when_it_is_gone(target: Path, tmp_path: Path)
 
 def test_a_break_leaves_nothing_behind(target: Path, tmp_path: Path) -> None:
     path = write_random_head(target, tmp_path / "head.gguf")
-    steps = assembling(path, target, "a" * 32)
+    steps = assembling(engine_file(path, target, "a" * 32), path, target)
     next(steps)
     steps.close()
     assert list(engine_folder().iterdir()) == []
@@ -303,7 +310,7 @@ def test_a_break_leaves_nothing_behind(target: Path, tmp_path: Path) -> None:
 def test_only_the_last_made_are_kept(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_assembly, "_MOST_KEPT", 2)
     path = write_random_head(target, tmp_path / "head.gguf", n_out=50)
-    places = [exhaust(assembling(path, target, name * 32)) for name in "abc"]
+    places = [assemble(path, target, name * 32) for name in "abc"]
     assert [place.exists() for place in places] == [False, True, True]
 
 
@@ -359,7 +366,7 @@ def test_heads_are_found_exact_ones_first_and_damaged_ones_left_out(
     other = write_random_head(similar, heads_folder() / "a.gguf")
     write_random_head(tiny.quick.target, heads_folder() / "b.gguf")
     (heads_folder() / "damaged.gguf").write_bytes(exact.read_bytes()[:5000])
-    exhaust(assembling(exact, target, "a" * 32))  # what is made for engines is no head file
+    assemble(exact, target, "a" * 32)  # what is made for engines is no head file
     assert heads_for(target) == [exact, other]
     assert heads_for(similar) == [other, exact]
 
@@ -369,7 +376,7 @@ def test_nobody_chats_with_a_head(target: Path, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="a head that drafts for another model"):
         backends.load(path, "reference")
     with pytest.raises(UnsupportedModel, match="has no vocabulary"):
-        backends.load(exhaust(assembling(path, target, "a" * 32)), "reference")
+        backends.load(assemble(path, target, "a" * 32), "reference")
 
 
 def test_a_head_of_numbers_that_are_none_is_refused(target: Path, tmp_path: Path) -> None:
@@ -380,6 +387,24 @@ def test_a_head_of_numbers_that_are_none_is_refused(target: Path, tmp_path: Path
     path.write_bytes(data)
     with pytest.raises(ModelFileError, match=r"head\.fc\.weight holds numbers that are not finite"):
         load_head(path, target, "reference")
+
+
+def test_an_engine_that_is_wrong_about_a_head_gets_it_in_halves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of 96 in Q4_1 are what ik-llama computes wrongly in wide passes."""
+    open_backend("ik-llama")
+    shape = ggufs.Shape(n_embd=96, n_head=3, n_head_kv=1)
+    model = ggufs.write_llama(tmp_path / "model.gguf", shape, ggufs.bpe_vocab(300))
+    path = write_random_head(model, tmp_path / "head.gguf", type_name="Q4_1")
+    monkeypatch.setattr(head_assembly, "_AS_THEY_ARE", ("Q4_1", *head_assembly._AS_THEY_ARE))
+    said: list[list[str]] = []
+    for _ in range(2):
+        said.append([])
+        with load_head(path, model, "ik-llama", n_threads=2, say=said[-1].append) as head:
+            assert {"F16", "F32"} == {each.tensor_type.name for each in gguf.GGUFReader(head.model.path).tensors}
+    assert sum("checking" in line for line in said[0]) == 3
+    assert said[1] == []  # what was found is known
 
 
 def test_a_card_is_of_use_whatever_its_arrays_are_typed(target: Path, tmp_path: Path) -> None:
