@@ -10,9 +10,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from localspec.backends.heads import heads_for
 from localspec.backends.noise import engine_log
-from localspec.errors import DownloadError, ModelFileError, UsageError
+from localspec.errors import DownloadError, LocalspecError, ModelFileError, UsageError
 from localspec.model_files.catalog import Catalog, Entry
+from localspec.model_files.head_folders import find_heads
 from localspec.runtime.arguments import DraftLength, checked_length, draft_specs
 from localspec.runtime.load_options import LoadOptions
 from localspec.runtime.model_loading import Report
@@ -96,10 +98,12 @@ class RunOptions:
         from localspec.llm import LLM
 
         self.set_up_logging()
-        if late is not None and self.model is None and not offline():
-            late += [entry for entry in Catalog.load().default_pair()[1:] if not entry.present]
         drafters = self.drafters() if late is None else [NGRAM]
         model = ensure_model(self.model, drafters)
+        if late is not None and _has_head(model):  # a draft model may add to it, if there is one already
+            drafters = [NGRAM] if _has_draft_model(model) else ["auto"]
+        elif late is not None and self.model is None and not offline():
+            late += [entry for entry in Catalog.load().default_pair()[1:] if not entry.present]
         return LLM(model, drafters, draft_length=self.length(), progress=report, **asdict(self.load))
 
     @contextmanager
@@ -163,6 +167,8 @@ def check_text(text: str | None, name: str) -> None:
 def ensure_model(model: str | None, drafters: Sequence[str]) -> str:
     """The model to load; without a name the default pair, which is fetched where it is not on the disk yet.
 
+    Its draft model is not fetched where there is a head for the target, which costs a fraction of it.
+
     Args:
         model: what was named.
         drafters: see ``RunOptions.drafters``.
@@ -183,9 +189,24 @@ def ensure_model(model: str | None, drafters: Sequence[str]) -> str:
                 "name a .gguf file, or pull it elsewhere and set LOCALSPEC_HOME"
             )
         return target.name
-    if missing:
+    if target in missing and find_heads():  # whether one of them is for the target, the file will tell
+        _fetch(target, [target])
+        missing.remove(target)
+    if missing and not _has_head(target.name):
         _fetch(target, missing)
     return target.name
+
+
+def _has_head(model: str) -> bool:
+    """Whether there is a head for a model on this disk."""
+    try:
+        return bool(heads_for(Catalog.load().resolve(model)))
+    except LocalspecError:  # what is wrong with the model is said when it is loaded
+        return False
+
+
+def _has_draft_model(model: str) -> bool:
+    return Catalog.load().draft_for(Catalog.load().resolve(model)) is not None
 
 
 def _fetch(target: Entry, missing: Sequence[Entry]) -> None:

@@ -24,8 +24,11 @@ from localspec.spec_decode.drafters.names import EARLY_EXIT, HEAD, NGRAM, is_sam
 from localspec.spec_decode.drafters.parallel import HEAD_DRAFTERS
 from localspec.system.home import home
 
-EXIT_SHARE = 0.5
-"""Of the target's layers, how many ``early-exit`` drafts with where no number is given."""
+EXIT_SHARE = 0.25
+"""Of the target's layers, how many ``early-exit`` drafts with where no number is given: set by hand, for models that
+were trained to be left early. Of others no share pays: after 7, 14, 21, 24 and 26 of the 28 layers of Qwen2.5-Coder
+1.5B 0.01, 0.07, 0.34, 0.54 and 0.71 of the most probable tokens are the whole model's (256 places of
+``draft_choice.TEXT``)."""
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,9 +20,11 @@ from localspec.commands.options import RunOptions
 from localspec.errors import DownloadError
 from localspec.model_files import sources
 from localspec.model_files.catalog import Catalog, Entry
+from localspec.model_files.head_folders import heads_folder
 from localspec.runtime.jobs import Job
 from localspec.runtime.load_options import LoadOptions
 from tests.conftest import TinyFiles
+from tests.support.heads import write_random_head
 
 SOON = 60.0
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -174,6 +177,34 @@ def test_only_the_target_is_fetched_before_the_prompt(monkeypatch: pytest.Monkey
     loaded.clear()
     RunOptions().open(lambda what, fraction: None)
     assert (fetched, loaded) == ([target.name, draft.name], [(target.name, ["auto"])])
+
+
+def test_a_head_makes_fetching_a_draft_model_needless(
+    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether it is for the default model shows when that was fetched."""
+    monkeypatch.setenv("LOCALSPEC_OFFLINE", "0")
+    monkeypatch.setattr(Entry, "present", property(lambda entry: entry.path.exists()))  # of whatever size
+    loaded: list[Any] = []
+    monkeypatch.setattr("localspec.llm.LLM", lambda *args, **options: loaded.append(args))
+    target, draft = Catalog.load().default_pair()
+
+    def pull(name: str) -> None:
+        assert name == target.name
+        target.path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(tiny.pair.target, target.path)
+
+    monkeypatch.setattr(files, "pull", pull)
+    heads_folder().mkdir(parents=True)
+    write_random_head(tiny.pair.target, heads_folder() / "a-head.gguf")
+    for late in (None, []):
+        RunOptions().open(lambda what, fraction: None, late=late)
+        assert not late
+    assert loaded == [(target.name, ["auto"])] * 2
+    assert draft.name not in capsys.readouterr().err
+    shutil.copy(tiny.pair.draft, draft.path)  # one that is there comes after the prompt
+    RunOptions().open(lambda what, fraction: None, late=[])
+    assert loaded[-1] == (target.name, ["ngram"])
 
 
 @pytest.mark.parametrize(
