@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from localspec.sampling.sampling import SamplingParams
     from localspec.session import Session
     from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Span, SpecStats, Verdict
+    from localspec.training.distill import distill
 
 __version__ = "0.1.0"
 
@@ -69,6 +70,7 @@ __all__ = [
     "Verdict",
     "VocabularyMismatch",
     "__version__",
+    "distill",
 ]
 
 _HOMES = {
@@ -80,6 +82,7 @@ _HOMES = {
     **dict.fromkeys(("ScoredToken", "TokenLogprobs"), "localspec.sampling.logprobs"),
     "SamplingParams": "localspec.sampling.sampling",
     "Session": "localspec.session",
+    "distill": "localspec.training.distill",
 }
 
 

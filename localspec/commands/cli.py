@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from localspec import __version__
-from localspec.commands.cli_options import Json, Model, run_options, with_shared_options
+from localspec.commands.cli_options import Backend, Json, Model, Threads, Verbose, run_options, with_shared_options
 
 Run = Callable[[], int]
 
@@ -299,6 +299,37 @@ def replay(
     from localspec.commands.replay.command import replay_command
 
     return replay_command(file, html, force=force)
+
+
+@command()
+def distill(
+    model: Model = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Work in all, testing and measuring included.", show_default="60")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that was begun.")] = False,
+    prompts: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Questions to answer besides, as for bench --prompts.")
+    ] = None,
+    text: Annotated[
+        list[str] | None, typer.Option(metavar="PATH", help="A file or folder of text to learn from; repeatable.")
+    ] = None,
+    chats: Annotated[bool, typer.Option("--chats", help="Learn from the chats saved in LOCALSPEC_HOME.")] = False,
+    kind: Annotated[str, typer.Option(metavar="chained|parallel|medusa", help="What kind of head.")] = "chained",
+    seed: Annotated[int, typer.Option(help="Of every random choice.")] = 0,
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="A page with the learning curve.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Begin anew where a run was begun.")] = False,
+    backend: Backend = "auto",
+    threads: Threads = None,
+    verbose: Verbose = False,
+) -> int:
+    """Train a head for a model here: it guesses next tokens for almost nothing. Ctrl-C stops it, --resume goes on."""
+    from localspec.commands.distill.command import DistillRequest, distill_command
+
+    request = DistillRequest(
+        model, minutes, kind, seed, resume, force, prompts, tuple(text or ()), chats, html, backend, threads, verbose
+    )
+    return distill_command(request)
 
 
 @command()

@@ -15,6 +15,7 @@ from localspec.runtime.idle import IdleTask, IdleWork, NoIdleWork
 from localspec.runtime.jobs import FairQueue, Job, wait_for
 from localspec.system.ending import at_end
 from localspec.system.forking import REFUSAL, in_child
+from localspec.system.presence import answering
 
 Result = TypeVar("Result")
 
@@ -121,7 +122,8 @@ class Worker:
             job = self.queue.get(self._idle.pause)
             if job is not None:
                 self.running = job
-                job.run()
+                with answering():
+                    job.run()
                 self.running = None
                 del job
                 self._idle.renew(after_job=True)

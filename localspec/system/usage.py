@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import psutil
@@ -52,6 +53,13 @@ def others_share(spans: Iterable[tuple[CPUTimes, CPUTimes]]) -> float | None:
 def busy_share(seconds: float = 0.25) -> float:
     """Share of all CPUs' time that others use, this process sleeping meanwhile; stolen by other guests included."""
     return psutil.cpu_percent(seconds) / 100
+
+
+def lower_priority() -> None:
+    """Let all other programs go first, from now on; for the calling thread, and for those that it starts."""
+    process = psutil.Process()
+    with suppress(psutil.Error, OSError):
+        process.nice(getattr(psutil, "IDLE_PRIORITY_CLASS", 19))
 
 
 def peak_memory_bytes() -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -120,8 +120,12 @@ def without(material: Material, overlap: Overlap) -> Material:
     return Material(asked, read, remarks)
 
 
-def read_texts(paths: Sequence[Path]) -> Material:
+def read_texts(paths: Sequence[Path], chat_in: Callable[[Path], Read | None] = lambda path: None) -> Material:
     """The text files among some files and in some folders; what begins with a dot is passed over in folders.
+
+    Args:
+        paths: files and folders.
+        chat_in: the chat that a file holds, or None.
 
     Raises:
         UsageError: there is no such file or folder, or no text in any.
@@ -130,6 +134,9 @@ def read_texts(paths: Sequence[Path]) -> Material:
     remarks: list[str] = []
     room, n_other = MOST_BYTES, 0
     for path in _files(paths):
+        if (chat := chat_in(path)) is not None:
+            found.append(chat)
+            continue
         try:
             with path.open("rb") as file:
                 data = file.read(room + 1)

@@ -1,0 +1,394 @@
+"""The work on a run: examples and training in turns until the time is over, then the head as a file."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec import __version__
+from localspec.backends.base import Model, SequenceBatch
+from localspec.backends.heads import load_head
+from localspec.errors import Cancelled, EngineError, UsageError
+from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.head_card import HeadCard, Training
+from localspec.model_files.head_file import write_head
+from localspec.model_files.sources.base import size_text
+from localspec.model_files.tensor_rows import tensor_rows
+from localspec.runtime.load_options import LoadOptions
+from localspec.runtime.model_loading import Loader
+from localspec.system.machine import cpu_name
+from localspec.system.memory import read_memory
+from localspec.system.presence import Courtesy
+from localspec.training.examples import N_CTX_EACH, ExampleMaker
+from localspec.training.formats import format_of
+from localspec.training.material import Material, Overlap
+from localspec.training.recipe import Effort, token_map
+from localspec.training.run_folder import Run, RunError, RunFolder
+from localspec.training.shards import TOP_K, Passage, Shards
+from localspec.training.side_by_side import open_batch, sequence_bytes
+from localspec.training.standing import Phase, Report, Standing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from localspec.training.trainer import Progress, Trainer
+
+SECONDS_BETWEEN_WRITES = 45.0
+"""With the pass under way and the writing itself, at most a minute is lost."""
+
+EXAMPLES_SHARE = 0.55
+"""Of the time; the rest trains. On two cores a 1.5B then sees each of its examples three to four times, after which
+seeing them again taught little."""
+
+FINISHING_SHARE, MOST_FINISHING_SECONDS = 0.15, 300.0
+"""Kept for testing the head and measuring what it is worth."""
+
+ROUND_SECONDS = 600.0
+"""About how long a round of examples and training takes."""
+
+MOST_DISK_BYTES = 16 << 30
+_SHARE_OF_FREE_DISK = 0.5
+_BATCH_ROOM = 2 << 30
+"""Memory for the texts written side by side [bytes]."""
+
+_TRAINING_ROOM = 1 << 30
+"""Memory of training besides weights and their moments: batches, activations, the compiler [bytes]."""
+
+_LEAST_PLACES = 64
+"""Examples before which training does not begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What it ends with: the card of the head, as it is in the file, and the engine that the target ran on."""
+
+    card: HeadCard
+    engine: str
+
+
+class HeadMaker:
+    """Works on a run until its time is over.
+
+    Args:
+        target: the target's file.
+        folder: of the run.
+        run: how far it is; kept up to date.
+        effort: how much is done in all.
+        material: the user's own.
+        tested: what must not be among the examples.
+        report, say: take where it stands, and remarks.
+        cancel: ends it.
+
+    Attributes:
+        finishing_seconds: kept for what comes after training.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        folder: RunFolder,
+        run: Run,
+        effort: Effort,
+        material: Material,
+        tested: Overlap,
+        report: Report,
+        say: Callable[[str], None],
+        cancel: threading.Event,
+    ) -> None:
+        self.cancel = cancel
+        self._target, self._folder, self._run, self._effort = target, folder, run, effort
+        self._material, self._tested = material, tested
+        self._report, self._say = report, say
+        self._courtesy = Courtesy(self._waits, cancel.is_set)
+        self._standing = Standing("loading")
+        self.finishing_seconds = min(FINISHING_SHARE * effort.seconds, MOST_FINISHING_SECONDS)
+        work = effort.seconds - self.finishing_seconds
+        self._data_seconds, self._training_seconds = EXAMPLES_SHARE * work, (1 - EXAMPLES_SHARE) * work
+        self._n_rounds = 2 if effort.n_places else max(1, min(24, round(work / ROUND_SECONDS)))
+        self._learned: list[Passage] = []
+        self._held_out: list[Passage] = []
+        self._written = 0.0
+
+    def show(self, standing: Standing) -> None:
+        """Report where it stands: what is known of the whole is filled in."""
+        done = self._run.data_seconds + self._run.training_seconds
+        rest = self._data_seconds + self._training_seconds - done
+        left = max(0.0, rest) + (self.finishing_seconds if standing.phase != "measuring" else 0.0)
+        self._standing = replace(
+            standing,
+            fraction=min(1.0, 1 - left / self._effort.seconds) if standing.fraction is None else standing.fraction,
+            seconds_left=None if standing.phase == "measuring" else left,
+            n_answers=len(self._learned) + len(self._held_out),
+        )
+        self._report(self._standing)
+
+    def _waits(self, waiting: bool) -> None:
+        self._report(replace(self._standing, phase="waiting") if waiting else self._standing)
+
+    def _check_cancelled(self) -> None:
+        if self.cancel.is_set():
+            raise Cancelled("training was stopped")
+
+    # -- the whole ---------------------------------------------------------------------------------------------------
+
+    def work(self, backend: str, n_threads: int | None, command: str) -> Made:
+        """Do all that is left of the run.
+
+        Raises:
+            Cancelled: it was stopped; what was done is on disk.
+            LocalspecError: the target cannot be loaded, or its engine returns no hidden states.
+            OSError: the disk refuses.
+        """
+        with ExitStack() as stack:
+            file = stack.enter_context(GGUFFile(self._target))
+            model = stack.enter_context(self._load(backend, n_threads))
+            recipe = self._run.recipe
+            taps = recipe.taps(model.n_layers)
+            self._shards = Shards(self._folder.shards, taps, model.n_embd)
+            for remark in self._shards.remarks:
+                self._say(remark)
+            self._take_in()
+            batch = stack.enter_context(self._open_batch(file, model, taps))
+            maker = ExampleMaker(
+                model,
+                format_of(model),
+                batch,
+                recipe.seed,
+                self._material,
+                self._tested,
+                self._shards.names,
+                longest_answer=self._effort.longest_answer,
+            )
+            trainer: Trainer | None = None
+            for number in range(1, self._n_rounds + 1):
+                self._make_examples(maker, number / self._n_rounds)
+                trainer = trainer or self._trainer(file, model)
+                self._train(trainer, number)
+            for remark in maker.remarks:
+                self._say(remark)
+            assert trainer is not None
+            return Made(self._write_head(trainer, file, model, command, n_threads), model.backend)
+
+    def _load(self, backend: str, n_threads: int | None) -> Model:
+        def report(what: str, fraction: float | None) -> None:
+            self._check_cancelled()
+            self._report(Standing("loading", what, fraction))
+
+        warnings: list[str] = []
+        options = LoadOptions(backend=backend, n_threads=n_threads, idle=False, remember=False)
+        model = Loader(options, warnings).load(self._target, report)
+        for warning in warnings:
+            self._say(warning)
+        if not model.capabilities.hidden:
+            model.close()
+            raise EngineError(
+                f"{model.engine} returns no hidden states for {model.path.name}, from which a head learns; "
+                "take another --backend"
+            )
+        return model
+
+    def _open_batch(self, file: GGUFFile, model: Model, taps: Sequence[str]) -> SequenceBatch:
+        """As many texts side by side as pay; says first what the run may take.
+
+        Raises:
+            UsageError: there is not enough memory.
+        """
+        n_ctx = min(N_CTX_EACH, model.n_ctx_train or N_CTX_EACH)
+        card = self._card(file, np.arange(min(self._run.recipe.n_out, model.vocab.n_tokens), dtype=np.int32), taps)
+        weights = sum(int(np.prod(shape)) for shape in card.shapes().values())
+        training = 20 * weights + 4 * card.n_out * card.n_embd + _TRAINING_ROOM  # see Trainer
+        free = read_memory().available
+        room = min(_BATCH_ROOM, (free - training) // 2)
+        if room < sequence_bytes(model, n_ctx):
+            raise UsageError(
+                f"training needs about {size_text(training)} of memory beside the model, and {size_text(free)} are free"
+            )
+        self._report(Standing("loading", "measuring how many texts side by side are quickest"))
+        batch, rate = open_batch(model, n_ctx, taps, room, self.cancel.is_set)
+        place = 2 * len(taps) * model.n_embd + 6 * TOP_K + 4
+        disk = shutil.disk_usage(self._folder.path).free
+        # Prompts are read quicker than answers are written.
+        expected = 3 * rate * self._data_seconds * place
+        self._most_bytes = int(min(expected, MOST_DISK_BYTES, _SHARE_OF_FREE_DISK * disk + self._shards.n_bytes))
+        memory = model.size_bytes + batch.n_sequences * sequence_bytes(model, n_ctx) + training
+        self._say(
+            f"at most {size_text(memory)} of memory, and {size_text(self._most_bytes + 30 * weights)} on the disk of "
+            f"{self._folder.path}; {batch.n_sequences} texts side by side"
+        )
+        return batch
+
+    def _card(self, file: GGUFFile, ids: npt.NDArray[np.int32], taps: Sequence[str]) -> HeadCard:
+        from localspec.training.warm_start import new_card
+
+        recipe = self._run.recipe
+        return new_card(
+            file,
+            self._folder.fingerprint,
+            kind=recipe.kind,
+            taps=taps,
+            token_map=ids,
+            steps=recipe.steps,
+            d_ff=recipe.d_ff,
+        )
+
+    # -- examples ----------------------------------------------------------------------------------------------------
+
+    def _make_examples(self, maker: ExampleMaker, share: float) -> None:
+        """Make examples until so much of their time is over, or there are so many."""
+        n_places = self._effort.n_places
+        finished: list[Passage] = []
+        self._written = time.monotonic()
+        said, began = maker.n_own_tokens + maker.n_read_tokens, time.monotonic()
+        waited = self._courtesy.seconds
+        try:
+            while self._run.data_seconds < share * self._data_seconds and not self.cancel.is_set():
+                if n_places is not None and self._n_places + sum(map(len, finished)) >= share * n_places:
+                    break
+                if self._shards.n_bytes >= self._most_bytes:
+                    break
+                self._courtesy()
+                before = time.monotonic()
+                finished += maker.step()
+                now = time.monotonic()
+                self._run.data_seconds += now - before
+                worked = max(1e-3, now - began - (self._courtesy.seconds - waited))
+                rate = (maker.n_own_tokens + maker.n_read_tokens - said) / worked
+                self._show("examples", "the model writes examples", rate, sum(map(len, finished)))
+                if now - self._written > SECONDS_BETWEEN_WRITES:
+                    self._write(maker, finished)
+        finally:
+            self._write(maker, finished)
+        self._check_cancelled()
+        if not self._learned or not self._held_out or self._n_places < _LEAST_PLACES:
+            raise RunError(
+                f"{self._n_places} places of examples are too few to learn from; go on with --resume and more --minutes"
+            )
+
+    def _write(self, maker: ExampleMaker, finished: list[Passage]) -> None:
+        self._shards.append(finished, maker.unfinished())
+        finished.clear()
+        self._take_in()
+        self._folder.write(self._run)
+        self._written = time.monotonic()
+
+    def _take_in(self) -> None:
+        """Sort what is new on disk into what is learned from and what is held out."""
+        for passage in self._shards.passages[len(self._learned) + len(self._held_out) :]:
+            (self._held_out if passage.held_out else self._learned).append(passage)
+
+    @property
+    def _n_places(self) -> int:
+        return sum(map(len, self._shards.passages))
+
+    def _show(self, phase: Phase, text: str, rate: float, more: int = 0, progress: Progress | None = None) -> None:
+        self.show(
+            Standing(
+                phase,
+                text,
+                n_places=self._n_places + more,
+                n_bytes=self._shards.n_bytes,
+                rate=rate,
+                tokens_seen=progress.tokens_seen if progress else self._standing.tokens_seen,
+                curve=progress.curve if progress else self._standing.curve,
+            )
+        )
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def _trainer(self, file: GGUFFile, model: Model) -> Trainer:
+        from localspec.training.trainer import Settings, Trainer
+        from localspec.training.warm_start import starting_weights
+
+        recipe, ids = self._run.recipe, self._folder.token_map()
+        if ids is None:
+            ids = token_map(self._learned, model, recipe.n_out)
+            self._folder.keep_token_map(ids)
+        card = self._card(file, ids, self._shards.taps)
+        some = np.concatenate([passage.states for passage in self._learned[:8]])[:2048].astype(np.float32)
+        self._report(replace(self._standing, phase="training", text="preparing to train"))
+        return Trainer(
+            card,
+            starting_weights(file, card, some, recipe.seed),
+            tensor_rows(file, _output(file), ids),
+            lambda tokens: tensor_rows(file, "token_embd.weight", tokens),
+            self._learned,
+            self._held_out,
+            self._folder.checkpoint,
+            Settings(seed=recipe.seed),
+        )
+
+    def _train(self, trainer: Trainer, number: int) -> None:
+        """Train until the end of a round. Its part grows with the examples there are."""
+        share = number * (number + 1) / (self._n_rounds * (self._n_rounds + 1))
+        last, n_steps = number == self._n_rounds, self._effort.n_steps
+
+        def stopping() -> bool:
+            self._courtesy()
+            if n_steps is not None and trainer.progress.step >= share * n_steps:
+                return True
+            over = trainer.progress.seconds >= share * self._training_seconds
+            return self.cancel.is_set() or (over and not last)
+
+        def report(progress: Progress) -> None:
+            self._run.training_seconds = progress.seconds
+            self._show("training", "the head learns", progress.tokens_per_second, progress=progress)
+
+        trainer.train(
+            self._training_seconds, report, stopping, test_every=min(600.0, max(30.0, self._training_seconds / 10))
+        )
+        self._run.training_seconds = trainer.progress.seconds
+        self._folder.write(self._run)
+        self._check_cancelled()
+
+    # -- the head ----------------------------------------------------------------------------------------------------
+
+    def _write_head(
+        self, trainer: Trainer, file: GGUFFile, model: Model, command: str, n_threads: int | None
+    ) -> HeadCard:
+        """Write the head, and once more with what an engine makes of it."""
+        from localspec.training.export import check
+
+        progress, weights = trainer.progress, trainer.weights
+        training = Training(
+            command=command,
+            seed=self._run.recipe.seed,
+            data_tokens=sum(map(len, self._learned)),
+            tokens_seen=progress.tokens_seen,
+            minutes=(self._run.data_seconds + self._run.training_seconds) / 60,
+            machine=cpu_name(),
+            versions={"localspec": __version__, "engine": model.engine, **_versions()},
+            curve=progress.curve,
+        )
+        card = replace(trainer.card, training=training)
+        self._show("testing", "testing the head on answers it has not seen", 0.0, progress=progress)
+        write_head(self._folder.head, card, weights)
+        with load_head(self._folder.head, self._target, model.backend, n_threads=n_threads, say=self._say) as head:
+            found = check(
+                head,
+                trainer.network,
+                weights,
+                lambda tokens: tensor_rows(file, "token_embd.weight", tokens),
+                self._held_out,
+            )
+        card = replace(card, training=replace(training, acceptance=found.acceptance))
+        write_head(self._folder.head, card, weights)
+        return card
+
+
+def _output(file: GGUFFile) -> str:
+    return "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
+
+
+def _versions() -> dict[str, Any]:
+    return {"python": platform.python_version(), **{name: version(name) for name in ("numpy", "jax")}}

@@ -1,0 +1,98 @@
+"""What is made, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec.backends.base import Model
+from localspec.errors import UsageError
+from localspec.model_files.head_card import Kind
+from localspec.training.shards import Passage
+from localspec.values import checked_whole, is_number, shown
+
+KINDS = get_args(Kind)
+MOST_MINUTES = 60.0 * 24 * 30
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A head to be made.
+
+    Attributes:
+        kind: see ``head_card.Kind``.
+        steps: how many tokens ahead it learns to guess.
+        n_out: tokens that it can guess; the target says others too rarely to be worth their time.
+        d_ff: width of its layer's MLP; the target's own, if that is less.
+        seed: of every random choice.
+    """
+
+    kind: Kind = "chained"
+    steps: int = 5
+    n_out: int = 16384
+    d_ff: int = 4096
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UsageError(f"a head is one of {', '.join(KINDS)}, not {shown(self.kind)}")
+        checked_whole("steps", self.steps, 2, 16)
+        checked_whole("the head's vocabulary", self.n_out, 16, 1 << 20)
+        checked_whole("the width of the head's MLP", self.d_ff, 32, 1 << 16)
+        checked_whole("the seed", self.seed, 0, (1 << 48) - 1)
+
+    def taps(self, n_layers: int) -> tuple[str, ...]:
+        """The hidden states that the head reads: early, in the middle and late, as EAGLE-3 does; of a medusa head the
+        last one alone."""
+        if self.kind == "medusa":
+            return ("norm",)
+        layers = (min(2, n_layers - 1), n_layers // 2, max(0, n_layers - 3))
+        return (*(f"layer:{layer}" for layer in sorted(set(layers))), "norm")
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is done.
+
+    Attributes:
+        minutes: of work: making examples, training, testing and measuring; not the time that is stepped aside.
+        n_places, n_steps: stop making examples, and training, after so many places and steps of the optimiser; then
+            the same is done however fast the machine is.
+        n_questions: asked at most to measure what the head is worth.
+        max_tokens: of an answer then.
+        longest_answer: tokens of an example.
+    """
+
+    minutes: float = 60.0
+    n_places: int | None = None
+    n_steps: int | None = None
+    n_questions: int = 12
+    max_tokens: int = 96
+    longest_answer: int = 320
+
+    def __post_init__(self) -> None:
+        if not is_number(self.minutes) or not 0 < self.minutes <= MOST_MINUTES:
+            raise UsageError(f"minutes must be over 0 and at most {MOST_MINUTES:.0f}, not {shown(self.minutes)}")
+
+    @property
+    def seconds(self) -> float:
+        return 60.0 * self.minutes
+
+
+def token_map(passages: Iterable[Passage], model: Model, n_out: int) -> npt.NDArray[np.int32]:
+    """The tokens that a head can guess, ascending: those that the target says most often, and those that end its turns.
+
+    What was never seen comes in the order of ids, which is about that of frequency where merges were learned.
+    """
+    n_vocab = model.vocab.n_tokens
+    counts = np.zeros(model.n_vocab, dtype=np.int64)
+    for passage in passages:
+        if not passage.held_out:
+            counts += np.bincount(passage.tokens[passage.start :], minlength=len(counts))
+    counts[list(model.vocab.eog)] = counts.sum() + 1
+    order = np.argsort(-counts[:n_vocab], kind="stable")
+    return np.sort(order[: min(n_out, n_vocab)]).astype(np.int32)

@@ -1,0 +1,110 @@
+"""What a head is worth here: tokens per second with it and without it, on questions it was not trained on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from localspec.commands.questions import in_turns, own_questions
+from localspec.commands.timing.answer import Sample, TimedAnswer
+from localspec.commands.timing.arms import PLAIN, Arm
+from localspec.commands.timing.schedule import blocks
+from localspec.commands.timing.subject import EngineUnderTest
+from localspec.commands.timing.turns import SLICE_TOKENS, measure, places
+from localspec.llm import LLM
+from localspec.model_files.catalog import Catalog
+from localspec.sampling.sampling import SamplingParams
+
+_FEWEST = 4
+"""Questions that are asked whatever time is left."""
+
+_N_CTX = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """Tokens per second, all questions together, greedy.
+
+    Attributes:
+        plain: without drafting.
+        without: with the drafters that there are without the head.
+        head: with the head besides; what ``--draft auto`` does once it is kept.
+        n_questions: that were asked.
+        drafters: those there are without the head, by name.
+    """
+
+    plain: float
+    without: float
+    head: float
+    n_questions: int
+    drafters: tuple[str, ...]
+
+    @property
+    def gain(self) -> float:
+        """Speed with the head over the best without it."""
+        return self.head / max(self.plain, self.without)
+
+
+def measure_worth(
+    target: Path,
+    head: Path,
+    *,
+    backend: str,
+    n_threads: int | None,
+    n_questions: int,
+    max_tokens: int,
+    seconds: float,
+    report: Callable[[str, float | None], None],
+    stop: threading.Event,
+) -> Worth:
+    """Ask questions in three ways of decoding that take turns: plain, as without the head, and with it.
+
+    Args:
+        target, head: the files.
+        backend, n_threads: as for ``LLM``.
+        n_questions: at most.
+        max_tokens: of an answer.
+        seconds: about how long; four questions are asked in any case.
+        report: takes what is being done, and the share that is done.
+        stop: ends it with ``Cancelled``.
+
+    Raises:
+        Cancelled: it was stopped.
+        LocalspecError: the pair cannot be loaded.
+    """
+    began, draft = time.monotonic(), Catalog.load().draft_for(target)
+    others = ["ngram", *([str(draft)] if draft is not None else [])]
+    options = {"backend": backend, "n_threads": n_threads, "n_ctx": _N_CTX, "idle": False, "remember": False}
+    with LLM(target, [*others, f"head:{head}"], prefix_cache_bytes=0, progress=report, cancel=stop, **options) as llm:  # type: ignore[arg-type]
+        sources = ("ngram", "model") if draft is not None else ("ngram",)
+        without, auto = Arm("without", sources, "auto"), Arm("auto", None, "auto")
+        subject = EngineUnderTest(llm, [without, auto], stop, in_slices=True)
+        try:
+            subject.warm_up()
+            questions = in_turns(own_questions("tuning"), short_first=True)[:n_questions]
+            params, samples = SamplingParams(max_tokens=max_tokens), list[Sample]()
+            for block in blocks(questions, 1):
+                if block.index >= _FEWEST and time.monotonic() - began > seconds:
+                    break
+                report("measuring what the head is worth", block.index / len(questions))
+                wanted = places([subject], block)
+                samples += measure(block, wanted, params, SLICE_TOKENS, partial(_nothing))
+        finally:
+            subject.restore()
+        names = tuple(Path(name).stem for name in others)
+    speeds = {arm: _speed(samples, arm) for arm in (PLAIN.name, without.name, auto.name)}
+    n = len({sample.question for sample in samples})
+    return Worth(speeds["plain"], speeds["without"], speeds["auto"], n, names)
+
+
+def _nothing(answer: TimedAnswer, fraction: float) -> None:
+    pass
+
+
+def _speed(samples: Sequence[Sample], arm: str) -> float:
+    mine = [sample for sample in samples if sample.arm == arm]
+    return sum(sample.tokens for sample in mine) / sum(sample.seconds for sample in mine)
