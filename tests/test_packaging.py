@@ -57,6 +57,7 @@ PUBLIC = {
     "Verdict",
     "VocabularyMismatch",
     "__version__",
+    "distill",
 }
 """Removing a name from here is a breaking change; adding one is a promise."""
 
@@ -100,7 +101,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]
 
 def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
-    kinds = {".py", ".typed", ".html", ".css", ".js", ".svg", ".jsonl", ".md"}
+    kinds = {".py", ".typed", ".html", ".css", ".js", ".svg", ".jsonl", ".md", ".txt"}
     found = [path for path in (ROOT / "localspec").rglob("*") if path.suffix in kinds]
     assert {path.suffix for path in found} == kinds
     assert {path.relative_to(ROOT).as_posix() for path in found} <= names

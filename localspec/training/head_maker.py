@@ -62,6 +62,9 @@ _SHARE_OF_FREE_DISK = 0.5
 _BATCH_ROOM = 2 << 30
 """Memory for the texts written side by side [bytes]."""
 
+_TEXTS_IN_TURN = 8
+"""Texts that each of those side by side comes to write one after the other, at least."""
+
 _TRAINING_ROOM = 1 << 30
 """Memory of training besides weights and their moments: batches, activations, the compiler [bytes]."""
 
@@ -215,7 +218,7 @@ class HeadMaker:
                 f"training needs about {size_text(training)} of memory beside the model, and {size_text(free)} are free"
             )
         self._report(Standing("loading", "measuring how many texts side by side are quickest"))
-        batch, rate = open_batch(model, n_ctx, taps, room, self.cancel.is_set)
+        batch, rate = open_batch(model, n_ctx, taps, room, self._data_seconds / _TEXTS_IN_TURN, self.cancel.is_set)
         place = 2 * len(taps) * model.n_embd + 6 * TOP_K + 4
         disk = shutil.disk_usage(self._folder.path).free
         # Prompts are read quicker than answers are written.
@@ -245,18 +248,13 @@ class HeadMaker:
     # -- examples ----------------------------------------------------------------------------------------------------
 
     def _make_examples(self, maker: ExampleMaker, share: float) -> None:
-        """Make examples until so much of their time is over, or there are so many."""
-        n_places = self._effort.n_places
+        """Make examples until so much of their time is over, or there are so many; more, where those do not suffice."""
         finished: list[Passage] = []
         self._written = time.monotonic()
         said, began = maker.n_own_tokens + maker.n_read_tokens, time.monotonic()
         waited = self._courtesy.seconds
         try:
-            while self._run.data_seconds < share * self._data_seconds and not self.cancel.is_set():
-                if n_places is not None and self._n_places + sum(map(len, finished)) >= share * n_places:
-                    break
-                if self._shards.n_bytes >= self._most_bytes:
-                    break
+            while not self._enough(share, finished) and not self.cancel.is_set():
                 self._courtesy()
                 before = time.monotonic()
                 finished += maker.step()
@@ -270,10 +268,25 @@ class HeadMaker:
         finally:
             self._write(maker, finished)
         self._check_cancelled()
-        if not self._learned or not self._held_out or self._n_places < _LEAST_PLACES:
+        if not self._suffice(self._shards.passages):
             raise RunError(
-                f"{self._n_places} places of examples are too few to learn from; go on with --resume and more --minutes"
+                f"{self._n_places} tokens of examples are too few to learn from; go on with --resume and more --minutes"
             )
+
+    def _enough(self, share: float, finished: list[Passage]) -> bool:
+        passages, n_places = [*self._shards.passages, *finished], self._effort.n_places
+        if self._run.data_seconds >= self._data_seconds or self._shards.n_bytes >= self._most_bytes:
+            return True
+        enough = self._run.data_seconds >= share * self._data_seconds
+        if n_places is not None:
+            enough = enough or sum(map(len, passages)) >= share * n_places
+        return enough and self._suffice(passages)
+
+    @staticmethod
+    def _suffice(passages: Sequence[Passage]) -> bool:
+        """Whether there is something to learn from, and something to test on."""
+        n_learned = sum(len(passage) for passage in passages if not passage.held_out)
+        return n_learned >= _LEAST_PLACES and any(passage.held_out for passage in passages)
 
     def _write(self, maker: ExampleMaker, finished: list[Passage]) -> None:
         self._shards.append(finished, maker.unfinished())

@@ -29,6 +29,7 @@ def open_batch(
     n_ctx: int,
     taps: Sequence[str],
     room: int,
+    patience: float,
     stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[SequenceBatch, float]:
     """A batch of the width at which the target writes quickest.
@@ -38,6 +39,7 @@ def open_batch(
         n_ctx: tokens of each sequence.
         taps: hidden states that passes return.
         room: memory that the batch may take [bytes].
+        patience: seconds that ``n_ctx / 2`` tokens of one text may take: a short run needs some that are finished.
         stopped: ends measuring.
 
     Returns:
@@ -56,6 +58,8 @@ def open_batch(
                 batch.decode([(sequence, [0]) for sequence in range(width)])
                 seconds.append(time.perf_counter() - began)
             found = width / min(seconds)
+            if width > 1 and min(seconds) * n_ctx / 2 > patience:
+                break
             if found > _WORTH * rate:
                 best, rate = width, found
     return model.new_batch(best, n_ctx, hidden=taps), rate

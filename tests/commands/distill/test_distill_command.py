@@ -1,0 +1,149 @@
+"""``localspec distill`` as it is typed: a terminal, a pipe, a page, Ctrl-C, bad input."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+from localspec.commands.distill.page import finished_report, unfinished_report
+from localspec.commands.distill.progress import Watch, sparkline
+from localspec.commands.report.html import html
+from localspec.commands.report.markdown import markdown
+from localspec.model_files.head_card import CurvePoint, HeadCard, TargetFacts, Training
+from localspec.training.standing import Distilled, Standing
+from localspec.training.worth import Worth
+from tests.commands.test_cli import assert_one_line
+from tests.commands.test_cli import localspec as run_localspec
+from tests.conftest import TinyFiles
+from tests.support.interrupting import interrupted
+from tests.support.tmux import Tmux
+
+PROGRAM = [sys.executable, "-m", "localspec"]
+CURVE = tuple(
+    CurvePoint(1000 * i, float(i), {"all": (0.1 * i, 0.05 * i, 0.01 * i), "own": (0.1 * i, 0.05 * i, 0.01 * i)})
+    for i in range(7)
+)
+
+
+def made(gain: float | None, folder: Path) -> Distilled:
+    """As a run leaves it."""
+    import numpy as np
+
+    target = TargetFacts("f" * 32, "a <b> target", "llama", 64, 3, 300, "v")
+    training = Training(
+        "localspec distill 'a <b>'", 7, 5000, 6000, 12.5, "a CPU", {"numpy": "2"}, CURVE, CURVE[-1].acceptance
+    )
+    card = HeadCard("medusa", ("norm",), np.arange(100, dtype=np.int32), 3, target, training=training)
+    worth = None if gain is None else Worth(20.0, 10.0, 20.0 * gain, 4, ("ngram",))
+    return Distilled(folder / "head.gguf", folder / "kept.gguf" if gain and gain > 1 else None, card, worth)
+
+
+@pytest.mark.parametrize(
+    ("gain", "said"),
+    [(1.25, "kept: --draft auto uses it"), (0.9, "not kept, as it does not pay here"), (None, "could not be measured")],
+)
+def test_the_report_says_what_the_head_is_worth(tmp_path: Path, gain: float | None, said: str) -> None:
+    report = finished_report("<model>", made(gain, tmp_path))
+    text, page = markdown(report), html(report)
+    assert said in text
+    assert ("×1.25" in page) == (gain == 1.25)
+    assert "25.0 tokens per second with the head, 10.0 without it, 20.0 plain" in text or gain != 1.25
+    assert "localspec distill 'a <b>'" in text.replace("\\", "").replace("&lt;", "<").replace("&gt;", ">")
+    assert "<model>" not in page
+    assert "6,000 tokens: 0.600" in page  # a point of the curve
+
+
+def test_the_page_of_a_run_that_goes_on_has_its_curve(tmp_path: Path) -> None:
+    page = html(unfinished_report("model", Standing("training", "the head learns", curve=CURVE, tokens_seen=6000)))
+    assert "6,000 tokens: 0.600" in page
+    assert "not finished" in page
+
+
+def test_where_nobody_watches_there_are_plain_lines() -> None:
+    out = io.StringIO()
+    with Watch(out) as watch:
+        watch.say("a remark\x1b[2J")
+        for n in range(100):
+            watch.show(Standing("examples", "the model writes examples", 0.1, 120.0, 3, 500 + n, 1_000_000, 40.0))
+        watch.show(Standing("training", "the head learns", 0.2, 60.0, 3, 600, 1_000_000, 160.0, 1000, CURVE[:2]))
+        watch.show(Standing("waiting"))
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 4
+    assert lines[1] == "the model writes examples, 40 tokens a second; 3 texts of 500 tokens (1 MB); 2 min left"
+    assert lines[2].endswith("1,000 learned from; 60 s left; right at 0.10 0.05 0.01")
+    assert lines[3].startswith("waiting: a chat or server answers")
+    assert "\x1b" not in out.getvalue()
+
+
+def test_a_curve_of_characters() -> None:
+    assert sparkline([0.0, 0.5, 1.0, 2.0], 80) == " ▄██"
+    assert sparkline([0.5] * 100, 10) == "▄" * 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (("--minutes", "0"), ("minutes must be over 0",)),
+        (("--minutes", "soon"), ("--minutes",)),
+        (("--kind", "eagle"), ("chained, parallel, medusa", "eagle")),
+        (("--seed", "-3"), ("seed",)),
+        (("--prompts", "/nowhere"), ("--prompts /nowhere", "no such file")),
+        (("--text", "/nowhere"), ("--text /nowhere", "no such file or folder")),
+        (("--html", "-"), ("--html needs a file",)),
+        (("--html", "/nowhere/page.html"), ("there is no folder",)),
+        (("--backend", "abacus"), ("abacus",)),
+    ],
+)
+def test_bad_input_is_one_line(tiny: TinyFiles, arguments: tuple[str, ...], parts: tuple[str, ...]) -> None:
+    pytest.importorskip("jax", reason="heads are trained with JAX")
+    assert_one_line(run_localspec("distill", tiny.quick.target, *arguments), 2, *parts)
+
+
+def test_a_file_that_is_no_model_is_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("jax", reason="heads are trained with JAX")
+    (tmp_path / "no.gguf").write_bytes(b"GGUF" + bytes(100))
+    assert_one_line(run_localspec("distill", tmp_path / "no.gguf"), 1, "no.gguf")
+    assert_one_line(run_localspec("distill", "nothing-by-this-name"), 2, "nothing-by-this-name")
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        "call localspec.training.examples:ExampleMaker.step",
+        "call localspec.training.shards:Shards.append",
+        "call localspec.runtime.model_loading:Loader.load",
+    ],
+)
+def test_ctrl_c_says_how_to_go_on(tiny: TinyFiles, at: str) -> None:
+    pytest.importorskip("jax", reason="heads are trained with JAX")
+    arguments = ["distill", tiny.quick.target, "--backend", "reference", "--minutes", "500"]
+    for count, more in ((1, []), (3, ["--resume"])):
+        out, errors = interrupted(at, [*arguments, *more], count=count if "step" in at else 1)
+        assert out == b""
+        assert (
+            errors[-1]
+            == f"localspec: stopped; go on with: localspec distill {tiny.quick.target} --minutes 500 --resume"
+        )
+
+
+def test_a_terminal_shows_a_curve_and_ctrl_c_leaves_it_clean(
+    tiny: TinyFiles, tmp_path: Path, isolated_home: Path
+) -> None:
+    pytest.importorskip("jax", reason="heads are trained with JAX")
+    command = [*PROGRAM, "distill", str(tiny.quick.target), "--backend", "reference", "--minutes", "500"]
+    terminal = Tmux(command, tmp_path, {"LOCALSPEC_HOME": str(isolated_home)}, columns=100)
+    try:
+        terminal.wait("the model writes examples")
+        screen = terminal.wait("texts of")
+        assert "min left" in screen
+        terminal.keys("C-c")
+        screen = terminal.wait("EXIT")
+    finally:
+        terminal.close()
+    assert "EXIT 130" in screen
+    lines = [line for line in screen.splitlines() if line.strip()]
+    assert any(line.startswith("localspec: stopped; go on with: localspec distill") for line in lines)
+    assert not any("the model writes examples" in line for line in lines)

@@ -1,0 +1,126 @@
+"""Work that nobody waits for steps aside while another process of ours answers, and only then."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from localspec import LLM
+from localspec.system import presence
+from localspec.system.presence import Courtesy, answering, somebody_answers
+from tests.conftest import TinyFiles
+
+ANSWERING = """
+import sys
+from localspec.system.presence import answering
+
+with answering():
+    print("now", flush=True)
+    sys.stdin.readline()
+print("done", flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextmanager
+def another_process() -> Iterator[subprocess.Popen[str]]:
+    """One that answers until it is told a line."""
+    command = [sys.executable, "-c", ANSWERING]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "now\n"
+        yield process
+        process.kill()
+
+
+def tell(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "done\n"
+
+
+def test_another_process_that_answers_is_seen_until_it_ends(isolated_home: Path) -> None:
+    isolated_home.mkdir()
+    assert not somebody_answers()
+    with another_process() as process:
+        assert somebody_answers()
+        tell(process)
+        assert not somebody_answers()
+
+
+def test_a_process_that_was_killed_counts_for_nothing(isolated_home: Path) -> None:
+    isolated_home.mkdir()
+    with another_process() as process:
+        process.kill()
+        process.wait()
+        assert list((isolated_home / "answering").iterdir())
+        assert not somebody_answers()
+        assert not list((isolated_home / "answering").iterdir())
+
+
+def test_ones_own_answers_do_not_count_and_leave_nothing(isolated_home: Path) -> None:
+    with answering():  # a home that is not there is not made
+        pass
+    assert not isolated_home.exists()
+    isolated_home.mkdir()
+    with answering():
+        assert [path.name for path in (isolated_home / "answering").iterdir()] == [str(os.getpid())]
+        assert not somebody_answers()
+    assert not list((isolated_home / "answering").iterdir())
+
+
+def test_an_llm_answers_while_it_answers(tiny: TinyFiles, measured_home: Path) -> None:
+    mark = measured_home / "answering" / str(os.getpid())
+    with LLM(tiny.quick.target, draft=None, backend="reference", n_ctx=128, idle=False) as llm:
+        rounds = llm.rounds("la la la")
+        next(rounds)
+        assert mark.exists()
+        rounds.close()
+        llm.run(lambda pair: None)
+        assert llm.run(lambda pair: mark.exists())
+    assert not mark.exists()
+
+
+def test_courtesy_waits_until_it_was_quiet_for_a_while(isolated_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    isolated_home.mkdir()
+    monkeypatch.setattr(presence, "_POLL_SECONDS", 0.0)
+    heard: list[bool] = []
+    moments = iter(range(10_000))
+
+    class Steps:
+        """A clock on which every look at it is a second, so that the test takes none."""
+
+        @staticmethod
+        def monotonic() -> float:
+            return float(next(moments))
+
+        @staticmethod
+        def sleep(seconds: float) -> None:
+            if looks and not looks.pop():
+                tell(process)
+
+    monkeypatch.setattr(presence, "time", Steps)
+    looks: list[bool] = []
+    courtesy = Courtesy(heard.append, lambda: False)
+    courtesy()
+    assert heard == []
+    with another_process() as process:
+        looks += [False, True, True, True]  # in the fourth pause the other's answer ends
+        courtesy()
+        assert not looks
+    assert heard == [True, False]
+    assert courtesy.seconds > presence.QUIET_SECONDS
+
+
+def test_courtesy_does_not_keep_what_is_stopped(isolated_home: Path) -> None:
+    isolated_home.mkdir()
+    with another_process():
+        Courtesy(lambda waiting: None, lambda: True)()

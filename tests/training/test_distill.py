@@ -1,0 +1,311 @@
+"""A run from beginning to end on a tiny target, bounded by counts and not by time; stopped and killed in the middle."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import localspec
+from localspec import Cancelled, EngineError, UsageError
+from localspec.model_files.head_file import read_card
+from localspec.model_files.head_folders import find_heads
+from localspec.training.distill import distill
+from localspec.training.examples import is_held_out
+from localspec.training.recipe import Effort, Recipe, token_map
+from localspec.training.run_folder import RunError
+from localspec.training.shards import Shards
+from localspec.training.standing import Distilled, Standing
+from tests.conftest import Backend, TinyFiles
+from tests.support import ggufs
+from tests.support.waiting import PATIENCE
+
+pytest.importorskip("jax", reason="heads are trained with JAX")
+
+RECIPE = Recipe(steps=3, n_out=200, d_ff=64, seed=3)
+EFFORT = Effort(1e4, n_places=800, n_steps=4, n_questions=1, max_tokens=8, longest_answer=40)
+SHAPE = ggufs.Shape(n_layer=3, n_embd=64, n_head=4, n_head_kv=2, n_ff=96, residual=0.4)
+TAPS = RECIPE.taps(SHAPE.n_layer)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ggufs.write_llama(tmp_path_factory.mktemp("target") / "tiny-target.gguf", SHAPE, ggufs.bpe_vocab(300))
+
+
+def run(target: Path, **options: Any) -> Distilled:
+    return distill(str(target), **{"backend": "reference", "recipe": RECIPE, "effort": EFFORT} | options)
+
+
+def folder_of(home: Path) -> Path:
+    (folder,) = (path for path in (home / "distill").iterdir() if path.is_dir())
+    return folder
+
+
+def shards_of(home: Path) -> Shards:
+    return Shards(folder_of(home) / "shards", TAPS, SHAPE.n_embd)
+
+
+def test_a_run_makes_a_head_and_says_what_it_is_worth(target: Path, isolated_home: Path) -> None:
+    standings: list[Standing] = []
+    lines: list[str] = []
+    text = "A sentence about rivers, and then another one. " * 20
+    (isolated_home.parent / "text").mkdir()
+    (isolated_home.parent / "text" / "rivers.txt").write_text(text)
+    made = run(target, report=standings.append, say=lines.append, texts=[isolated_home.parent / "text"])
+    phases = list(dict.fromkeys(standing.phase for standing in standings))
+    assert phases == ["loading", "examples", "training", "testing", "measuring"]
+    assert any("of memory, and" in line for line in lines)
+    # The card is the file's, and says what there was.
+    card = read_card(made.path)
+    assert card.training == made.card.training
+    passages = shards_of(isolated_home).passages
+    assert card.training.seed == 3
+    assert card.training.data_tokens == sum(len(each) for each in passages if not each.held_out) >= 600
+    assert card.training.tokens_seen > 0
+    assert set(card.training.acceptance) >= {"all", "own"}
+    assert {each.category for each in passages} == {"own", "text"}
+    assert all(each.held_out == is_held_out(each.name) for each in passages)
+    assert (card.taps, card.steps, card.kind, card.n_out) == (TAPS, 3, "chained", 200)
+    # It is kept exactly if it pays, and then found by those who look for heads.
+    assert made.worth is not None
+    assert made.worth.n_questions == 1
+    assert min(made.worth.plain, made.worth.without, made.worth.head) > 0
+    assert (made.kept is not None) == (made.worth.gain > 1) == (made.kept in find_heads())
+    with pytest.raises(UsageError, match=r"was made.*--force begins anew"):
+        run(target)
+    with pytest.raises(UsageError, match="--minutes over 10000"):
+        run(target, resume=True)
+
+
+def test_cancelled_at_any_moment_it_goes_on_from_there(target: Path, isolated_home: Path) -> None:
+    """Among the first examples, and in the first training."""
+    n_places = []
+    for phase in ("examples", "training"):
+        cancel = threading.Event()
+
+        def report(standing: Standing, phase: str = phase, stop: threading.Event = cancel) -> None:
+            if standing.phase == phase and standing.n_places > 0:
+                stop.set()
+
+        with pytest.raises(Cancelled):
+            run(target, resume=bool(n_places), report=report, cancel=cancel)
+        n_places.append(sum(map(len, shards_of(isolated_home).passages)))
+        assert (folder_of(isolated_home) / "checkpoint.npz").exists() == (phase == "training")
+    assert 0 < n_places[0] < n_places[1]
+    with pytest.raises(UsageError, match=r"was begun.*--resume goes on"):
+        run(target)
+    made = run(target, resume=True)
+    assert made.card.training.data_tokens > 0
+    names = [passage.name for passage in shards_of(isolated_home).passages]
+    assert len(set(names)) == len(names)
+
+
+KILLED = """
+import os, signal, sys
+from localspec.training import examples, head_maker
+from localspec.training.distill import distill
+from localspec.training.recipe import Effort, Recipe
+
+target, what, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
+head_maker.SECONDS_BETWEEN_WRITES = 0.0
+if what == "training":
+    from localspec.training import trainer
+
+    trainer.CHECKPOINT_SECONDS = 0.0
+    owner, name = trainer.Trainer, "_one_step"
+else:
+    owner, name = examples.ExampleMaker, "step"
+called = getattr(owner, name)
+
+
+def counting(*given, **options):
+    global count
+    count -= 1
+    if count < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return called(*given, **options)
+
+
+setattr(owner, name, counting)
+effort = Effort(1e4, n_places=800, n_steps=4, n_questions=1, max_tokens=8, longest_answer=40)
+distill(target, backend="reference", recipe=Recipe(steps=3, n_out=200, d_ff=64, seed=3), effort=effort)
+"""
+
+
+@pytest.mark.parametrize(("what", "count"), [("examples", 40), ("training", 1)])
+def test_killed_it_loses_only_what_came_after_the_last_writing(
+    target: Path, isolated_home: Path, what: str, count: int
+) -> None:
+    command = [sys.executable, "-c", KILLED, str(target), what, str(count)]
+    died = subprocess.run(command, capture_output=True, timeout=PATIENCE, check=False)
+    assert died.returncode == -signal.SIGKILL, died.stderr.decode()
+    folder = folder_of(isolated_home)
+    before = {each.name: np.array(each.tokens) for each in shards_of(isolated_home).passages}
+    n_places = sum(len(tokens) - 1 for tokens in before.values())
+    # Every pass of the examples was written, those texts included that were under way.
+    assert n_places > 100
+    if what == "training":
+        with np.load(folder / "checkpoint.npz") as file:
+            assert '"step": 1' in str(file["facts"])
+    made = run(target, resume=True)
+    after = {each.name: np.array(each.tokens) for each in shards_of(isolated_home).passages}
+    for name, tokens in before.items():
+        np.testing.assert_array_equal(after[name], tokens)
+    assert made.card.training.tokens_seen > 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the system limits no files")
+def test_a_full_disk_is_one_line_and_what_was_written_is_whole(target: Path, isolated_home: Path) -> None:
+    arguments = ["distill", str(target), "--backend", "reference", "--minutes", "1000"]
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, *arguments],
+        capture_output=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    errors = done.stderr.decode().splitlines()
+    assert done.returncode == 1, errors
+    assert errors[-1].startswith(f"localspec: the disk of {folder_of(isolated_home)} is full")
+    assert "--resume goes on" in errors[-1]
+    assert "Traceback" not in done.stderr.decode()
+    assert shards_of(isolated_home).remarks == []
+
+
+FULL = """
+import resource, signal, sys
+from localspec.training import head_maker
+
+# What is written beyond is refused, as by a full disk.
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+head_maker.SECONDS_BETWEEN_WRITES = 0.5
+from localspec.__main__ import main
+main(sys.argv[1:])
+"""
+
+
+def test_another_run_of_the_same_head_is_refused(target: Path, isolated_home: Path) -> None:
+    refused: list[str] = []
+
+    def report(standing: Standing) -> None:
+        if standing.phase == "examples" and not refused:
+            with pytest.raises(RunError) as error:
+                run(target, resume=True)
+            refused.append(str(error.value))
+            cancel.set()
+
+    cancel = threading.Event()
+    with pytest.raises(Cancelled):
+        run(target, report=report, cancel=cancel)
+    assert refused == ["another localspec distill trains this head now"]
+
+
+def test_force_begins_anew(target: Path, isolated_home: Path) -> None:
+    cancel = threading.Event()
+    with pytest.raises(Cancelled):
+        run(target, report=lambda standing: standing.n_places > 100 and cancel.set(), cancel=cancel)
+    old = shards_of(isolated_home).names
+    (folder_of(isolated_home) / "run.json").write_text("{")
+    with pytest.raises(RunError, match="damaged"):
+        run(target, resume=True)
+    cancel = threading.Event()
+    with pytest.raises(Cancelled):
+        run(target, force=True, report=lambda standing: standing.phase == "examples" and cancel.set(), cancel=cancel)
+    assert old - shards_of(isolated_home).names
+
+
+def test_it_steps_aside_while_another_process_answers(target: Path, isolated_home: Path) -> None:
+    """It says that it waits, and nothing else until the other is done."""
+    mark = isolated_home / "answering" / str(os.getppid())
+    phases: list[str] = []
+    cancel = threading.Event()
+
+    def report(standing: Standing) -> None:
+        phases.append(standing.phase)
+        if standing.phase == "examples" and standing.n_places > 50 and "waiting" not in phases:
+            mark.parent.mkdir(exist_ok=True)
+            mark.touch()
+        elif standing.phase == "waiting":
+            mark.unlink()
+        elif "waiting" in phases:
+            cancel.set()
+
+    with pytest.raises(Cancelled):
+        run(target, report=report, cancel=cancel)
+    assert phases[phases.index("waiting") + 1] == "examples"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"minutes": 0.0}, "minutes must be over 0"),
+        ({"minutes": float("nan")}, "minutes must be over 0"),
+        ({"kind": "eagle"}, "chained, parallel, medusa"),
+        ({"seed": -1}, "the seed must be"),
+        ({"resume": True}, "no chained head of this model to go on with"),
+        ({"texts": ["/nowhere"]}, "there is no file or folder /nowhere"),
+        ({"prompts": "/nowhere.jsonl"}, "cannot read /nowhere.jsonl"),
+        ({"chats": True}, "no chat was saved in"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_is_loaded(
+    target: Path, isolated_home: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        distill(str(target), backend="reference", **options)
+
+
+def test_questions_that_heads_are_tested_with_are_no_material(target: Path, isolated_home: Path) -> None:
+    questions = Path(localspec.__file__).parent / "commands" / "questions.jsonl"
+    with pytest.raises(UsageError, match="all of these"):
+        distill(str(target), backend="reference", prompts=questions)
+
+
+def test_an_engine_without_hidden_states_is_refused(
+    target: Path, isolated_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataclasses import replace
+
+    from localspec.backends import reference
+
+    load = reference.load
+
+    def blind(*given: Any, **options: Any) -> Any:
+        model = load(*given, **options)
+        model.capabilities = replace(model.capabilities, hidden=False)
+        return model
+
+    monkeypatch.setattr(reference, "load", blind)
+    with pytest.raises(EngineError, match="returns no hidden states"):
+        run(target)
+
+
+@pytest.fixture(scope="module")
+def model(reference: Backend, tiny: TinyFiles) -> Iterator[Any]:
+    with reference.load(tiny.quick.target) as loaded:
+        yield loaded
+
+
+def test_the_vocabulary_is_what_the_target_says_most_often(model: Any, tmp_path: Path) -> None:
+    from tests.training.test_shards import TAPS as SHARD_TAPS
+    from tests.training.test_shards import WIDTH, passage
+
+    said, held_out = passage("a", 40, start=4), passage("b", 40, start=4, held_out=True)
+    said.tokens[:4], said.tokens[4:] = 250, np.repeat([200, 100, 150], [20, 10, 7])
+    held_out.tokens[:] = 249
+    assert (SHARD_TAPS, WIDTH) == (("layer:0", "norm"), 8)
+    n_ends = len(model.vocab.eog)
+    found = token_map([said, held_out], model, n_ends + 3).tolist()
+    assert found == sorted({*model.vocab.eog, 200, 100, 150})
+    found = token_map([said, held_out], model, n_ends + 5).tolist()
+    assert found == sorted({*model.vocab.eog, 200, 100, 150, 0, 1})
+    assert len(token_map([said], model, 1 << 20)) == model.vocab.n_tokens
