@@ -115,7 +115,7 @@ def _drawing(standing: Standing, columns: int) -> Group:
     bar.add_row(
         ProgressBar(total=1.0, completed=standing.fraction or 0.0, width=min(40, columns // 2)),
         Text(
-            " · ".join(part for part in (_doing(standing), _left(standing)) if part), overflow="ellipsis", no_wrap=True
+            " · ".join(part for part in (_left(standing), _doing(standing)) if part), overflow="ellipsis", no_wrap=True
         ),
     )
     lines = [Text(_counts(standing), style="dim", no_wrap=True, overflow="ellipsis")]
