@@ -42,7 +42,7 @@ from localspec.training.standing import Phase, Report, Standing
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from localspec.training.trainer import Progress, Trainer
+    from localspec.training.trainer import Trainer, TrainingProgress
 
 SECONDS_BETWEEN_WRITES = 45.0
 """With the pass under way and the writing itself, at most a minute is lost."""
@@ -304,7 +304,9 @@ class HeadMaker:
     def _n_places(self) -> int:
         return sum(map(len, self._shards.passages))
 
-    def _show(self, phase: Phase, text: str, rate: float, more: int = 0, progress: Progress | None = None) -> None:
+    def _show(
+        self, phase: Phase, text: str, rate: float, more: int = 0, progress: TrainingProgress | None = None
+    ) -> None:
         self.show(
             Standing(
                 phase,
@@ -320,7 +322,7 @@ class HeadMaker:
     # -- training ----------------------------------------------------------------------------------------------------
 
     def _trainer(self, file: GGUFFile, model: Model) -> Trainer:
-        from localspec.training.trainer import Settings, Trainer
+        from localspec.training.trainer import Trainer, TrainingSettings
         from localspec.training.warm_start import starting_weights
 
         recipe, ids = self._run.recipe, self._folder.token_map()
@@ -338,7 +340,7 @@ class HeadMaker:
             self._learned,
             self._held_out,
             self._folder.checkpoint,
-            Settings(seed=recipe.seed),
+            TrainingSettings(seed=recipe.seed),
         )
 
     def _train(self, trainer: Trainer, number: int) -> None:
@@ -353,7 +355,7 @@ class HeadMaker:
             over = trainer.progress.seconds >= share * self._training_seconds
             return self.cancel.is_set() or (over and not last)
 
-        def report(progress: Progress) -> None:
+        def report(progress: TrainingProgress) -> None:
             self._run.training_seconds = progress.seconds
             self._show("training", "the head learns", progress.tokens_per_second, progress=progress)
 

@@ -69,7 +69,8 @@ def test_a_run_makes_a_head_and_says_what_it_is_worth(target: Path, isolated_hom
     assert card.training == made.card.training
     passages = shards_of(isolated_home).passages
     assert card.training.seed == 3
-    assert card.training.data_tokens == sum(len(each) for each in passages if not each.held_out) >= 600
+    # Those that were still being written at the end are taken in by the next sitting, or by whoever looks.
+    assert 600 <= card.training.data_tokens <= sum(len(each) for each in passages if not each.held_out)
     assert card.training.tokens_seen > 0
     assert set(card.training.acceptance) >= {"all", "own"}
     assert {each.category for each in passages} == {"own", "text"}

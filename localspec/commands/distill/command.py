@@ -10,7 +10,7 @@ from pathlib import Path
 
 from localspec.backends.noise import engine_log
 from localspec.commands.distill.page import finished_report, unfinished_report
-from localspec.commands.distill.progress import Watch
+from localspec.commands.distill.progress import RunDisplay
 from localspec.commands.options import check_text, ensure_model
 from localspec.commands.report.html import html
 from localspec.commands.report.output import STREAM, checked_output, write_output
@@ -81,7 +81,7 @@ def distill_command(request: DistillRequest) -> int:
     model = ensure_model(request.model, [])
     lower_priority()
     stop, n_points = threading.Event(), 0
-    with Watch() as watch, on_interrupt(stop.set):
+    with RunDisplay() as watch, on_interrupt(stop.set):
 
         def report(standing: Standing) -> None:
             nonlocal n_points
@@ -122,9 +122,11 @@ def distill_command(request: DistillRequest) -> int:
 def _resume(request: DistillRequest, model: str) -> str:
     kind = [] if request.kind == "chained" else ["--kind", request.kind]
     minutes = [] if request.minutes is None else ["--minutes", f"{request.minutes:g}"]
-    page = [] if request.html is None else ["--html", request.html]
+    rest = [] if request.html is None else ["--html", request.html]
+    rest += [] if request.backend == "auto" else ["--backend", request.backend]
+    rest += [] if request.n_threads is None else ["--threads", str(request.n_threads)]
     named = [] if request.model is None else [model]
-    return shlex.join(["localspec", "distill", *named, *kind, *minutes, *page, "--resume"])
+    return shlex.join(["localspec", "distill", *named, *kind, *minutes, *rest, "--resume"])
 
 
 def _again(request: DistillRequest, model: str) -> str:

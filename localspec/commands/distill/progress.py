@@ -28,7 +28,7 @@ _SHOWN_STEPS = 4
 _ALL = "all"
 
 
-class Watch:
+class RunDisplay:
     """Shows where a run stands, on standard error.
 
     Args:

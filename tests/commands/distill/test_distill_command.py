@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from localspec.commands.distill.page import finished_report, unfinished_report
-from localspec.commands.distill.progress import Watch, sparkline
+from localspec.commands.distill.progress import RunDisplay, sparkline
 from localspec.commands.report.html import html
 from localspec.commands.report.markdown import markdown
 from localspec.model_files.head_card import CurvePoint, HeadCard, TargetFacts, Training
@@ -64,7 +64,7 @@ def test_the_page_of_a_run_that_goes_on_has_its_curve(tmp_path: Path) -> None:
 
 def test_where_nobody_watches_there_are_plain_lines() -> None:
     out = io.StringIO()
-    with Watch(out) as watch:
+    with RunDisplay(out) as watch:
         watch.say("a remark\x1b[2J")
         for n in range(100):
             watch.show(Standing("examples", "the model writes examples", 0.1, 120.0, 3, 500 + n, 1_000_000, 40.0))
@@ -118,11 +118,11 @@ def test_a_file_that_is_no_model_is_one_line(tmp_path: Path) -> None:
 )
 def test_ctrl_c_says_how_to_go_on(tiny: TinyFiles, at: str, more: list[str]) -> None:
     pytest.importorskip("jax", reason="heads are trained with JAX")
-    command = ["distill", str(tiny.quick.target), *more, "--minutes", "500"]
-    out, errors = interrupted(at, [*command, "--backend", "reference"])
+    command = ["distill", str(tiny.quick.target), *more, "--minutes", "500", "--backend", "reference"]
+    out, errors = interrupted(at, command)
     assert out == b""
     assert errors[-1] == f"localspec: stopped; go on with: localspec {' '.join(command)} --resume"
-    out, errors = interrupted(at, [*command, "--backend", "reference", "--resume"])
+    out, errors = interrupted(at, [*command, "--resume"])
     assert errors[-1].endswith("--resume")
 
 
