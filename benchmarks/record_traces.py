@@ -4,7 +4,8 @@
         [--temperature T] [--category NAME ...] [--prompts FILE]
 
 The target answers every prompt plainly. Then the draft model reads the answers (one pass each, so this is quick), and
-the n-gram drafter follows them token by token. ``tests/support/simulator.py`` replays policies on such traces in
+the n-gram drafter follows them token by token. The tokens are recorded too, for drafters that cost nothing and learn
+from answer to answer. ``tests/support/simulator.py`` replays policies on such traces in
 milliseconds, with any cost curve: the text, the confidences and the fates are real, only the clock is simulated.
 
 At temperature 0 a fate is 0 or 1. Above, it is the exact probability of acceptance at that position: p(x) of a guess
@@ -157,7 +158,7 @@ def main() -> None:
                 )
             }
             trace = {"id": question.id, "category": question.category, "prompt_tokens": len(tokens)}
-            traces.append(trace | {"sources": sources})
+            traces.append(trace | {"prompt": tokens, "answer": reply.token_ids, "sources": sources})
             right = {name: round(float(np.mean(source["right"])), 3) for name, source in sources.items()}
             print(question.id, len(reply.token_ids), right, flush=True)
         times = {"target": pair.times.base, "model": pair.state.models[0].times.base}

@@ -1,13 +1,16 @@
 """Replay the policy on recorded texts, with any machine's costs, in milliseconds: what every constant was chosen with.
 
     python benchmarks/replay_traces.py TRACES.json ... [--curve NAME ...] [--lengths 48 64 96 128 256] [--busy]
+        [--learning] [--draft ngram recycled model] [--taught TRACES.json ...]
 
 TRACES come from ``record_traces.py`` (with ``--prompts benchmarks/short_questions.jsonl``: 30 to 256 tokens each):
 real texts, what each drafter would have guessed, and what became of it. Only the clock is simulated. An answer may end
 anywhere, so each is cut at several lengths, and the ratio of its time to that of plain decoding is taken at each.
 ``--busy``: the machine is slower than calibrated, the target 2.2 times, a draft model 3.1 times, as measured beside a
 program that takes 40 % of the CPUs. ``--learning`` keeps what was learned and saved from one answer to the next, in a
-fixed random order; otherwise nothing is known before any answer.
+fixed random order; otherwise nothing is known before any answer. ``--draft`` names the drafters, in the order in which
+they are asked: of greedy traces with their tokens also ``recycled``, which runs as it is; ``--taught`` has it learn the
+answers of other traces first.
 """
 
 from __future__ import annotations
@@ -15,17 +18,23 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.record_traces import Spy
+from localspec.backends.base import Forward
 from localspec.controllers.acceptance import COPIED, GREEDY, MOST_PROBABLE, SAMPLE, SourceAcceptance
 from localspec.controllers.auto_controller import AutoController
 from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.time_budget import TimeBudget
-from localspec.sampling.sampling import Distribution, SamplingParams
+from localspec.sampling.sampling import Distribution, Noise, SamplingParams
+from localspec.spec_decode.drafters.base import Drafter
 from localspec.spec_decode.drafters.draft_model import MAX_ABRIDGED, MAX_COUNTERFACTUAL, N_HEAD, N_TAIL
+from localspec.spec_decode.drafters.recycling import RecyclingDrafter
+from localspec.spec_decode.proposer import SamplingProposer
 from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Verdict
 from tests.support.simulator import row_of
 
@@ -48,24 +57,44 @@ WIDEST = 7
 
 
 class Replay:
-    """One policy's state, which answers change."""
+    """One policy's state, which answers change.
 
-    def __init__(self, target: Times, model: Times, temperature: float, busy: bool) -> None:
+    Args:
+        target: t(w) of the target [ms].
+        model: the same of the draft model.
+        temperature: of the traces.
+        busy: whether the machine is slower than calibrated.
+        sources: the drafters, in the order in which they are asked.
+        recycling: the drafter of ``recycled`` tokens, with what it has learned so far.
+    """
+
+    def __init__(
+        self,
+        target: Times,
+        model: Times,
+        temperature: float,
+        busy: bool,
+        sources: Sequence[str] = ("ngram", "model"),
+        recycling: Drafter | None = None,
+    ) -> None:
         self.real = PassTimes(dict(target)), PassTimes(dict(model))
         self.slower = BUSY if busy else (1.0, 1.0)
         self.temperature = temperature
         greedy = temperature == 0
-        self.sources = {
-            "ngram": SourceAcceptance(COPIED),
-            "model": SourceAcceptance(GREEDY if greedy else MOST_PROBABLE),
-        }
-        self.sampled = {"model": SourceAcceptance(SAMPLE)}
-        self.times, self.draft_times = PassTimes(dict(target)), {"model": PassTimes(dict(model))}
+        prior = {"model": GREEDY if greedy else MOST_PROBABLE}
+        self.sources = {source: SourceAcceptance(prior.get(source, COPIED)) for source in sources}
+        models = [source for source in sources if source == "model"]
+        self.sampled = {source: SourceAcceptance(SAMPLE) for source in models}
+        self.times, self.draft_times = PassTimes(dict(target)), {source: PassTimes(dict(model)) for source in models}
+        self.recycling = recycling or RecyclingDrafter()
         self.budget = TimeBudget()
 
     def answer(self, trace: dict[str, Any], rng: np.random.Generator, noise: float = 0.04) -> np.ndarray:
         """Time at which each token was there [ms], divided by that of plain decoding [n]."""
-        ngram, whole, short = (trace["sources"][name] for name in ("ngram", "model", "abridged"))
+        whole, short = (trace["sources"][name] for name in ("model", "abridged"))
+        free = {source: trace["sources"].get(source) for source in self.sources if source != "model"}
+        if "recycled" in free:
+            free["recycled"] = recycled_trace(self.recycling, trace)
         n = len(whole["right"])
         controller = AutoController(self.times, self.draft_times, self.sources, self.sampled, WIDEST, self.budget)
         controller.begin(SamplingParams(temperature=self.temperature, top_k=40), trace["prompt_tokens"])
@@ -82,13 +111,16 @@ class Replay:
             while plan.room > 0 and position + len(draft) < n:
                 at = position + len(draft)
                 guess = None
-                if ngram["confidence"][at] < 0:
-                    plan.nothing("ngram")
-                else:
-                    expected = plan.keep("ngram", ngram["confidence"][at])
+                for source, known_to in free.items():
+                    confidence = known_to["confidence"][at]
+                    if confidence < 0:
+                        plan.nothing(source)
+                        continue
+                    expected = plan.keep(source, confidence)
                     if expected is not None:
-                        guess = "ngram", ngram["confidence"][at], None, expected, ngram["right"][at]
-                if guess is None:
+                        guess = source, confidence, None, expected, known_to["right"][at]
+                        break
+                if guess is None and "model" in self.sources:
                     choices = ways if known is None else [(-known, model)]
                     for extra, trace_of in choices:
                         pending = at + 1 + extra
@@ -138,6 +170,25 @@ class Replay:
         return np.asarray(plain / done)
 
 
+def recycled_trace(drafter: Drafter, trace: dict[str, Any]) -> dict[str, list[float]]:
+    """What the drafter would have guessed at each place, learning from the target's rows as it goes."""
+    tokens, found = list(trace["prompt"]), {"confidence": [], "right": []}
+    proposer = SamplingProposer(SamplingParams(), Noise(0))
+    drafter.begin(tokens)
+    row = np.zeros((1, max(trace["answer"]) + 1), dtype=np.float32)
+    for token in trace["answer"]:
+        spy = Spy()
+        guesses = drafter.draft(tokens, spy, proposer)
+        found["confidence"].append(spy.confidence if guesses else -1.0)
+        found["right"].append(float(bool(guesses) and guesses[0].id == token))
+        row[0, token] = 1.0
+        drafter.process(tokens[-1:], Forward(row))
+        drafter.accept([token])
+        row[0, token] = 0.0
+        tokens.append(token)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", type=Path, nargs="+")
@@ -146,19 +197,33 @@ def main() -> None:
     parser.add_argument("--busy", action="store_true")
     parser.add_argument("--learning", action="store_true")
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--draft", nargs="+", default=["ngram", "model"], choices=["ngram", "recycled", "model"])
+    parser.add_argument(
+        "--taught", type=Path, nargs="*", default=[], help="traces that recycled tokens are learned from"
+    )
     args = parser.parse_args()
+    replays_tokens = "recycled" in args.draft
+    taught = RecyclingDrafter()
+    for path in args.taught:
+        for trace in json.loads(path.read_text())["traces"]:
+            recycled_trace(taught, trace)
+    taught.begin([])  # which learns the last of them
     for path in args.traces:
         stored = json.loads(path.read_text())
+        if replays_tokens and (stored["temperature"] or "answer" not in stored["traces"][0]):
+            parser.error(f"{path}: recycled tokens are replayed on greedy traces that have their tokens")
         traces = [t for t in stored["traces"] if len(t["sources"]["model"]["right"]) >= min(args.lengths)]
         for curve in args.curve:
             found: dict[str, list[tuple[str, int, float]]] = {}
             for repeat in range(args.repeats):
                 rng = np.random.default_rng(repeat)
-                replay = Replay(*CURVES[curve], stored["temperature"], args.busy)
+                replay = Replay(*CURVES[curve], stored["temperature"], args.busy, args.draft, taught.clone(None))
                 for i in rng.permutation(len(traces)):
                     trace = traces[i]
                     if not args.learning:
-                        replay = Replay(*CURVES[curve], stored["temperature"], args.busy)
+                        replay = Replay(
+                            *CURVES[curve], stored["temperature"], args.busy, args.draft, taught.clone(None)
+                        )
                     speeds = replay.answer(trace, rng)
                     cuts = sorted({min(length, len(speeds)) for length in args.lengths})
                     found.setdefault(trace["category"], []).extend((trace["id"], n, float(speeds[n - 1])) for n in cuts)

@@ -59,7 +59,8 @@ class LLM(AskingModel, Tokenizing):
         light_draft: let a draft model on the CPU be replaced by a lighter copy of it where that drafts faster; made and
             compared at the first load, kept on disk. It cannot change an answer.
         draft_backend: the engine for draft models; None is ``backend``.
-        remember: keep on disk how often draft tokens were accepted, for the next run.
+        remember: keep on disk, for the next run, how often draft tokens were accepted and which tokens mostly followed
+            which in answers.
         prefix_cache_bytes: memory [bytes] that conversations other than the present one may take, so that going back to
             one reads nothing again; least recently used out. A token takes what it takes in the context, in target and
             draft: 40 KiB with Qwen2.5-Coder 1.5B and 0.5B at f16. 0 keeps none.

@@ -19,7 +19,7 @@ from localspec.runtime.arguments import DraftLength, checked_length, draft_specs
 from localspec.runtime.load_options import LoadOptions
 from localspec.runtime.model_loading import Report
 from localspec.sampling.sampling import CHAT_SETTINGS, SamplingParams
-from localspec.spec_decode.drafters.names import NGRAM
+from localspec.spec_decode.drafters.names import AUTOMATIC
 from localspec.system.home import offline
 from localspec.terminal.progress import Progress
 
@@ -98,10 +98,10 @@ class RunOptions:
         from localspec.llm import LLM
 
         self.set_up_logging()
-        drafters = self.drafters() if late is None else [NGRAM]
+        drafters = self.drafters() if late is None else list(AUTOMATIC)
         model = ensure_model(self.model, drafters)
         if late is not None and _has_head(model):  # a draft model may add to it, if there is one already
-            drafters = [NGRAM] if _has_draft_model(model) else ["auto"]
+            drafters = list(AUTOMATIC) if _has_draft_model(model) else ["auto"]
         elif late is not None and self.model is None and not offline():
             late += [entry for entry in Catalog.load().default_pair()[1:] if not entry.present]
         return LLM(model, drafters, draft_length=self.length(), progress=report, **asdict(self.load))

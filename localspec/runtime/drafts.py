@@ -20,7 +20,7 @@ from localspec.runtime.state import DecodingState, DraftModel, taps_of
 from localspec.spec_decode.drafters.base import Drafter
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.free import FREE_DRAFTERS
-from localspec.spec_decode.drafters.names import EARLY_EXIT, HEAD, NGRAM, is_same_file, names_of_files
+from localspec.spec_decode.drafters.names import AUTOMATIC, EARLY_EXIT, HEAD, is_same_file, names_of_files
 from localspec.spec_decode.drafters.parallel import HEAD_DRAFTERS
 from localspec.system.home import home
 
@@ -60,6 +60,7 @@ class DraftMaker:
             LocalspecError: as when loading a model.
         """
         before = self.before
+        before.save()
         free, models = self._automatic() if names == ["auto"] else self._drafters(names)
         try:
             context = self._context_for([*free, *(draft.drafter for draft in models)])
@@ -72,13 +73,12 @@ class DraftMaker:
                     draft.close()
             models = [draft for draft in models if not draft.drafter.taps]
             context = self._context_for([])
-        before.acceptance.save()
         return DecodingState(context, before.times, free, models, self._acceptance_of(free, models))
 
     # -- by name ---------------------------------------------------------------------------------------------------
 
     def _drafters(self, names: Sequence[str]) -> tuple[list[Drafter], list[DraftModel]]:
-        free = [FREE_DRAFTERS[name]() for name in names if name in FREE_DRAFTERS]
+        free = [self._free(name) for name in names if name in FREE_DRAFTERS]
         models: list[DraftModel] = []
         for name in names:
             if name not in FREE_DRAFTERS:
@@ -86,8 +86,8 @@ class DraftMaker:
         return free, _named(models, free)
 
     def _automatic(self) -> tuple[list[Drafter], list[DraftModel]]:
-        """N-grams, and what is on the disk of a head and a draft model for the target."""
-        target, free = self.before.target.path, FREE_DRAFTERS[NGRAM]()
+        """What costs nothing, and what is on the disk of a head and a draft model for the target."""
+        target, free = self.before.target.path, [self._free(name) for name in AUTOMATIC]
         models: list[DraftModel] = []
         try:
             for path in heads_for(target)[:1]:
@@ -99,7 +99,13 @@ class DraftMaker:
             models += self._model(str(found), models) if found is not None else []
         except VocabularyMismatch as error:
             self._go_without(error)
-        return [free], _named(models, [free])
+        return free, _named(models, free)
+
+    def _free(self, name: str) -> Drafter:
+        drafter = FREE_DRAFTERS[name]()
+        if self.loader.options.remember:
+            drafter.remember(home() / name / fingerprint(self.before.target.path))
+        return drafter
 
     def _go_without(self, error: LocalspecError) -> None:
         self.loader.warnings.append(f"{error}; drafting without it")

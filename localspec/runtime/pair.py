@@ -29,6 +29,7 @@ from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.drafters.base import Drafter
 from localspec.spec_decode.drafters.grammar import GrammarDrafter
+from localspec.spec_decode.drafters.names import NGRAM
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.rounds import Round
 from localspec.system.heap import trim_heap
@@ -313,7 +314,7 @@ class Pair:
         if unknown:
             raise UsageError(f"no drafter {unknown[0]!r} is loaded; there is {', '.join(called.values()) or 'none'}")
         chosen = [d for d in self.state.drafters if not d.failed and (names is None or called[d.source] in names)]
-        if prediction and not any(drafter.copies for drafter in chosen) and (chosen or names is None):
+        if prediction and not any(drafter.source == NGRAM for drafter in chosen) and (chosen or names is None):
             chosen.insert(0, NgramDrafter())
         for drafter in chosen:
             drafter.expect(prediction)
@@ -344,7 +345,7 @@ class Pair:
     def close(self) -> None:
         """Free everything; safe to call twice."""
         state = self.state
-        state.acceptance.save()
+        state.save()
         self.preparation.clear()
         self.prefix_cache.clear()
         for drafter in state.free:

@@ -27,6 +27,7 @@ from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.ngram import NgramDrafter
+from localspec.spec_decode.drafters.recycling import RecyclingDrafter
 from localspec.spec_decode.rounds import DraftToken, Round
 from tests.conftest import TinyFiles
 from tests.spec_decode.test_exactness import EXACT, PROMPT, SAMPLING, Predictions, Tokens, plain_law
@@ -117,6 +118,7 @@ class World:
             [self.random],
             [DraftModelDrafter(self.small.new_context(N_CTX))],
             [NgramDrafter(), DraftModelDrafter(self.small.new_context(N_CTX))],
+            [NgramDrafter(), RecyclingDrafter()],
             [DraftModelDrafter(self.small.new_context(N_CTX // 4)), self.random, NgramDrafter(min_match=2)],
         ]
 
@@ -290,6 +292,30 @@ def test_the_law_of_whole_answers_is_that_of_plain_sampling(
         law = explore(program)
         assert sum(law.values()) == pytest.approx(1.0, abs=EXACT)
         assert largest_difference(plain_law(params, target, n), law) < EXACT
+
+
+def test_the_law_with_recycled_tokens(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was learned from an answer before, and what an answer teaches while it is drawn, leave its law alone."""
+    params = replace(SAMPLING, top_k=3, max_tokens=4, ignore_eos=True)
+    with reference.load(tiny.micro) as model:
+        target, taught = Predictions(model), RecyclingDrafter()
+        run(SpeculativeDecoder(TableContext(target), [taught], FixedController(0)), list(PROMPT), SamplingParams())
+        taught.begin(PROMPT)
+        accepted: set[str] = set()
+        branching_samples(monkeypatch)
+
+        def program(branches: Branches) -> Tokens:
+            noise = BranchingNoise(branches)
+            monkeypatch.setattr(localspec.spec_decode.decoder, "Noise", lambda seed: noise)
+            decoder = SpeculativeDecoder(TableContext(target), [taught.clone(None)], NosyController())
+            rounds = run(decoder, list(PROMPT), params)
+            accepted.update(token.source for round_ in rounds for token in round_.emitted)
+            return tuple(token.id for round_ in rounds for token in round_.emitted)
+
+        law = explore(program)
+        assert sum(law.values()) == pytest.approx(1.0, abs=EXACT)
+        assert largest_difference(plain_law(params, target, 4), law) < EXACT
+        assert accepted == {"recycled", "target"}
 
 
 @pytest.mark.parametrize("bias", [{}, {5: 4.0, 6: 2.0, 1: 0.5}])

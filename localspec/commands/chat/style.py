@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from localspec.spec_decode.drafters.names import EARLY_EXIT, HEAD, NGRAM
+from localspec.spec_decode.drafters.names import EARLY_EXIT, HEAD, NGRAM, RECYCLED
 from localspec.spec_decode.rounds import TokenKind
 
 
@@ -17,7 +17,7 @@ class Style(Enum):
     MODEL = ("1", "32")
     """Accepted draft tokens of a model."""
     NGRAM = ("4", "36")
-    """Accepted draft tokens of the n-gram drafter."""
+    """Accepted draft tokens that cost nothing: of n-grams, or recycled."""
     STATES = ("1;4", "35")
     """Accepted draft tokens of a head, or of the target's own first layers."""
     REJECTED = ("2;9", "31")
@@ -50,4 +50,5 @@ def token_style(kind: TokenKind, source: str) -> Style:
     """The style of a verified token."""
     if kind != "accepted":
         return Style.TARGET
-    return {NGRAM: Style.NGRAM, HEAD: Style.STATES, EARLY_EXIT: Style.STATES}.get(source, Style.MODEL)
+    free, states = dict.fromkeys((NGRAM, RECYCLED), Style.NGRAM), dict.fromkeys((HEAD, EARLY_EXIT), Style.STATES)
+    return (free | states).get(source, Style.MODEL)

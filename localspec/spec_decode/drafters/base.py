@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 from localspec.backends.base import Context, Forward
@@ -125,7 +126,7 @@ class Drafter(ABC):
     Attributes:
         source: its name in rounds and statistics: ``model``, ``ngram``, …
         context: what it decodes in with a model of its own; None where it runs none.
-        copies: whether it copies text that it has read, as n-grams do.
+        copies: whether it copies what it has read, as n-grams do; an unsure copy can give way to a model's token.
         taps: names of the target's hidden states that ``process`` is to bring, see ``Context.hidden``.
         failed: whether it has raised ``DrafterFailed``; it is then done without.
     """
@@ -161,6 +162,12 @@ class Drafter(ABC):
             context: what it decodes in, if it does: this one's, where the two take turns, or one like it.
         """
         raise NotImplementedError(f"a drafter of {self.source} tokens cannot be cloned")
+
+    def remember(self, path: Path) -> None:  # noqa: B027 - optional hook
+        """Go on from what ``save`` put into this file in an earlier run, if it did; it may do so again."""
+
+    def save(self) -> None:  # noqa: B027 - optional hook
+        """Keep what was learned in the file that ``remember`` named; without one, nothing is kept."""
 
     def expect(self, text: Sequence[int]) -> None:  # noqa: B027 - optional hook
         """The answers to come are likely to repeat this text, from its beginning; [] ends that. Before ``begin``."""

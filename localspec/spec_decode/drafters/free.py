@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 from localspec.spec_decode.drafters.base import Drafter
 from localspec.spec_decode.drafters.ngram import NgramDrafter
+from localspec.spec_decode.drafters.recycling import RecyclingDrafter
 
 FREE_DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "ngram": NgramDrafter,
+    "recycled": RecyclingDrafter,
 }
 """Name, which is the drafter's source -> what makes one."""

@@ -8,7 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 
 NGRAM = "ngram"
-"""What ``--draft`` calls the drafter that needs no file."""
+RECYCLED = "recycled"
+"""What ``--draft`` calls the drafters that need no file."""
+
+AUTOMATIC = (NGRAM, RECYCLED)
+"""Those of them that ``auto`` takes, in the order in which they are asked."""
 
 HEAD = "head"
 EARLY_EXIT = "early-exit"

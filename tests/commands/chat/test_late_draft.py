@@ -23,6 +23,7 @@ from localspec.model_files.catalog import Catalog, Entry
 from localspec.model_files.head_folders import heads_folder
 from localspec.runtime.jobs import Job
 from localspec.runtime.load_options import LoadOptions
+from localspec.spec_decode.drafters.names import AUTOMATIC
 from tests.conftest import TinyFiles
 from tests.support.heads import write_random_head
 
@@ -39,7 +40,7 @@ def llm(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
 
 
 def names(tiny: TinyFiles) -> list[str]:
-    return ["ngram", tiny.quick.draft.stem]
+    return [*AUTOMATIC, tiny.quick.draft.stem]
 
 
 def test_it_is_loaded_and_joins(llm: LLM, tiny: TinyFiles) -> None:
@@ -172,7 +173,7 @@ def test_only_the_target_is_fetched_before_the_prompt(monkeypatch: pytest.Monkey
     target, draft = Catalog.load().default_pair()
     missing: list[Entry] = []
     RunOptions().open(lambda what, fraction: None, late=missing)
-    assert (fetched, missing, loaded) == ([target.name], [draft], [(target.name, ["ngram"])])
+    assert (fetched, missing, loaded) == ([target.name], [draft], [(target.name, list(AUTOMATIC))])
     fetched.clear()
     loaded.clear()
     RunOptions().open(lambda what, fraction: None)

@@ -1,0 +1,155 @@
+"""How often drafters are right, by position in the draft and by kind of question, at every place of answers.
+
+    python benchmarks/draft_acceptance.py [MODEL] [--draft NAME ...] [--set report] [--tokens 256] [--length 4]
+        [--backend NAME] [--category NAME ...] [--json OUT]
+
+The target answers plainly and greedily. Before each of its passes every drafter drafts, and nothing of that is sent:
+so all are judged on the same text, at all places of it, those included at which no policy would ask them. "k right" is
+the share of places at which the first k draft tokens are the answer's next k; where a drafter has none, it is not
+right. The last places of an answer, fewer tokens from its end than a draft has, do not count. "step" is the median time
+of its passes over that of a plain pass of the target; a step reads what the one before drafted, or what was said since.
+
+The speed that follows is measured by ``localspec bench``, whose arms take turns: all drafters but a head, all, a head
+alone, a draft model alone, each on the 34 report questions with 256 tokens:
+
+    localspec bench --full --repeats 1 --arm ngram+recycled+model:auto,auto,head:auto,model:auto --json greedy.json
+        [--temperature 0.8] [--resume greedy.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from localspec import LLM, SamplingParams
+from localspec.backends.base import Forward
+from localspec.commands.questions import SETS, of_categories, own_questions
+from localspec.commands.report.markdown import table
+from localspec.controllers.fixed import FixedController, FixedPlan
+from localspec.runtime.pair import Pair
+from localspec.spec_decode.decoder import SpeculativeDecoder
+from localspec.spec_decode.detokenizer import TextAssembler
+from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
+from localspec.spec_decode.rounds import DraftToken, Round
+
+
+class TimedPlan(FixedPlan):
+    """A draft of so many tokens; ``ms`` is what the passes for them took."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__(room)
+        self.ms: list[float] = []
+
+    def spent(self, source: str, n_tokens: int, ms: float) -> None:
+        self.ms.append(ms)
+
+
+class Watched(Drafter):
+    """Has a drafter draft in every round, keeps what it drafted, and sends nothing.
+
+    Attributes:
+        drafts: what it drafted, by how many tokens were settled.
+        ms: time of its passes.
+    """
+
+    def __init__(self, drafter: Drafter, length: int) -> None:
+        self._drafter, self._length = drafter, length
+        self.source, self.taps = drafter.source, drafter.taps
+        self.drafts: dict[int, list[int]] = {}
+        self.ms: list[float] = []
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        self.drafts = {}
+        self._drafter.begin(tokens)
+
+    def process(self, tokens: Sequence[int], forward: Forward) -> None:
+        self._drafter.process(tokens, forward)
+
+    def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
+        mine, text = TimedPlan(self._length), list(tokens)
+        while mine.room > 0 and (found := self._drafter.draft(text, mine, proposer)):
+            text += [token.id for token in found]
+        self.drafts[len(tokens)] = text[len(tokens) :]
+        if self.drafts[len(tokens)] and len(self.drafts) > 1:  # the first reads the prompt
+            self.ms += mine.ms
+        return []
+
+    def drafted(self) -> None:
+        self._drafter.drafted()
+
+    def accept(self, emitted: Sequence[int]) -> None:
+        self._drafter.accept(emitted)
+
+    def right(self, n_prompt: int, answer: Sequence[int]) -> list[int]:
+        """At each place with a draft's length of tokens to come, how many draft tokens from the first are those [n]."""
+        places = range(len(answer) - self._length)
+        pairs = (zip(self.drafts.get(n_prompt + i, ()), answer[i:], strict=False) for i in places)
+        return [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], each)) for each in pairs]
+
+
+def watch(pair: Pair, watched: Sequence[Watched], prompt: list[int], n_tokens: int) -> list[Round]:
+    """Answer plainly, drafting before every pass."""
+    decoder = SpeculativeDecoder(pair.context, watched, FixedController(1))
+    decoder.prefill(prompt, lambda: False)
+    text = TextAssembler(pair.target.vocab)
+    return list(decoder.rounds(prompt, SamplingParams(max_tokens=n_tokens), text))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="qwen2.5-coder-1.5b")
+    parser.add_argument("--draft", nargs="+", default=["auto"], help="as --draft of localspec, several at once")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--set", default="report", choices=SETS)
+    parser.add_argument("--category", nargs="+", default=[], help="only these")
+    parser.add_argument("--tokens", type=int, default=256, help="of each answer")
+    parser.add_argument("--length", type=int, default=4, help="of each draft")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    args = parser.parse_args()
+    right: dict[str, dict[str, list[int]]] = {}  # by drafter and category: tokens right, at each place
+    plain_ms: list[float] = []
+    with LLM(args.model, args.draft, backend=args.backend, remember=False, idle=False) as llm:
+        watched = llm.run(lambda pair: [Watched(drafter, args.length) for drafter in pair.state.drafters])
+        for question in of_categories(own_questions(args.set), args.category):
+            prompt = llm.encode([{"role": "user", "content": question.turns[0]}])
+            rounds = llm.run(lambda pair, prompt=prompt: watch(pair, watched, prompt, args.tokens))
+            answer = [token.id for round_ in rounds for token in round_.emitted]
+            plain_ms += [round_.ms_verify for round_ in rounds]
+            for each in watched:
+                found = each.right(len(prompt), answer)
+                right.setdefault(each.source, {}).setdefault(question.category, []).extend(found)
+            first = {each.source: f"{share(each.right(len(prompt), answer), 1):.2f}" for each in watched}
+            print(question.id, len(answer), first, flush=True)
+        engine = llm.backend_name
+    plain = statistics.median(plain_ms)
+    results: list[dict[str, Any]] = []
+    for each in watched:
+        step = statistics.median(each.ms) / plain if each.ms else 0.0
+        places = right[each.source]
+        for category, found in {"all": [n for group in places.values() for n in group], **places}.items():
+            shares = [round(share(found, k), 4) for k in range(1, args.length + 1)]
+            results.append(
+                {"drafter": each.source, "category": category, "places": len(found), "right": shares, "step": step}
+            )
+    head = ["drafter", "question", "places", *(f"{k} right" for k in range(1, args.length + 1)), "step"]
+    rows = [
+        [r["drafter"], r["category"], str(r["places"]), *(f"{s:.3f}" for s in r["right"]), f"{r['step']:.3f}"]
+        for r in results
+    ]
+    print(f"\n{args.model}, {engine}, a plain pass {plain:.1f} ms\n\n{table(head, rows, 2)}")
+    if args.json:
+        args.json.write_text(json.dumps({"model": args.model, "engine": engine, "ms": plain, "rows": results}) + "\n")
+
+
+def share(right: Sequence[int], k: int) -> float:
+    """Share of the places at which at least ``k`` draft tokens are right."""
+    return sum(n >= k for n in right) / len(right)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Free draft tokens: what the target itself found most probable after the same few tokens, in other answers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from copy import deepcopy
+from pathlib import Path
+
+from localspec.backends.base import Context, Forward
+from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
+from localspec.spec_decode.drafters.hit_rates import HitRates
+from localspec.spec_decode.drafters.names import RECYCLED
+from localspec.spec_decode.drafters.successor_table import ORDERS, Evidence, SuccessorTable
+from localspec.spec_decode.rounds import DraftToken
+
+# How often a successor was right, by order, by how often it had come, and by how often another had: in 32 answers of
+# the tuning prompts and short ones (5,900 tokens of Qwen2.5-Coder 1.5B), each with a table of those before it, in eight
+# orders; smoothed.
+_SHARES = {
+    1: ((0.09, 0.05, 0.04), (0.24, 0.12, 0.11), (0.33, 0.30, 0.15), (0.40, 0.30, 0.27)),
+    2: ((0.16, 0.10, 0.07), (0.43, 0.20, 0.20), (0.60, 0.40, 0.30), (0.72, 0.50, 0.40)),
+    4: ((0.37, 0.17, 0.13), (0.78, 0.40, 0.40), (0.80, 0.50, 0.45), (0.88, 0.60, 0.50)),
+}
+_PRIORS = {
+    Evidence(order, i, j): share
+    for order, rows in _SHARES.items()
+    for i, row in enumerate(rows)
+    for j, share in enumerate(row)
+}
+PRIOR_WEIGHT = 12.0
+MEMORY = 400.0
+"""A prior counts as so many draft tokens, and the evidence as the last so many. Set by hand; nothing was tuned."""
+
+MOST_PENDING = 4096
+"""Rows of the target's passes that wait to be learned: more than an answer of ordinary length has."""
+
+
+class RecyclingDrafter(Drafter):
+    """Drafts what a table of successors says, and fills the table from the logits of verification.
+
+    Luo et al. 2024 ("Turning trash into treasure") keep the likeliest successors of each token, of rejected draft
+    tokens too, and draft trees of them. Here draft tokens form a chain, so one successor is enough, and longer runs of
+    tokens say better which. What was said in this answer is learned when the next one begins: within an answer n-grams
+    know more, of longer runs and of the prompt, and on the replay this drafter adds more behind them without. The
+    target's most probable token is learned however tokens are chosen; it takes 0.012 ms a row to find (152,000 logits).
+
+    Each draft token carries an estimate of being right: how often those with such evidence were, real or
+    counterfactual.
+    """
+
+    source = RECYCLED
+    copies = True
+
+    def __init__(self) -> None:
+        self._table = SuccessorTable()
+        self._hits = HitRates(_PRIORS, PRIOR_WEIGHT, MEMORY)
+        self._path: Path | None = None
+        self._last: list[int] = []  # the last settled tokens, as many as the table looks at
+        self._pass: list[tuple[list[int], int]] = []  # runs of the last pass, and what the target found to follow
+        self._pending = deque[tuple[list[int], int]](maxlen=MOST_PENDING)
+        self._is_written = True
+
+    def clone(self, context: Context | None) -> Drafter:
+        clone = RecyclingDrafter()
+        clone._table, clone._hits = deepcopy(self._table), deepcopy(self._hits)
+        return clone
+
+    def remember(self, path: Path) -> None:
+        self._path = path
+        self._table.read(path)
+
+    def save(self) -> None:
+        self._learn()
+        if self._path is not None and not self._is_written:
+            self._table.write(self._path)
+            self._is_written = True
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        self._learn()
+        self._last, self._pass = list(tokens[-ORDERS[-1] :]), []
+
+    def _learn(self) -> None:
+        for run, token in self._pending:
+            self._table.learn(run, token)
+            self._is_written = False
+        self._pending.clear()
+
+    def process(self, tokens: Sequence[int], forward: Forward) -> None:
+        if len(forward.logits) == len(tokens):  # a verification pass
+            text = [*self._last[:-1], *tokens]
+            ends = range(len(self._last), len(text) + 1)
+            runs = [text[max(0, end - ORDERS[-1]) : end] for end in ends]
+            self._pass = list(zip(runs, forward.logits.argmax(axis=1).tolist(), strict=True))
+
+    def accept(self, emitted: Sequence[int]) -> None:
+        for run, token in self._pass[: len(emitted)]:
+            for successor, evidence in self._table.successors(run):
+                self._hits.learn(evidence, successor == token)
+        self._pending += self._pass
+        self._last, self._pass = [*self._last, *emitted][-ORDERS[-1] :], []
+
+    def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
+        run, draft = list(tokens[-ORDERS[-1] :]), list[DraftToken]()
+        while plan.room > 0 and plan.more(self.source):
+            found = [(self._hits.rate(evidence), token) for token, evidence in self._table.successors(run)]
+            confidence, token = max(found, default=(0.0, -1))
+            if not found or proposer.n_legal([*(each.id for each in draft), token]) <= len(draft):
+                plan.nothing(self.source)
+                break
+            expected = plan.keep(self.source, confidence)
+            if expected is None:
+                break
+            draft.append(DraftToken(token, self.source, confidence, None, expected))
+            run = [*run, token][-ORDERS[-1] :]
+        return draft
