@@ -12,7 +12,7 @@ of its passes over that of a plain pass of the target; a step reads what the one
 The speed that follows is measured by ``localspec bench``, whose arms take turns: all drafters but a head, all, a head
 alone, a draft model alone, each on the 34 report questions with 256 tokens:
 
-    localspec bench --full --repeats 1 --arm ngram+recycled+model:auto,auto,head:auto,model:auto --json greedy.json
+    localspec bench --full --repeats 1 --arm ngram+model:auto,auto,head:auto,model:auto --json greedy.json
         [--temperature 0.8] [--resume greedy.json]
 """
 

@@ -16,6 +16,7 @@ from localspec.controllers.calibration import curve_key, curves
 from localspec.errors import EngineError
 from localspec.model_files.head_folders import engine_folder, heads_folder
 from localspec.runtime.pair import Pair
+from localspec.spec_decode.drafters.names import AUTOMATIC
 from localspec.spec_decode.rounds import Round
 from tests.conftest import Backend, TinyFiles
 from tests.support.heads import write_random_head
@@ -168,14 +169,14 @@ def test_a_head_whose_engine_fails_is_done_without(
 def test_auto_goes_on_without_a_head_that_cannot_be_loaded(tiny: TinyFiles, head: Path) -> None:
     engine_folder().write_text("in the way")  # of the folder where its file for engines is made
     with open_llm(tiny, "auto") as llm:
-        assert llm.draft_names == ["ngram"]
+        assert llm.draft_names == list(AUTOMATIC)
         (warning,) = llm.warnings
         assert warning.endswith("; drafting without it")
         assert llm.run(lambda pair: pair.context.hidden) == ()
         assert len(says(llm)) == 32
         with pytest.raises(LocalspecError):
             llm.set_draft("head")
-        assert llm.draft_names == ["ngram"]
+        assert llm.draft_names == list(AUTOMATIC)
 
 
 def test_auto_goes_on_without_a_head_where_the_target_cannot_return_its_states(
@@ -195,7 +196,7 @@ def test_auto_goes_on_without_a_head_where_the_target_cannot_return_its_states(
             llm.set_draft("head")
         assert llm.draft_names == []
         llm.set_draft("auto")
-        assert (llm.draft_names, llm.warnings) == (["ngram"], ["no memory; drafting without it"])
+        assert (llm.draft_names, llm.warnings) == (list(AUTOMATIC), ["no memory; drafting without it"])
         assert llm.run(lambda pair: pair.context) is before
 
 
@@ -226,7 +227,7 @@ def test_a_head_of_another_model_is_refused_by_name_and_not_found_by_auto(tiny: 
     with pytest.raises(LocalspecError, match=r"foreign\.gguf does not fit"):
         open_llm(tiny, f"head:{foreign}")
     with open_llm(tiny, "auto") as llm:
-        assert (llm.draft_names, llm.warnings) == (["ngram"], [])
+        assert (llm.draft_names, llm.warnings) == (list(AUTOMATIC), [])
 
 
 # -- state -------------------------------------------------------------------------------------------------------

@@ -11,8 +11,10 @@ NGRAM = "ngram"
 RECYCLED = "recycled"
 """What ``--draft`` calls the drafters that need no file."""
 
-AUTOMATIC = (NGRAM, RECYCLED)
-"""Those of them that ``auto`` takes, in the order in which they are asked."""
+AUTOMATIC = (NGRAM,)
+"""Those of them that ``auto`` takes. With recycled tokens the replay is 1.5 % faster on the mean, and 13 of 444 ends of
+answers are under 0.97 of plain decoding instead of 7, the slowest 0.86 instead of 0.92; and they keep a file of what
+was said."""
 
 HEAD = "head"
 EARLY_EXIT = "early-exit"
