@@ -15,6 +15,7 @@ from localspec.controllers.passes import WHOLE, EarlyExits, HeadPasses, PassKind
 from localspec.errors import EngineError, LocalspecError, UsageError, VocabularyMismatch
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.exit_head import exit_head
+from localspec.runtime.learned import keep, recall
 from localspec.runtime.model_loading import Loader, Report
 from localspec.runtime.state import DecodingState, DraftModel, taps_of
 from localspec.spec_decode.drafters.base import Drafter
@@ -60,7 +61,9 @@ class DraftMaker:
             LocalspecError: as when loading a model.
         """
         before = self.before
-        before.save()
+        before.acceptance.save()
+        if self.loader.options.remember:
+            keep(before)
         free, models = self._automatic() if names == ["auto"] else self._drafters(names)
         try:
             context = self._context_for([*free, *(draft.drafter for draft in models)])
@@ -104,7 +107,7 @@ class DraftMaker:
     def _free(self, name: str) -> Drafter:
         drafter = FREE_DRAFTERS[name]()
         if self.loader.options.remember:
-            drafter.remember(home() / name / fingerprint(self.before.target.path))
+            recall(drafter, self.before.target.path)
         return drafter
 
     def _go_without(self, error: LocalspecError) -> None:

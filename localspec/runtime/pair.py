@@ -17,6 +17,7 @@ from localspec.controllers.fixed import FixedController
 from localspec.errors import Cancelled, EngineMismatch, UsageError
 from localspec.runtime.arguments import DraftLength
 from localspec.runtime.drafts import DraftMaker
+from localspec.runtime.learned import keep
 from localspec.runtime.load_options import LoadOptions
 from localspec.runtime.model_loading import Loader, Report
 from localspec.runtime.prefix_cache import PrefixCache
@@ -345,7 +346,9 @@ class Pair:
     def close(self) -> None:
         """Free everything; safe to call twice."""
         state = self.state
-        state.save()
+        state.acceptance.save()
+        if self.options.remember:
+            keep(state)
         self.preparation.clear()
         self.prefix_cache.clear()
         for drafter in state.free:

@@ -109,12 +109,6 @@ class DecodingState:
             draft.source: draft.name for draft in self.models
         }
 
-    def save(self) -> None:
-        """Keep on the disk what was learned, where it is to be remembered."""
-        self.acceptance.save()
-        for drafter in self.free:
-            drafter.save()
-
     def fork(self, sources: Collection[str] | None = None, *, own_contexts: bool = False) -> DecodingState:
         """Another state over the same weights: it learns apart from here on, and its drafters have read nothing.
 

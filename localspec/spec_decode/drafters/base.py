@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
 from localspec.backends.base import Context, Forward
@@ -163,11 +162,12 @@ class Drafter(ABC):
         """
         raise NotImplementedError(f"a drafter of {self.source} tokens cannot be cloned")
 
-    def remember(self, path: Path) -> None:  # noqa: B027 - optional hook
-        """Go on from what ``save`` put into this file in an earlier run, if it did; it may do so again."""
+    def learned(self) -> bytes:
+        """What is to be kept for the next run; empty where there is nothing new."""
+        return b""
 
-    def save(self) -> None:  # noqa: B027 - optional hook
-        """Keep what was learned in the file that ``remember`` named; without one, nothing is kept."""
+    def restore(self, learned: bytes) -> None:  # noqa: B027 - optional hook
+        """Go on from what ``learned`` returned in an earlier run; anything else is ignored."""
 
     def expect(self, text: Sequence[int]) -> None:  # noqa: B027 - optional hook
         """The answers to come are likely to repeat this text, from its beginning; [] ends that. Before ``begin``."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from copy import deepcopy
-from pathlib import Path
 
 from localspec.backends.base import Context, Forward
 from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
@@ -55,26 +54,23 @@ class RecyclingDrafter(Drafter):
     def __init__(self) -> None:
         self._table = SuccessorTable()
         self._hits = HitRates(_PRIORS, PRIOR_WEIGHT, MEMORY)
-        self._path: Path | None = None
         self._last: list[int] = []  # the last settled tokens, as many as the table looks at
         self._pass: list[tuple[list[int], int]] = []  # runs of the last pass, and what the target found to follow
         self._pending = deque[tuple[list[int], int]](maxlen=MOST_PENDING)
-        self._is_written = True
+        self._is_new = False  # something was learned that was not kept yet
 
     def clone(self, context: Context | None) -> Drafter:
         clone = RecyclingDrafter()
         clone._table, clone._hits = deepcopy(self._table), deepcopy(self._hits)
         return clone
 
-    def remember(self, path: Path) -> None:
-        self._path = path
-        self._table.read(path)
-
-    def save(self) -> None:
+    def learned(self) -> bytes:
         self._learn()
-        if self._path is not None and not self._is_written:
-            self._table.write(self._path)
-            self._is_written = True
+        is_new, self._is_new = self._is_new, False
+        return self._table.to_bytes() if is_new else b""
+
+    def restore(self, learned: bytes) -> None:
+        self._table.restore(learned)
 
     def begin(self, tokens: Sequence[int]) -> None:
         self._learn()
@@ -83,7 +79,7 @@ class RecyclingDrafter(Drafter):
     def _learn(self) -> None:
         for run, token in self._pending:
             self._table.learn(run, token)
-            self._is_written = False
+            self._is_new = True
         self._pending.clear()
 
     def process(self, tokens: Sequence[int], forward: Forward) -> None:

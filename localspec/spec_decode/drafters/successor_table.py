@@ -1,17 +1,12 @@
-"""What a model found most probable after each short run of tokens: a table of bounded size, kept in a file."""
+"""What a model found most probable after each short run of tokens: a table of bounded size."""
 
 from __future__ import annotations
 
-import os
 import sys
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
-
-from localspec.system.files import write_atomically
 
 ORDERS = (1, 2, 4)
 """Lengths of the runs, in tokens. Of 5,900 tokens of answers whose table came from other answers, 0.09, 0.16 and 0.37
@@ -28,7 +23,7 @@ CONTRADICTED = (0, 1, 2)
 
 _MAGIC = f"localspec successors 1 {sys.byteorder}\n".encode()
 N_BYTES = len(_MAGIC) + 10 * N_SLOTS
-"""Of a table's file."""
+"""Of a table that is kept."""
 
 _MOST = 255
 _MULTIPLIER = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: Fibonacci hashing (Knuth, TAOCP 3, 6.4)
@@ -87,24 +82,21 @@ class SuccessorTable:
                 self._checks[slot], self._tokens[slot] = check, successor
                 self._seen[slot], self._contradicted[slot] = 1, n_contradicted if is_mine else 0
 
-    # -- on disk ---------------------------------------------------------------------------------------------------
+    # -- across runs -----------------------------------------------------------------------------------------------
 
-    def read(self, path: Path) -> None:
-        """Go on from what was written to a file; one that is not there, or is none of ours, is ignored."""
-        parts = (memoryview(part).cast("B") for part in (self._checks, self._tokens, self._seen, self._contradicted))
-        with suppress(OSError), path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size == N_BYTES and file.read(len(_MAGIC)) == _MAGIC:
-                for part in parts:
-                    file.readinto(part)
+    def to_bytes(self) -> bytes:
+        return b"".join((_MAGIC, *self._parts()))
 
-    def write(self, path: Path) -> None:
-        """Write it all, readable by this user alone. A full or read-only disk only means that it is learned again."""
-        with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with write_atomically(path, private=True, durable=False) as file:
-                file.write(_MAGIC)
-                for part in (self._checks, self._tokens, self._seen, self._contradicted):
-                    file.write(part)
+    def restore(self, data: bytes) -> None:
+        """Go on from what ``to_bytes`` returned; anything else is ignored."""
+        if len(data) == N_BYTES and data.startswith(_MAGIC):
+            at = len(_MAGIC)
+            for part in self._parts():
+                part[:] = data[at : at + len(part)]
+                at += len(part)
+
+    def _parts(self) -> list[memoryview]:
+        return [memoryview(each).cast("B") for each in (self._checks, self._tokens, self._seen, self._contradicted)]
 
 
 def _places(tokens: Sequence[int]) -> Iterator[tuple[int, int, int]]:
