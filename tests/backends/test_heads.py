@@ -13,10 +13,12 @@ import numpy.typing as npt
 import pytest
 
 from localspec import backends
-from localspec.backends import heads
+from localspec.backends import heads, repack
 from localspec.backends.heads import STATE, Head, heads_for, load_head
+from localspec.backends.trust import fingerprint
 from localspec.errors import EngineError, ModelFileError, UnsupportedModel, UsageError
 from localspec.model_files import head_assembly
+from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.head_assembly import assembling, engine_file
 from localspec.model_files.head_card import Kind
 from localspec.model_files.head_file import read_card, write_head
@@ -354,6 +356,15 @@ def test_a_head_for_another_model_is_refused_and_for_a_similar_one_remarked_on(
         np.testing.assert_allclose(head.embed([7])[0], theirs, rtol=1e-6)
     assert len(remarks) == 1
     assert "another file" in remarks[0]
+
+
+def test_a_repacked_copy_of_a_target_is_that_target(target: Path, tmp_path: Path) -> None:
+    path, copy = write_random_head(target, tmp_path / "head.gguf"), tmp_path / "copy.gguf"
+    with GGUFFile(target) as file:
+        exhaust(repack.writing_copy(file, copy, {"output.weight": "Q8_0"}, {repack.MARK: fingerprint(target)}))
+    remarks: list[str] = []
+    load_head(path, copy, "reference", warn=remarks.append).close()
+    assert remarks == []
 
 
 def test_heads_are_found_exact_ones_first_and_damaged_ones_left_out(

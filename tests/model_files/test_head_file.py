@@ -99,7 +99,7 @@ def test_weights_that_make_no_head_are_not_written(tmp_path: Path, change: dict[
         ({"steps": 0}, "0 tokens ahead"),
         ({"token_map": np.array([3, 3], np.int32)}, "ascend"),
         ({"token_map": np.array([-1, 3], np.int32)}, "ascend"),
-        ({"token_map": np.array([1, -(1 << 31), 3], np.int32)}, "ascend"),
+        ({"token_map": np.array([1, 2, -(1 << 31)], np.int32)}, "ascend"),
         ({"token_map": np.array([0, 300], np.int32)}, "ascend"),
         ({"token_map": np.arange(301, dtype=np.int32)}, "301 entries for 300 tokens"),
         ({"n_head_kv": 3}, "4 heads, 3 of keys"),
