@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TinyFiles, open_backend
+from tests.support.heads import write_random_head
 from tests.support.memory import growth_per_cycle
 
 CYCLES = """
@@ -39,15 +40,15 @@ for i in range(int(cycles) + 1):
 
 
 def residents(
-    backend: str, cycles: int, n_ctx: int, *files: Path, leak: bool = False
+    backend: str, cycles: int, n_ctx: int, target: Path, *drafts: Path | str, leak: bool = False
 ) -> tuple[list[float], list[float]]:
     """Resident memory after each close, and before it [MB]; with a leak each cycle leaves a model open."""
     kind = "leak" if leak else "clean"
-    command = [sys.executable, "-c", CYCLES, kind, backend, str(cycles), str(n_ctx), *map(str, files)]
+    command = [sys.executable, "-c", CYCLES, kind, backend, str(cycles), str(n_ctx), str(target), *map(str, drafts)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     after, inside = zip(*(map(float, line.split()) for line in done.stdout.splitlines()), strict=True)
-    print(backend, files[0].name, kind, "after close:", *after, "| open:", inside[0])
+    print(backend, target.name, kind, "after close:", *after, "| open:", inside[0])
     return list(after), list(inside)
 
 
@@ -78,6 +79,16 @@ def test_cycles_on_a_tiny_pair(tiny: TinyFiles, backend: str) -> None:
         assert inside[0] - after[0] > 15
     leaking, _ = residents(backend, 8, 1024, pair.target, pair.draft, leak=True)
     assert growth_per_cycle(leaking) > LIMIT_MB, "this test would not see a leak"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("backend", ["reference", "ik-llama", "llama-cpp"])
+def test_cycles_with_heads(tiny: TinyFiles, backend: str, tmp_path: Path) -> None:
+    open_backend(backend)
+    target = tiny.quick.target if backend == "reference" else tiny.pair.target
+    head = write_random_head(target, tmp_path / "head.gguf", taps=("layer:0", "norm"))
+    after, _ = residents(backend, 8, 1024, target, f"head:{head}", "early-exit:1")
+    assert growth_per_cycle(after) < LIMIT_MB
 
 
 @pytest.mark.real

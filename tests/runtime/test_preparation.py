@@ -19,6 +19,7 @@ from localspec.runtime import engine_choice, preparation
 from localspec.runtime.preparation import Preparation
 from localspec.system.steps import Steps, exhaust
 from tests.conftest import TinyFiles, open_backend
+from tests.support.heads import write_random_head
 
 SOON = 120.0
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -120,6 +121,19 @@ def test_idle_time_finds_out_the_rest(tiny: TinyFiles, isolated_home: Path) -> N
     assert len(list((isolated_home / "drafts").iterdir())) == 1
     with LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256, n_threads=1) as llm:
         assert not llm._pair.times.quick  # at once
+
+
+def test_idle_time_measures_heads_too(tiny: TinyFiles, isolated_home: Path) -> None:
+    open_backend("ik-llama")
+    head = write_random_head(tiny.pair.target, tiny.folder / "idle-head.gguf", taps=("layer:0",))
+    drafts = [f"head:{head}", "early-exit:1"]
+    with LLM(tiny.pair.target, drafts, backend="ik-llama", n_ctx=256, n_threads=1) as llm:
+        assert llm.wait_idle(SOON)
+        assert [draft.times.quick for draft in llm._pair.state.models] == [False, False]
+        assert all(len(draft.times.base) > 8 for draft in llm._pair.state.models)
+        assert llm.warnings == []
+        assert llm.generate("the cat", GREEDY, draft_length=3).stats["num_draft_tokens"] > 0
+    assert not list(isolated_home.glob("repacked/*"))
 
 
 def test_without_idle_time_a_load_finds_out_everything(tiny: TinyFiles, isolated_home: Path) -> None:
