@@ -31,7 +31,7 @@ for i in range(int(cycles) + 1):
         assert llm.cache_info()["bytes"] > 0
         inside = resident()
     del llm, session
-    if leak == "leak":
+    for _ in range(int(leak)):
         leaked.append(LLM(target, draft=None, backend=backend, n_ctx=int(n_ctx), idle=False))
         leaked[-1].generate("x", SamplingParams(max_tokens=1))
     gc.collect()
@@ -40,20 +40,19 @@ for i in range(int(cycles) + 1):
 
 
 def residents(
-    backend: str, cycles: int, n_ctx: int, target: Path, *drafts: Path | str, leak: bool = False
+    backend: str, cycles: int, n_ctx: int, target: Path, *drafts: Path | str, leak: int = 0
 ) -> tuple[list[float], list[float]]:
-    """Resident memory after each close, and before it [MB]; with a leak each cycle leaves a model open."""
-    kind = "leak" if leak else "clean"
-    command = [sys.executable, "-c", CYCLES, kind, backend, str(cycles), str(n_ctx), str(target), *map(str, drafts)]
+    """Resident memory after each close, and before it [MB]; each cycle leaves ``leak`` models open."""
+    command = [sys.executable, "-c", CYCLES, str(leak), backend, str(cycles), str(n_ctx), str(target), *map(str, drafts)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     after, inside = zip(*(map(float, line.split()) for line in done.stdout.splitlines()), strict=True)
-    print(backend, target.name, kind, "after close:", *after, "| open:", inside[0])
+    print(backend, target.name, f"{leak} left open,", "after close:", *after, "| open:", inside[0])
     return list(after), list(inside)
 
 
 LIMIT_MB = 0.5
-"""Per cycle. Measured: 0.0 to 0.1, and 0.85 to 1.4 (reference) and 34 (ik-llama) with a model left open."""
+"""Per cycle. Measured: 0.0 to 0.1; with a model left open 0.85 to 1.4 (reference) and 34 (ik-llama) each."""
 
 ONE_STEP = [71.0, 96.6, 96.6, 96.6, 96.6, 96.6, 96.6]
 """Measured where ik-llama leaks nothing: its threads' stacks and tables came with the second cycle."""
@@ -77,8 +76,8 @@ def test_cycles_on_a_tiny_pair(tiny: TinyFiles, backend: str) -> None:
     assert growth_per_cycle(after) < LIMIT_MB
     if backend != "reference":  # nearly all of it is memory that the C library would keep
         assert inside[0] - after[0] > 15
-    leaking, _ = residents(backend, 8, 1024, pair.target, pair.draft, leak=True)
-    assert growth_per_cycle(leaking) > LIMIT_MB, "this test would not see a leak"
+    leaking, _ = residents(backend, 8, 1024, pair.target, pair.draft, leak=3 if backend == "reference" else 1)
+    assert growth_per_cycle(leaking) > 2 * LIMIT_MB, "this test would not see a leak"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
