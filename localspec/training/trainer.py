@@ -37,7 +37,7 @@ class CheckpointError(LocalspecError):
 
 DEFAULT_SIZE = Size(n_rows=512, n_lessons=256, n_starts=85, n_candidates=6144)
 """Less than a second's work on two cores with a target of 1.5B; a third of the places goes on to further steps. Of
-32,768 output rows the loss looks at 6,144: 1.6 times as fast, with gradients that differ by 0.10 to 0.16 of their length
+32,768 output rows the loss looks at 6,144: 1.6 times as fast, and gradients differ by 0.10 to 0.16 of their length
 where those of two batches differ by 1.06."""
 
 
