@@ -96,7 +96,8 @@ class Packer:
             starts: which lessons go on to further steps, counted over all pieces; at most ``size.n_starts``.
             rng: draws candidates; None takes all output rows.
         """
-        size, sample = self.size, pieces[0].passage
+        size, sample, n_out = self.size, pieces[0].passage, len(self._token_map)
+        n_candidates = n_out if rng is None else min(n_out, size.n_candidates or n_out)
         n_embd, top_k = sample.states.shape[1:], sample.top_ids.shape[1]
         batch = Batch(
             states=np.zeros((size.n_rows, int(np.prod(n_embd))), np.float16),
@@ -108,8 +109,8 @@ class Packer:
             best=np.full(size.n_rows, OUTSIDE, np.int32),
             lessons=np.full(size.n_lessons, size.n_rows - 1, np.int32),
             starts=np.full(size.n_starts, size.n_lessons - 1, np.int32),
-            candidates=np.arange(len(self._token_map), dtype=np.int32),
-            log_weights=np.zeros(len(self._token_map), np.float32),
+            candidates=np.arange(n_candidates, dtype=np.int32),
+            log_weights=np.zeros(n_candidates, np.float32),
         )
         at = taught = 0
         tokens = np.zeros(size.n_rows, np.int32)
@@ -133,28 +134,25 @@ class Packer:
             at = rows.stop
         batch.embeddings[:at] = self._embed(tokens[:at])
         batch.starts[: len(starts)] = starts
-        return batch if rng is None or not 0 < size.n_candidates < len(self._token_map) else self._sampled(batch, rng)
+        if rng is not None and n_candidates < n_out:
+            self._sample(batch, rng)
+        return batch
 
-    def _sampled(self, batch: Batch, rng: np.random.Generator) -> Batch:
-        """The batch with fewer candidates: the tokens that are likely somewhere in it, and some of the others."""
-        n_out, n = len(self._token_map), self.size.n_candidates
+    def _sample(self, batch: Batch, rng: np.random.Generator) -> None:
+        """Take as candidates the tokens that are likely somewhere in the batch, and some of the others."""
+        n_out, n = len(self._token_map), len(batch.candidates)
         mass = np.bincount(batch.ids.ravel(), batch.probs.ravel().astype(np.float64), minlength=n_out)
         # Room for others is kept, or nothing would hold them down.
         likely = np.argsort(-mass, kind="stable")[: min(np.count_nonzero(mass), n - n // 4)]
         others = rng.permutation(np.setdiff1d(np.arange(n_out), likely))
         drawn = others[: n - len(likely)]
-        candidates = np.concatenate([likely, drawn]).astype(np.int32)
-        weights = np.zeros(n, np.float32)
-        weights[len(likely) :] = np.log(len(others) / len(drawn))
+        batch.candidates[:] = np.concatenate([likely, drawn])
+        batch.log_weights[len(likely) :] = np.log(len(others) / len(drawn))
         places = np.full(n_out, -1, np.int32)
         places[likely] = np.arange(len(likely))
         ids = places[batch.ids]
-        return batch._replace(
-            ids=np.maximum(ids, 0),
-            probs=np.where(ids < 0, np.float32(0), batch.probs),
-            candidates=candidates,
-            log_weights=weights,
-        )
+        batch.ids[:] = np.maximum(ids, 0)
+        batch.probs[ids < 0] = 0
 
 
 @dataclass
