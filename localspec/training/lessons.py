@@ -29,6 +29,8 @@ class Size:
     n_rows: int
     n_lessons: int
     n_starts: int
+    n_candidates: int = 0
+    """Output rows that the loss looks at; 0 is all."""
 
 
 @dataclass(frozen=True)
@@ -84,14 +86,18 @@ class Packer:
     def _last_row(self, piece: Piece) -> int:
         return min(len(piece.passage) - 1, piece.end + self._steps - 1)
 
-    def pack(self, pieces: Sequence[Piece], starts: npt.NDArray[np.int32]) -> Batch:
+    def pack(
+        self, pieces: Sequence[Piece], starts: npt.NDArray[np.int32], rng: np.random.Generator | None = None
+    ) -> Batch:
         """Put pieces together; they must fit.
 
         Args:
             pieces: what to learn.
             starts: which lessons go on to further steps, counted over all pieces; at most ``size.n_starts``.
+            rng: draws candidates; None takes all output rows.
         """
-        size, sample = self.size, pieces[0].passage
+        size, sample, n_out = self.size, pieces[0].passage, len(self._token_map)
+        n_candidates = n_out if rng is None else min(n_out, size.n_candidates or n_out)
         n_embd, top_k = sample.states.shape[1:], sample.top_ids.shape[1]
         batch = Batch(
             states=np.zeros((size.n_rows, int(np.prod(n_embd))), np.float16),
@@ -103,6 +109,8 @@ class Packer:
             best=np.full(size.n_rows, OUTSIDE, np.int32),
             lessons=np.full(size.n_lessons, size.n_rows - 1, np.int32),
             starts=np.full(size.n_starts, size.n_lessons - 1, np.int32),
+            candidates=np.arange(n_candidates, dtype=np.int32),
+            log_weights=np.zeros(n_candidates, np.float32),
         )
         at = taught = 0
         tokens = np.zeros(size.n_rows, np.int32)
@@ -126,7 +134,25 @@ class Packer:
             at = rows.stop
         batch.embeddings[:at] = self._embed(tokens[:at])
         batch.starts[: len(starts)] = starts
+        if rng is not None and n_candidates < n_out:
+            self._sample(batch, rng)
         return batch
+
+    def _sample(self, batch: Batch, rng: np.random.Generator) -> None:
+        """Take as candidates the tokens that are likely somewhere in the batch, and some of the others."""
+        n_out, n = len(self._token_map), len(batch.candidates)
+        mass = np.bincount(batch.ids.ravel(), batch.probs.ravel().astype(np.float64), minlength=n_out)
+        # Room for others is kept, or nothing would hold them down.
+        likely = np.argsort(-mass, kind="stable")[: min(np.count_nonzero(mass), n - n // 4)]
+        others = rng.permutation(np.setdiff1d(np.arange(n_out), likely))
+        drawn = others[: n - len(likely)]
+        batch.candidates[:] = np.concatenate([likely, drawn])
+        batch.log_weights[len(likely) :] = np.log(len(others) / len(drawn))
+        places = np.full(n_out, -1, np.int32)
+        places[likely] = np.arange(len(likely))
+        ids = places[batch.ids]
+        batch.ids[:] = np.maximum(ids, 0)
+        batch.probs[ids < 0] = 0
 
 
 @dataclass
@@ -188,7 +214,7 @@ class Reading:
         rng = np.random.default_rng((self.cursor.seed, 1 << 32, self.cursor.n_batches))
         starts = np.sort(rng.choice(n, min(n, size.n_starts), replace=False)).astype(np.int32)
         self.cursor.n_batches += 1
-        return self._packer.pack(pieces, starts), n
+        return self._packer.pack(pieces, starts, rng), n
 
     def _piece(self, n_free: int, rows_free: int) -> Piece | None:
         """What comes next, as much of it as there is room for; None if there is none for a lesson of it."""

@@ -8,6 +8,9 @@ The loss is the cross entropy against the target's own distribution, of which th
 lies outside of them, or outside of the trimmed vocabulary, counts as nothing: a place weighs as much as the probability
 that the head can cover there, -Σ p(x) log q(x) over the kept x. A class for the rest would train the head to spread
 probability over tokens that are never its best guess.
+
+Most of a batch's output rows are nobody's likeliest token. So log q is taken over those that are, and a sample of the
+others, each of which stands for several in the sum (Jean et al. 2015, arXiv:1412.2007).
 """
 
 from __future__ import annotations
@@ -43,11 +46,13 @@ class Batch(NamedTuple):
         embeddings: float32 [n_rows, n_embd]: the target's embedding of the next token.
         passage: int32 [n_rows]: number of the passage; -1 is padding.
         position: int32 [n_rows]: place in the passage.
-        ids: int32 [n_rows, top_k]: likeliest tokens to be guessed, as rows of the trimmed output matrix.
+        ids: int32 [n_rows, top_k]: likeliest tokens to be guessed, as places in ``candidates``.
         probs: float32 [n_rows, top_k]: their probabilities; 0 where there is nothing to learn.
         best: int32 [n_rows]: what the target would say there; ``OUTSIDE`` if it is not in the trimmed vocabulary.
         lessons: int32 [n_lessons]: rows that are to guess; the others are only seen by them.
         starts: int32 [n_starts]: those of the lessons that go on to further steps.
+        candidates: int32 [n_candidates]: rows of the trimmed output matrix that the loss looks at.
+        log_weights: float32 [n_candidates]: logarithm of how many rows each of them stands for.
     """
 
     states: Any
@@ -59,6 +64,8 @@ class Batch(NamedTuple):
     best: Any
     lessons: Any
     starts: Any
+    candidates: Any
+    log_weights: Any
 
 
 class HeadNetwork:
@@ -116,10 +123,10 @@ class HeadNetwork:
 
     def loss(self, weights: Weights, output: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """What is minimised, and the mean cross entropy of each step [steps]."""
-        total, means = jnp.float32(0), []
+        total, means, rows_out = jnp.float32(0), [], output[batch.candidates]
         for step, guess in enumerate(self.steps(weights, batch)):
             rows, real = _places(batch, step)
-            logits = self.multiply(guess, output)
+            logits = self.multiply(guess, rows_out) + batch.log_weights
             probs = batch.probs[rows] * real[:, None]
             weight = probs.sum(-1)
             chosen = jnp.take_along_axis(logits, batch.ids[rows], axis=1)

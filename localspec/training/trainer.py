@@ -35,8 +35,10 @@ class CheckpointError(LocalspecError):
     """The file is no checkpoint, or one of another head."""
 
 
-DEFAULT_SIZE = Size(n_rows=512, n_lessons=256, n_starts=85)
-"""A second's work on two cores with a target of 1.5B; a third of the places goes on to further steps."""
+DEFAULT_SIZE = Size(n_rows=512, n_lessons=256, n_starts=85, n_candidates=6144)
+"""Less than a second's work on two cores with a target of 1.5B; a third of the places goes on to further steps. Of
+32,768 output rows the loss looks at 6,144: 1.6 times as fast, and gradients differ by 0.10 to 0.16 of their length
+where those of two batches differ by 1.06."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class TrainingSettings:
 
     seed: int = 0
     size: Size = DEFAULT_SIZE
-    n_batches: int = 4
+    n_batches: int = 2
     learning_rate: float = 3e-4
     warm_up: int = 20
     final: float = 0.05

@@ -127,3 +127,24 @@ def test_gradients_are_those_of_finite_differences(tiny: TinyFiles, tmp_path: Pa
         there, back = (float(loss(weights | {name: value + sign * step * way})) for sign in (1, -1))
         along = float((gradients[name] * way).sum())
         assert (there - back) / (2 * step) == pytest.approx(along, rel=0.05, abs=2e-4), name
+
+
+def test_a_sample_of_the_output_rows_gives_nearly_the_same_gradients(tiny: TinyFiles, tmp_path: Path) -> None:
+    """Each unlikely row that was drawn stands for those that were not: what is left is noise of the draw."""
+    target = tiny.quick.target
+    trained = Trained(
+        write_random_head(target, tmp_path / "head.gguf", "chained", TAPS, type_name="F32", steps=2), target
+    )
+    piece = Piece(written_by(target, TAPS, [120], top_k=4)[0], 58, 118)
+    found = []
+    for n_candidates, n in ((0, 1), (200, 12)):
+        size = Size(210, 64, 32, n_candidates)
+        packer = Packer(trained.card.token_map, trained.embed, size, trained.card.steps)
+        sums = {name: jax.numpy.zeros_like(value) for name, value in trained.weights.items()}
+        for seed in range(n):
+            batch = packer.pack([piece], np.arange(0, 40, 2, dtype=np.int32), np.random.default_rng(seed))
+            assert len(batch.candidates) == (n_candidates or trained.card.n_out)
+            sums, _ = trained.network.gradients(trained.weights, sums, batch)
+        found.append(np.concatenate([np.asarray(sums[name]).ravel() / n for name in sorted(sums)]))
+    whole, sampled = found
+    assert np.linalg.norm(sampled - whole) < 0.1 * np.linalg.norm(whole)
