@@ -15,7 +15,7 @@ from localspec.commands.chat.figures import histogram
 from localspec.commands.chat.saved_chat import AnswerRecord
 from localspec.commands.chat.screen import ChatScreen
 from localspec.commands.chat.status import status_line
-from localspec.commands.chat.style import Painter
+from localspec.commands.chat.style import Painter, Style, token_style
 from localspec.commands.chat.views import TextView, round_line
 from localspec.errors import PromptTooLong, UsageError
 from localspec.model_files.catalog import short_name
@@ -413,3 +413,12 @@ def test_totals_use_the_same_denominators() -> None:
     bars = histogram(both["drafted_per_position"], both["accepted_per_position"])
     assert len(bars) == len(both["drafted_per_position"])
     assert "100%" in bars[0]
+
+
+def test_tokens_of_heads_have_a_style_and_where_there_is_one_a_place_in_the_legend() -> None:
+    assert len({token_style("accepted", source) for source in ("model", "ngram", "head", "early-exit")}) == 3
+    assert token_style("bonus", "head") is Style.TARGET
+    screen = ChatScreen(plain=True)
+    screen.ansi = True
+    assert "head's" in screen.legend(["ngram", "early-exit:2"])
+    assert "head's" not in screen.legend(["ngram", "head-of-state"])
