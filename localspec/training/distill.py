@@ -63,7 +63,7 @@ def distill(
     Args:
         model: the target: a catalogue name, a path to a ``.gguf`` file, or ``hf:OWNER/REPO/FILE.gguf``.
         minutes: of work, all sittings of a run together; None is 60, or what the run was begun with.
-        kind: ``chained``, ``parallel`` or ``medusa``; see docs/distill.md.
+        kind: ``chained``, ``parallel`` or ``medusa``; see docs/heads.md.
         seed: of every random choice.
         resume: go on with the run of this kind of head that was begun. A run that is finished goes on if there are more
             minutes.
