@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from localspec import LLM, SamplingParams
-from localspec.backends.base import Forward
+from localspec.backends.base import Context, Forward
 from localspec.commands.questions import SETS, of_categories, own_questions
 from localspec.commands.report.markdown import table
 from localspec.controllers.fixed import FixedController, FixedPlan
@@ -63,6 +63,9 @@ class Watched(Drafter):
         self.drafts: dict[int, list[int]] = {}
         self.ms: list[float] = []
 
+    def attach(self, target: Context) -> None:
+        self._drafter.attach(target)
+
     def begin(self, tokens: Sequence[int]) -> None:
         self.drafts = {}
         self._drafter.begin(tokens)
@@ -74,13 +77,11 @@ class Watched(Drafter):
         mine, text = TimedPlan(self._length), list(tokens)
         while mine.room > 0 and (found := self._drafter.draft(text, mine, proposer)):
             text += [token.id for token in found]
+        self._drafter.drafted()
         self.drafts[len(tokens)] = text[len(tokens) :]
         if self.drafts[len(tokens)] and len(self.drafts) > 1:  # the first reads the prompt
             self.ms += mine.ms
         return []
-
-    def drafted(self) -> None:
-        self._drafter.drafted()
 
     def accept(self, emitted: Sequence[int]) -> None:
         self._drafter.accept(emitted)
@@ -94,7 +95,11 @@ class Watched(Drafter):
 
 def watch(pair: Pair, watched: Sequence[Watched], prompt: list[int], n_tokens: int) -> list[Round]:
     """Answer plainly, drafting before every pass."""
-    decoder = SpeculativeDecoder(pair.context, watched, FixedController(1))
+
+    def failed(drafter: Drafter, why: str) -> None:
+        raise SystemExit(f"{drafter.source} {why}")
+
+    decoder = SpeculativeDecoder(pair.context, watched, FixedController(1), failed)
     decoder.prefill(prompt, lambda: False)
     text = TextAssembler(pair.target.vocab)
     return list(decoder.rounds(prompt, SamplingParams(max_tokens=n_tokens), text))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 from localspec.commands.questions import in_turns, own_questions
 from localspec.commands.timing.answer import Sample, TimedAnswer
@@ -19,7 +20,7 @@ from localspec.llm import LLM
 from localspec.model_files.catalog import Catalog
 from localspec.sampling.sampling import SamplingParams
 
-_FEWEST = 4
+_FEWEST = 6
 """Questions that are asked whatever time is left."""
 
 _N_CTX = 4096
@@ -33,6 +34,7 @@ class Worth:
         plain: without drafting.
         without: with the drafters that there are without the head.
         head: with the head besides; what ``--draft auto`` does once it is kept.
+        gain: speed with the head over the better of the two without it, the median over the questions.
         n_questions: that were asked.
         drafters: those there are without the head, by name.
     """
@@ -40,13 +42,9 @@ class Worth:
     plain: float
     without: float
     head: float
+    gain: float
     n_questions: int
     drafters: tuple[str, ...]
-
-    @property
-    def gain(self) -> float:
-        """Speed with the head over the best without it."""
-        return self.head / max(self.plain, self.without)
 
 
 def measure_worth(
@@ -68,7 +66,7 @@ def measure_worth(
         backend, n_threads: as for ``LLM``.
         n_questions: at most.
         max_tokens: of an answer.
-        seconds: about how long; four questions are asked in any case.
+        seconds: about how long; six questions are asked in any case.
         report: takes what is being done, and the share that is done.
         stop: ends it with ``Cancelled``.
 
@@ -97,8 +95,12 @@ def measure_worth(
             subject.restore()
         names = tuple(Path(name).stem for name in others)
     speeds = {arm: _speed(samples, arm) for arm in (PLAIN.name, without.name, auto.name)}
-    n = len({sample.question for sample in samples})
-    return Worth(speeds["plain"], speeds["without"], speeds["auto"], n, names)
+    gains = [
+        _speed(mine, auto.name) / max(_speed(mine, PLAIN.name), _speed(mine, without.name))
+        for question in dict.fromkeys(sample.question for sample in samples)
+        for mine in [[sample for sample in samples if sample.question == question]]
+    ]
+    return Worth(speeds["plain"], speeds["without"], speeds["auto"], median(gains), len(gains), names)
 
 
 def _nothing(answer: TimedAnswer, fraction: float) -> None:

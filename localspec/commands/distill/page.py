@@ -61,6 +61,7 @@ def _key_figure(worth: Worth, *, kept: bool) -> KeyFigure:
     verdict = (
         "kept: --draft auto uses it" if kept else "not kept, as it does not pay here; more --minutes may change that"
     )
+    verdict = f"×{worth.gain:.2f} in the median; {verdict}"
     return KeyFigure("with the head", f"×{worth.gain:.2f}", f"{speeds}: {verdict}", "ok" if kept else "note")
 
 

@@ -113,15 +113,15 @@ def _left(standing: Standing) -> str:
 def _drawing(standing: Standing, columns: int) -> Group:
     bar = Grid.grid(padding=(0, 1))
     bar.add_row(
-        ProgressBar(total=1.0, completed=standing.fraction or 0.0, width=min(40, columns // 2)),
+        ProgressBar(total=1.0, completed=standing.fraction or 0.0, width=min(30, columns // 3)),
         Text(
             " · ".join(part for part in (_left(standing), _doing(standing)) if part), overflow="ellipsis", no_wrap=True
         ),
     )
     lines = [Text(_counts(standing), style="dim", no_wrap=True, overflow="ellipsis")]
     for step, rates in enumerate(_by_step(standing.curve)):
-        name = ("1st", "2nd", "3rd")[step] if step < 3 else f"{step + 1}th"
-        lines.append(Text(f"{name} token right {rates[-1]:.2f} {sparkline(rates, max(8, columns - 30))}", no_wrap=True))
+        name = f"{step + 1} in a row right" if step else "next token right"
+        lines.append(Text(f"{name} {rates[-1]:.2f} {sparkline(rates, max(8, columns - 30))}", no_wrap=True))
     return Group(bar, *lines)
 
 

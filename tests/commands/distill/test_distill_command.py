@@ -37,7 +37,7 @@ def made(gain: float | None, folder: Path) -> Distilled:
         "localspec distill 'a <b>'", 7, 5000, 6000, 12.5, "a CPU", {"numpy": "2"}, CURVE, CURVE[-1].acceptance
     )
     card = HeadCard("medusa", ("norm",), np.arange(100, dtype=np.int32), 3, target, training=training)
-    worth = None if gain is None else Worth(20.0, 10.0, 20.0 * gain, 4, ("ngram",))
+    worth = None if gain is None else Worth(20.0, 10.0, 20.0 * gain, gain, 4, ("ngram",))
     return Distilled(folder / "head.gguf", folder / "kept.gguf" if gain and gain > 1 else None, card, worth)
 
 
