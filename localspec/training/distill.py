@@ -90,7 +90,7 @@ def distill(
         effort = Effort(minutes)
     say, cancel, name = say or (lambda line: None), cancel or threading.Event(), checked_spec("model", model)
     if find_spec("jax") is None:
-        raise EngineUnavailable("training a head needs JAX: pip install 'localspec[train]'")
+        raise EngineUnavailable("training a head needs JAX: pip install 'localspec[distill]'")
     path = Catalog.load().resolve(name)
     folder = RunFolder(path, target_facts(path).fingerprint, recipe.kind)
     with _disk_errors(folder), folder.locked():

@@ -41,16 +41,16 @@ def check_against_a_fresh_context(model: Model, passage: Passage, atol: float) -
         for row, ids, logprobs in zip(forward.logits, passage.top_ids, passage.top_logprobs, strict=True):
             exact = row - row.max() - np.log(np.exp(row - row.max()).sum())
             np.testing.assert_allclose(logprobs, exact[ids], rtol=2e-3, atol=atol)
-            np.testing.assert_allclose(np.sort(exact)[::-1][: len(ids)], exact[ids], atol=atol)
+            np.testing.assert_allclose(
+                np.sort(exact)[::-1][: len(ids)], exact[ids], atol=2 * atol
+            )  # two may change places
 
 
 def test_states_and_probabilities_are_those_of_a_fresh_context(backend: Backend, tiny: TinyFiles) -> None:
-    with backend.load(tiny.bpe) as model:
-        if not model.capabilities.hidden:
-            pytest.skip(f"{model.engine} returns no hidden states")
+    with backend.load(tiny.spm) as model:
         passages, _ = make(model, 4, material=Material(read=[Read("a", "text", "la la " * 30)]))
         for passage in passages:
-            check_against_a_fresh_context(model, passage, 0.01 if backend.exact else 0.15)
+            check_against_a_fresh_context(model, passage, 0.01 if backend.exact else 0.05)
 
 
 def test_greedy_answers_are_the_likeliest_tokens_and_the_others_are_not(reference: Backend, tiny: TinyFiles) -> None:
