@@ -43,7 +43,8 @@ def residents(
     backend: str, cycles: int, n_ctx: int, target: Path, *drafts: Path | str, leak: int = 0
 ) -> tuple[list[float], list[float]]:
     """Resident memory after each close, and before it [MB]; each cycle leaves ``leak`` models open."""
-    command = [sys.executable, "-c", CYCLES, str(leak), backend, str(cycles), str(n_ctx), str(target), *map(str, drafts)]
+    arguments = [leak, backend, cycles, n_ctx, target, *drafts]
+    command = [sys.executable, "-c", CYCLES, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     after, inside = zip(*(map(float, line.split()) for line in done.stdout.splitlines()), strict=True)
