@@ -91,15 +91,22 @@ def starting_weights(file: GGUFFile, card: HeadCard, states: Floats, seed: int) 
     weights["head.fc.weight"][:, tap * n_embd : (tap + 1) * n_embd] = np.eye(n_embd, dtype=np.float32)
     state = states[:, tap]
     sample = np.linspace(0, card.target.n_vocab - 1, 1024).astype(np.int32)
-    ratio = np.sqrt((state**2).mean() / (tensor_rows(file, "token_embd.weight", sample) ** 2).mean())
-    weights["head.embed_scale"] *= np.float32(EMBEDDING_SHARE * ratio)
+    weights["head.embed_scale"] *= (
+        EMBEDDING_SHARE * _size(state) / _size(tensor_rows(file, "token_embd.weight", sample))
+    )
     if (block := _last_block(file, card)) is not None:
         weights |= _narrowed(block, card, state)
     return weights
 
 
-EMBEDDING_SHARE = 0.5
-"""How long the next token's embedding begins, against the state that it is added to."""
+EMBEDDING_SHARE = 0.1
+"""How long the next token's embedding begins, against the state that it is added to. On Qwen2.5-Coder 1.5B the loss then
+begins at 11 nats, with 0.5 at 16 and with 2 at 33; after 19,000 lessons it is 6.4, with 0.5 8.4."""
+
+
+def _size(rows: Floats) -> np.float32:
+    """The usual root mean square of a row: the first tokens of texts have states forty times as long as others."""
+    return np.float32(np.median(np.sqrt((rows**2).mean(-1))))
 
 
 def _cold(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Floats:
