@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from localspec.backends.base import FloatArray
 from localspec.backends.heads import STATE, Head
 from localspec.training.evaluation import Tally
 from localspec.training.lessons import Embed, Packer, Piece, Size, first_lesson, n_lessons
@@ -54,7 +55,7 @@ def check(
         n = piece.end - begin
         batch = packer.pack([piece], np.arange(n, dtype=np.int32))
         expected, true = (np.asarray(rows)[:, :n] for rows in network.guesses(weights, batch))
-        guessed = np.array(list(guesses(head, piece)), dtype=np.int32).T
+        guessed = np.array([rows.argmax(1) for rows in engine_logits(head, piece)], dtype=np.int32).T
         tally.add(passage.category, guessed, true)
         asked = true != NOWHERE
         same += ((guessed == expected) & asked).sum(1)
@@ -62,8 +63,8 @@ def check(
     return EngineCheck(tally.rates(), tuple((same / np.maximum(real, 1)).tolist()))
 
 
-def guesses(head: Head, piece: Piece) -> Iterator[list[int]]:
-    """What a head on an engine guesses at every place of a piece, as rows of its output matrix [steps].
+def engine_logits(head: Head, piece: Piece) -> Iterator[FloatArray]:
+    """The logits of every step [steps, n_out], at every place of a piece, of a head on an engine.
 
     Further steps are told the passage's tokens, not their own.
     """
@@ -73,7 +74,7 @@ def guesses(head: Head, piece: Piece) -> Iterator[list[int]]:
     with head.new_context(end - first + steps) as context:
         if head.kind == "medusa":
             for state in states[piece.begin - first :]:
-                yield head.medusa_logits(context, state).argmax(1).tolist()
+                yield head.medusa_logits(context, state)
             return
         tokens = passage.tokens[first + 1 :].tolist()
         # What lies behind the end of the passage is asked too, about anything: it is not counted.
@@ -85,12 +86,12 @@ def guesses(head: Head, piece: Piece) -> Iterator[list[int]]:
                 continue
             if head.kind == "parallel":
                 together = np.concatenate([row[None], head.masks])
-                yield context.decode_floats(together, [0] * steps).logits.argmax(1).tolist()
+                yield context.decode_floats(together, [0] * steps).logits.copy()
             else:
-                found = list[int]()
+                found = list[FloatArray]()
                 for step in range(steps):
                     forward = context.decode_floats(row[None], [0])
-                    found.append(int(forward.logits[0].argmax()))
+                    found.append(forward.logits[0].copy())
                     row = forward.hidden[STATE][0] + told[min(place + 1 + step, len(told) - 1)]
-                yield found
+                yield np.stack(found)
             context.truncate(place + 1)
