@@ -43,7 +43,7 @@ where those of two batches differ by 1.06."""
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How to train. The defaults are what did best on Qwen2.5-Coder 1.5B, see docs/heads.md.
+    """How to train. The defaults are usual ones; no long run has compared them yet.
 
     Attributes:
         seed: of the order of lessons, and of which go on to further steps.
