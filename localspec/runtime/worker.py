@@ -124,8 +124,8 @@ class Worker:
                 self.running = job
                 with answering():
                     job.run()
-                self.running = None
-                del job
+                    self.running = None
+                    del job  # at once: whoever waited for it may drop what it holds
                 self._idle.renew(after_job=True)
             elif self.queue.ended:
                 break

@@ -1,23 +1,53 @@
-"""From trained weights to a head file, and whether an engine guesses with it as the trainer's network does."""
+"""What goes into a head's file besides weights, and whether an engine guesses with it as the trainer's network does."""
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 
 import numpy as np
 
+from localspec import __version__
 from localspec.backends.base import FloatArray
 from localspec.backends.heads import STATE, Head
+from localspec.model_files.head_card import Training
+from localspec.system.machine import cpu_name
 from localspec.training.evaluation import Tally
 from localspec.training.lessons import Embed, Packer, Piece, Size, first_lesson, n_lessons
 from localspec.training.network import NOWHERE, HeadNetwork, Weights
+from localspec.training.run_folder import Run
 from localspec.training.shards import Passage
+from localspec.training.trainer import TrainingProgress
 
 _N_PLACES = 64
 """Places asked of a passage, from its first lesson on. A batch holds at most ``MEMORY`` before them and a few after."""
 
 _SIZE = Size(n_rows=256, n_lessons=_N_PLACES + 1, n_starts=_N_PLACES)
+
+
+def training_facts(run: Run, command: str, engine: str, progress: TrainingProgress, n_places: int) -> Training:
+    """How a head was made.
+
+    Args:
+        run: the work so far.
+        command: what makes it again.
+        engine: name and version of what the target ran on.
+        progress: the trainer's.
+        n_places: tokens of examples that were learned from.
+    """
+    packages = {name: version(name) for name in ("numpy", "jax")}
+    return Training(
+        command=command,
+        seed=run.recipe.seed,
+        data_tokens=n_places,
+        tokens_seen=progress.tokens_seen,
+        minutes=(run.data_seconds + run.training_seconds) / 60,
+        machine=cpu_name(),
+        versions={"localspec": __version__, "engine": engine, "python": platform.python_version(), **packages},
+        curve=progress.curve,
+    )
 
 
 @dataclass(frozen=True)

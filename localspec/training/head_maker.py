@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import platform
 import shutil
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from localspec import __version__
 from localspec.backends.base import Model, SequenceBatch
 from localspec.backends.heads import load_head
 from localspec.errors import Cancelled, EngineError, UsageError
 from localspec.model_files.gguf_file import GGUFFile
-from localspec.model_files.head_card import HeadCard, Training
+from localspec.model_files.head_card import HeadCard
 from localspec.model_files.head_file import write_head
 from localspec.model_files.sources.base import size_text
 from localspec.model_files.tensor_rows import tensor_rows
 from localspec.runtime.load_options import LoadOptions
 from localspec.runtime.model_loading import Loader
-from localspec.system.machine import cpu_name
 from localspec.system.memory import read_memory
 from localspec.system.presence import Courtesy
 from localspec.training.examples import N_CTX_EACH, ExampleMaker
@@ -372,19 +368,10 @@ class HeadMaker:
         self, trainer: Trainer, file: GGUFFile, model: Model, command: str, n_threads: int | None
     ) -> HeadCard:
         """Write the head, and once more with what an engine makes of it."""
-        from localspec.training.export import check
+        from localspec.training.export import check, training_facts
 
-        progress, weights = trainer.progress, trainer.weights
-        training = Training(
-            command=command,
-            seed=self._run.recipe.seed,
-            data_tokens=sum(map(len, self._learned)),
-            tokens_seen=progress.tokens_seen,
-            minutes=(self._run.data_seconds + self._run.training_seconds) / 60,
-            machine=cpu_name(),
-            versions={"localspec": __version__, "engine": model.engine, **_versions()},
-            curve=progress.curve,
-        )
+        weights, progress = trainer.weights, trainer.progress
+        training = training_facts(self._run, command, model.engine, progress, sum(map(len, self._learned)))
         card = replace(trainer.card, training=training)
         self._show("testing", "testing the head on answers it has not seen", 0.0, progress=progress)
         write_head(self._folder.head, card, weights)
@@ -403,7 +390,3 @@ class HeadMaker:
 
 def _output(file: GGUFFile) -> str:
     return "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
-
-
-def _versions() -> dict[str, Any]:
-    return {"python": platform.python_version(), **{name: version(name) for name in ("numpy", "jax")}}

@@ -26,8 +26,8 @@ class Recipe:
     Attributes:
         kind: see ``head_card.Kind``.
         steps: how many tokens ahead it learns to guess.
-        n_out: tokens that it can guess. Of what Qwen2.5-Coder 1.5B said to our tuning questions, the 16,384 that it said
-            most in 11,000 tokens of examples, filled up with the lowest ids, cover 0.888, and 32,768 cover 0.936.
+        n_out: tokens that it can guess. Of what Qwen2.5-Coder 1.5B said to our tuning questions, the 16,384 that it
+            said most in 11,000 tokens of examples, and then the lowest ids, cover 0.888; 32,768 cover 0.936.
         d_ff: width of its layer's MLP; the target's own, if that is less.
         seed: of every random choice.
     """

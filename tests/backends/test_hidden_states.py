@@ -73,7 +73,7 @@ def test_the_tolerance_tells_states_apart(expected: Callable[[list[int]], dict[s
     right, foreign = expected(tokens), expected([7, *tokens[1:]])
     for name in EVERY:
         assert np.abs(right[name][1:] - right[name][:-1]).max(axis=1).min() > 1
-        assert np.abs(right[name][1:] - foreign[name][1:]).max(axis=1).min() > 0.1
+        assert np.median(np.abs(right[name][1:] - foreign[name][1:]).max(axis=1)) > 0.1  # less far behind it
     for one, other in pairwise(EVERY):
         assert np.abs(right[one] - right[other]).max(axis=1).min() > 0.5
 
