@@ -157,7 +157,7 @@ class Training:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # an array has no truth value
 class HeadCard:
     """A head, but for its weights.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,9 @@ def test_a_card_comes_back_as_it_was(tmp_path: Path, kind: Kind) -> None:
     card = replace(CARD, kind=kind, training=TRAINING, license="Apache-2.0", **sizes)
     found = read_card(write_head(tmp_path / "head.gguf", card, random_weights(card)))
     assert found.token_map.tolist() == card.token_map.tolist()
-    assert replace(found, token_map=card.token_map, norm_eps=card.norm_eps) == card
+    for each in fields(card):
+        if each.name not in ("token_map", "norm_eps"):
+            assert getattr(found, each.name) == getattr(card, each.name), each.name
     assert found.norm_eps == pytest.approx(card.norm_eps)
 
 
