@@ -152,7 +152,7 @@ def test_killed_it_loses_only_what_came_after_the_last_writing(
     folder = folder_of(isolated_home)
     before = {each.name: np.array(each.tokens) for each in shards_of(isolated_home).passages}
     n_places = sum(len(tokens) - 1 for tokens in before.values())
-    # Every pass of the examples was written, those texts included that were under way: a row at least, as how many texts
+    # Every pass of the examples was written, those texts included that were under way: a row at least. How many texts
     # are side by side depends on the machine.
     assert n_places >= (count - 1 if what == "examples" else 100)
     if what == "training":
