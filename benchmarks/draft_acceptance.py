@@ -1,13 +1,17 @@
 """How often drafters are right, by position in the draft and by kind of question, at every place of answers.
 
     python benchmarks/draft_acceptance.py [MODEL] [--draft NAME ...] [--set report] [--tokens 256] [--length 4]
-        [--backend NAME] [--category NAME ...] [--json OUT]
+        [--backend NAME] [--category NAME ...] [--json OUT] [--histograms]
 
 The target answers plainly and greedily. Before each of its passes every drafter drafts, and nothing of that is sent:
 so all are judged on the same text, at all places of it, those included at which no policy would ask them. "k right" is
 the share of places at which the first k draft tokens are the answer's next k; where a drafter has none, it is not
 right. The last places of an answer, fewer tokens from its end than a draft has, do not count. "step" is the median time
 of its passes over that of a plain pass of the target; a step reads what the one before drafted, or what was said since.
+
+``--histograms`` prints what ``localspec/controllers/acceptance.py`` expects of a drafter before it has seen any of it:
+how often a draft token with each confidence is right, and how the confidences are distributed, by what they come after
+and by how certain the target is at that place.
 
 The speed that follows is measured by ``localspec bench``, whose arms take turns: all drafters but a head, all, a head
 alone, a draft model alone, each on the 34 report questions with 256 tokens:
@@ -21,17 +25,23 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from localspec import LLM, SamplingParams
 from localspec.backends.base import Context, Forward
 from localspec.commands.questions import SETS, of_categories, own_questions
 from localspec.commands.report.markdown import table
+from localspec.controllers.acceptance import CERTAINTY_EDGES, N_BINS, START, bin_of, leads_to
 from localspec.controllers.fixed import FixedController, FixedPlan
 from localspec.runtime.pair import Pair
+from localspec.sampling.sampling import top_probability
 from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
@@ -55,28 +65,45 @@ class Watched(Drafter):
     Attributes:
         drafts: what it drafted, by how many tokens were settled.
         ms: time of its passes.
+        fates: tokens that were wrong and right, those before them being right, by bin of confidence.
+        after: tokens by what they come after and by bin.
+        where_certain: first tokens of drafts by the target's certainty and by bin.
     """
 
     def __init__(self, drafter: Drafter, length: int) -> None:
         self._drafter, self._length = drafter, length
         self.source, self.taps = drafter.source, drafter.taps
         self.drafts: dict[int, list[int]] = {}
+        self.confidences: dict[int, list[float]] = {}
         self.ms: list[float] = []
+        self.fates = np.zeros((2, N_BINS))
+        self.after = np.zeros((3, N_BINS))
+        self.where_certain = np.zeros((len(CERTAINTY_EDGES) + 1, N_BINS))
+        self._confidence: float | None = None
 
     def attach(self, target: Context) -> None:
         self._drafter.attach(target)
 
     def begin(self, tokens: Sequence[int]) -> None:
-        self.drafts = {}
+        self.drafts, self.confidences = {}, {}
         self._drafter.begin(tokens)
 
     def process(self, tokens: Sequence[int], forward: Forward) -> None:
+        if self._confidence is not None and len(tokens) == 1:  # the pass that tells what was guessed
+            certainty = bisect_right(CERTAINTY_EDGES, top_probability(forward.logits[-1]))
+            self.where_certain[certainty, bin_of(self._confidence)] += 1
+        self._confidence = None
         self._drafter.process(tokens, forward)
 
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
-        mine, text = TimedPlan(self._length), list(tokens)
+        mine, text, after = TimedPlan(self._length), list(tokens), START
         while mine.room > 0 and (found := self._drafter.draft(text, mine, proposer)):
             text += [token.id for token in found]
+            for token in found:
+                self._confidence = token.prob if after == START else self._confidence
+                self.after[after, bin_of(token.prob)] += 1
+                self.confidences.setdefault(len(tokens), []).append(token.prob)
+                after = leads_to(token.prob)
         self._drafter.drafted()
         self.drafts[len(tokens)] = text[len(tokens) :]
         if self.drafts[len(tokens)] and len(self.drafts) > 1:  # the first reads the prompt
@@ -91,6 +118,12 @@ class Watched(Drafter):
         places = range(len(answer) - self._length)
         pairs = (zip(self.drafts.get(n_prompt + i, ()), answer[i:], strict=False) for i in places)
         return [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], each)) for each in pairs]
+
+    def count_fates(self, n_prompt: int, answer: Sequence[int]) -> None:
+        """Take in what became of the drafts before an answer."""
+        for i, n_right in enumerate(self.right(n_prompt, answer)):
+            for k, confidence in enumerate(self.confidences.get(n_prompt + i, ())[: n_right + 1]):
+                self.fates[int(k < n_right), bin_of(confidence)] += 1
 
 
 def watch(pair: Pair, watched: Sequence[Watched], prompt: list[int], n_tokens: int) -> list[Round]:
@@ -114,6 +147,7 @@ def main() -> None:
     parser.add_argument("--category", nargs="+", default=[], help="only these")
     parser.add_argument("--tokens", type=int, default=256, help="of each answer")
     parser.add_argument("--length", type=int, default=4, help="of each draft")
+    parser.add_argument("--histograms", action="store_true", help="print what is to be expected of the drafters")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
     right: dict[str, dict[str, list[int]]] = {}  # by drafter and category: tokens right, at each place
@@ -127,6 +161,7 @@ def main() -> None:
             plain_ms += [round_.ms_verify for round_ in rounds]
             for each in watched:
                 found = each.right(len(prompt), answer)
+                each.count_fates(len(prompt), answer)
                 right.setdefault(each.source, {}).setdefault(question.category, []).extend(found)
             first = {each.source: f"{share(each.right(len(prompt), answer), 1):.2f}" for each in watched}
             print(question.id, len(answer), first, flush=True)
@@ -147,8 +182,20 @@ def main() -> None:
         for r in results
     ]
     print(f"\n{args.model}, {engine}, a plain pass {plain:.1f} ms\n\n{table(head, rows, 2)}")
+    for each in watched if args.histograms else ():
+        print(f"\n{each.source}: tokens judged by bin of confidence, and the share that was right")
+        judged = each.fates.sum(axis=0)
+        print(*(f"{n:.0f}" for n in judged), "\n" + _shares(each.fates[1], judged))
+        for title, counts in (("by what it comes after", each.after), ("where certain", each.where_certain)):
+            print(f"{title} (tokens: {', '.join(f'{n:.0f}' for n in counts.sum(axis=1))})")
+            for row in counts:
+                print(_shares(row, row.sum()))
     if args.json:
         args.json.write_text(json.dumps({"model": args.model, "engine": engine, "ms": plain, "rows": results}) + "\n")
+
+
+def _shares(counts: npt.NDArray[np.float64], of: npt.NDArray[np.float64] | float) -> str:
+    return "(" + ", ".join(f"{x:.2f}" for x in counts / np.maximum(of, 1)) + ")"
 
 
 def share(right: Sequence[int], k: int) -> float:

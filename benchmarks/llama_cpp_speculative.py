@@ -3,11 +3,10 @@
     python benchmarks/llama_cpp_speculative.py --prompts FILE [--model NAME] [--draft NAME] [--tokens N] [--repeats N]
         [--drafts K ...] [--p-min P ...] [--programs simple tree] [--localspec [BACKEND]] [--set NAME] [--json FILE]
         [--resume FILE]
-    nice -n 19 python benchmarks/llama_cpp_speculative.py --build-only --jobs 1
 
 FILE has a JSON object a line: ``id``, ``category``, ``prompt`` and perhaps ``set`` (without one, it is in every set).
-The programs are compiled once, for this CPU, from the llama.cpp inside the source distribution of llama-cpp-python
-(some minutes, under LOCALSPEC_HOME; ``--build DIR`` puts them elsewhere). Two of them draft with a second model:
+The programs are compiled once (``build_llama_cpp.py``; ``--build DIR`` says where). Two of them draft with a second
+model:
 
 simple  llama-speculative-simple, which shares its drafting code with llama-server. After each check the draft model
         reads the checked tokens once more, in one pass. ``--spec-draft-p-min`` (once ``--draft-p-min``) ends a draft
@@ -39,40 +38,25 @@ import json
 import os
 import platform
 import re
-import shutil
 import statistics
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
-import venv
 from pathlib import Path
 from typing import Any
 
+from benchmarks.build_llama_cpp import CMAKE_OPTIONS, SOURCE, build, default_folder
 from localspec import LLM, SamplingParams, __version__
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.vocab import Vocab
 from localspec.prompts.templates import ChatTemplate
-from localspec.system.home import home
 from localspec.system.machine import cpu_name, default_threads, prepare_threads
 
-SOURCE = "llama-cpp-python==0.3.36"
 PROGRAMS = {"simple": "llama-speculative-simple", "tree": "llama-speculative"}
 PLAIN = ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "1024", "--spec-ngram-simple-size-m", "1"]
 LOCALSPEC = "localspec auto"
-CMAKE_OPTIONS = [
-    "-DCMAKE_BUILD_TYPE=Release",
-    "-DBUILD_SHARED_LIBS=OFF",
-    "-DGGML_NATIVE=ON",
-    "-DLLAMA_CURL=OFF",  # this version has replaced it by the next and only warns
-    "-DLLAMA_OPENSSL=OFF",
-    "-DLLAMA_BUILD_TOOLS=OFF",
-    "-DLLAMA_BUILD_SERVER=OFF",
-    "-DLLAMA_BUILD_APP=OFF",
-    "-DLLAMA_BUILD_TESTS=OFF",
-]
 TIMES = {
     "prompt_tokens": r"encoded\s+(\d+) tokens",
     "tokens": r"decoded\s+(\d+) tokens",
@@ -81,49 +65,6 @@ TIMES = {
     "drafted": r"n_drafted = (\d+)",
     "accepted": r"n_accept  = (\d+)",
 }
-
-
-def build(folder: Path, jobs: int) -> dict[str, Path]:
-    """The programs by short name, compiled if they are not there."""
-    suffix = ".exe" if sys.platform == "win32" else ""
-    programs = {name: folder / "out" / "bin" / f"{program}{suffix}" for name, program in PROGRAMS.items()}
-    if all(path.is_file() for path in programs.values()):
-        return programs
-    folder.mkdir(parents=True, exist_ok=True)
-    source = folder / "source"
-    if not (source / "CMakeLists.txt").is_file():
-        fetch_source(source)
-    tools = cmake_tools(folder)
-    generator = ["-G", "Ninja"] if shutil.which("ninja", path=tools["PATH"]) else []
-    cmake = shutil.which("cmake", path=tools["PATH"]) or "cmake"
-    configure = [cmake, "-S", str(source), "-B", str(folder / "out"), *generator, *CMAKE_OPTIONS]
-    subprocess.run(configure, check=True, env=tools)
-    targets = ["--target", *PROGRAMS.values(), "--config", "Release", "-j", str(jobs)]
-    subprocess.run([cmake, "--build", str(folder / "out"), *targets], check=True, env=tools)
-    return programs
-
-
-def fetch_source(target: Path) -> None:
-    """Unpack llama.cpp from the source distribution."""
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "llama-cpp-python"]
-        subprocess.run([*pip, "-d", scratch, SOURCE], check=True)
-        with tarfile.open(next(Path(scratch).glob("*.tar.gz"))) as tar:
-            wanted = [member for member in tar.getmembers() if "/vendor/llama.cpp/" in member.name]
-            tar.extractall(scratch, wanted, filter="data")
-        next(Path(scratch).glob("*/vendor/llama.cpp")).replace(target)
-
-
-def cmake_tools(folder: Path) -> dict[str, str]:
-    """An environment in which cmake is found; it and ninja are fetched from the package index where it is not."""
-    if shutil.which("cmake"):
-        return dict(os.environ)
-    tools = folder / "tools"
-    scripts = tools / ("Scripts" if sys.platform == "win32" else "bin")
-    if not tools.is_dir():
-        venv.create(tools, with_pip=True)
-    subprocess.run([str(scripts / "python"), "-m", "pip", "install", "-q", "cmake", "ninja"], check=True)
-    return os.environ | {"PATH": f"{scripts}{os.pathsep}{os.environ.get('PATH', '')}"}
 
 
 def read_prompts(path: Path, chosen: str, only: list[str] | None) -> list[dict[str, Any]]:
@@ -288,7 +229,7 @@ def write(path: Path | None, report: dict[str, Any]) -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--set", default="report", choices=("tuning", "report"))
     parser.add_argument("--category", action="append", help="these categories only")
     parser.add_argument("--model", default="qwen2.5-coder-1.5b")
@@ -302,23 +243,17 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--ignore-eos", action="store_true")
     parser.add_argument("--ctx", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=default_threads())
-    parser.add_argument("--build", type=Path, default=home() / "build" / "llama.cpp", metavar="DIR")
-    parser.add_argument("--build-only", action="store_true")
-    parser.add_argument("--jobs", type=int, default=default_threads(), help="compile with so many processes")
+    parser.add_argument("--build", type=Path, default=default_folder(), metavar="DIR")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="a report to go on with; also where it is written")
-    args = parser.parse_args()
-    if args.prompts is None and not args.build_only:
-        parser.error("--prompts is needed")
-    return args
+    return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
     prepare_threads()
-    programs = build(args.build.absolute(), args.jobs)
-    if args.build_only:
-        return
+    built = build(list(PROGRAMS.values()), args.build.absolute(), default_threads())
+    programs = {name: built[program] for name, program in PROGRAMS.items()}
     catalog = Catalog.load()
     model, draft = catalog.resolve(args.model), catalog.resolve(args.draft)
     arms = arms_of(args, draft)

@@ -50,7 +50,7 @@ def is_dark(widget: QtWidgets.QWidget) -> bool:
 
 def pieces(round_: Round) -> list[Piece]:
     """What a round looks like: accepted draft tokens, rejected ones, the target's own token."""
-    spoken = [(span.text, _ink_of(span)) for span in round_.spans]
+    spoken = [(span.text, _ink_of(span)) for span in round_.spans if span.part == "answer"]
     rejected = [(text, "rejected") for text in round_.draft_texts[round_.verdict.n_accepted :]]
     own = 1 if spoken and spoken[-1][1] == "recovered" else 0
     return [*spoken[: len(spoken) - own], *rejected, *spoken[len(spoken) - own :]]

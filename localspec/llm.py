@@ -34,7 +34,7 @@ from localspec.session import load as load_session
 from localspec.values import checked_whole
 
 
-class LLM(AskingModel, Tokenizing):
+class LLM(Tokenizing, AskingModel):
     """A target model and its drafters, loaded and ready.
 
     One worker thread owns the engine; every method may be called from any thread. One request runs at a time, the

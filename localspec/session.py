@@ -123,8 +123,7 @@ class Session(Asking[str]):
             return messages, save_contexts(pair, llm.encode(messages, add_generation_prompt=False))
 
         messages, memories = llm.run(take, conversation=self._conversation)
-        text = {"model": printable(llm.model_name), "messages": messages, "params": _params_as_json(self.params)}
-        session_file.write(file, text | {"notes": self.notes}, memories)
+        session_file.write(file, to_text(self) | {"messages": messages}, memories)
 
     async def asave(self, path: str | Path, *, memory: bool = True) -> None:
         """As ``save``, for asyncio."""
@@ -147,7 +146,9 @@ class Session(Asking[str]):
         def with_memory(deliver: Callable[[Any], Any]) -> Job:
             def settle(item: Any) -> None:
                 if isinstance(item, Reply) and item.token_ids:
-                    self.messages += [asked, {"role": "assistant", "content": item.text}]
+                    # What was thought is kept beside the answer; the template says whether the model sees it again.
+                    thought = {"reasoning_content": item.thinking} if item.thinking else {}
+                    self.messages += [asked, {"role": "assistant", "content": item.text} | thought]
                 deliver(item)
 
             return submit(settle)
@@ -160,6 +161,16 @@ def _file(path: str | Path) -> Path:
         return Path(path)
     except TypeError:
         raise UsageError(f"a session is kept in a file; {path!r} is no path") from None
+
+
+def to_text(session: Session) -> dict[str, Any]:
+    """The text part of a session's file, as the session is now."""
+    return {
+        "model": printable(session._llm.model_name),
+        "messages": [dict(message) for message in session.messages],
+        "params": _params_as_json(session.params),
+        "notes": session.notes,
+    }
 
 
 def from_text(llm: LLM, text: Mapping[str, Any], name: str) -> Session:

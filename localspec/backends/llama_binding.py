@@ -86,6 +86,16 @@ class Binding(ABC):
         handle: int | None = self.api.llama_init_from_model(model, params)
         return handle
 
+    def new_embedding_context(self, model: int, n_ctx: int, n_threads: int, pooling: int) -> int | None:
+        """One that makes a row of a text; all of the text goes into one pass, since every token may see all others."""
+        params = self.api.llama_context_default_params()
+        params.n_ctx = params.n_batch = params.n_ubatch = n_ctx
+        params.n_threads = params.n_threads_batch = n_threads
+        self.set_context_options(params, 1)
+        params.embeddings, params.pooling_type = True, pooling
+        handle: int | None = self.api.llama_init_from_model(model, params)
+        return handle
+
     def free_context(self, ctx: int) -> None:
         self.api.llama_free(ctx)
 
@@ -99,6 +109,9 @@ class Binding(ABC):
     def defragment(self, ctx: int) -> bool:
         """Have the next pass first move rows together; False for an engine that needs no free cells side by side."""
         return False
+
+    def close_gaps(self, ctx: int, n: int) -> None:  # noqa: B027
+        """Move rows together after n were taken from a memory of several sequences, where an engine needs that."""
 
     @abstractmethod
     def is_recurrent(self, model: int) -> bool:

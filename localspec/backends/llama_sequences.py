@@ -44,6 +44,7 @@ class LlamaSequences(SequenceBatch):
 
     def _truncate(self, sequence: int, n: int) -> None:
         self.model.binding.remove(self._passes.handle, n, sequence)
+        self.model.binding.close_gaps(self._passes.handle, max(0, self._n_past[sequence] - n))
 
     def _close(self) -> None:
         self._passes.close()

@@ -9,6 +9,10 @@ import numpy as np
 
 from localspec.model_files.vocab import CONTROL, UNKNOWN, USER_DEFINED, Vocab
 
+NAMED = "\ufdd0"
+"""Stands before the name of a control token where names and text are mixed, so that a text which spells the name is not
+taken for the token. Unicode keeps this code point free for such uses; in a model's own text it becomes U+FFFD."""
+
 # C's isspace: what a stripping token takes away behind it.
 _BLANKS = " \t\n\v\f\r"
 _NEVER_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")

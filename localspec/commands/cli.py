@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
-from localspec import __version__
-from localspec.commands.cli_options import Backend, Json, Model, Threads, Verbose, run_options, with_shared_options
-
-Run = Callable[[], int]
-
-app = typer.Typer(
-    name="localspec",
-    help="A large local model, answering faster with the same words: a small draft guesses, the model checks.",
-    no_args_is_help=False,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+from localspec.commands.cli_app import Run, app, command
+from localspec.commands.cli_options import (
+    Backend,
+    Json,
+    Model,
+    Think,
+    ThinkBudget,
+    Threads,
+    Verbose,
+    run_options,
 )
+
+__all__ = ["app", "parse"]
 
 
 def parse(argv: Sequence[str]) -> Run | str:
@@ -55,47 +53,32 @@ def _with_help(message: str, ctx: Any) -> str:
     return f"{line} ({path} --help lists what there is)"
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
-        print(f"localspec {__version__}")
-        raise typer.Exit
-
-
-@app.callback(invoke_without_command=True)
-def root(
-    ctx: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    if ctx.invoked_subcommand is None:
-        print(ctx.get_help())
-
-
-def command(without: Collection[str] = ()) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Make a function a command; see ``with_shared_options`` for what becomes of its ``**options``.
-
-    Parsing only binds the arguments. The command runs outside of Typer, which would treat Ctrl-C, a closed pipe and
-    errors in its own way.
-    """
-
-    def register(function: Callable[..., int]) -> Callable[..., int]:
-        def bind(**given: Any) -> Run:
-            return partial(function, **given)
-
-        bind.__signature__ = with_shared_options(function, without)  # type: ignore[attr-defined]
-        app.command(function.__name__.rstrip("_"), help=function.__doc__)(bind)
-        return function
-
-    return register
-
-
 @command()
-def chat(model: Model = None, **options: Any) -> int:
+def chat(
+    model: Model = None,
+    project: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH|none",
+            help="Copy guesses from the text of this folder too; kept for chats that are started here.",
+            show_default="what was kept",
+        ),
+    ] = None,
+    think: Think = "auto",
+    think_budget: ThinkBudget = None,
+    resume: Annotated[
+        bool, typer.Option("--continue", help="Go on with the last conversation, and its model.")
+    ] = False,
+    keep: Annotated[
+        bool, typer.Option("--keep/--no-keep", help="Keep the conversation in LOCALSPEC_HOME, among the last 50.")
+    ] = True,
+    **options: Any,
+) -> int:
     """Chat, and watch the guesses. Without a terminal on standard input each line is a turn."""
     from localspec.commands.chat.command import chat_command
 
-    return chat_command(run_options(model, options))
+    known = run_options(model, options)
+    return chat_command(known, project, think=think, thinking_budget=think_budget, resume=resume, keep=keep)
 
 
 @command()
@@ -112,6 +95,8 @@ def generate(
         str | None, typer.Option("--json-schema", metavar="FILE", help="Answer in JSON that follows this schema.")
     ] = None,
     grammar: Annotated[str | None, typer.Option(metavar="FILE", help="Answer as this GBNF grammar has it.")] = None,
+    think: Think = "auto",
+    think_budget: ThinkBudget = None,
     **options: Any,
 ) -> int:
     """Answer one prompt."""
@@ -119,7 +104,8 @@ def generate(
     from localspec.commands.options import answer_form
 
     form = answer_form(json_schema, grammar)
-    return generate_command(run_options(model, options, **form), prompt, raw=raw, format=format)
+    known = run_options(model, options, **form)
+    return generate_command(known, prompt, raw=raw, format=format, think=think, thinking_budget=think_budget)
 
 
 @command(without=("draft_length", "idle"))
@@ -254,12 +240,16 @@ def serve(
     allow_origin: Annotated[
         list[str] | None, typer.Option(metavar="URL", help="Let the web pages of this origin in; repeatable.")
     ] = None,
+    allow_corpus: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATH|chats", help="Let requests have guesses copied from this text; repeatable."),
+    ] = None,
     allow_host: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Another name of this computer; repeatable.")
     ] = None,
     **options: Any,
 ) -> int:
-    """Serve OpenAI's API, and a chat page, to the programs on this computer."""
+    """Serve OpenAI's, Anthropic's and Ollama's APIs, and a chat page, to the programs on this computer."""
     from localspec.commands.serve.command import serve_command
     from localspec.commands.serve.settings import ServerSettings
 
@@ -273,6 +263,7 @@ def serve(
         aliases=alias or (),
         origins=allow_origin or (),
         hosts=allow_host or (),
+        corpora=allow_corpus or (),
     )
     return serve_command(run_options(model, options), settings)
 
@@ -323,7 +314,7 @@ def distill(
     threads: Threads = None,
     verbose: Verbose = False,
 ) -> int:
-    """Train a head for a model here: it guesses next tokens for almost nothing. Ctrl-C stops it, --resume goes on."""
+    """Train a head for a model here, which guesses its next tokens quickly. Ctrl-C stops it, --resume goes on."""
     from localspec.commands.distill.command import DistillRequest, distill_command
 
     request = DistillRequest(
@@ -342,11 +333,14 @@ def pull(
             show_default=False,
         ),
     ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Fetch nothing: ask the hub whether it still has them (default: all).")
+    ] = False,
 ) -> int:
     """Fetch models, check their digests, print their paths."""
-    from localspec.commands.files import pull_command
+    from localspec.commands.files import check_command, pull_command
 
-    return pull_command(names or ())
+    return check_command(names or ()) if check else pull_command(names or ())
 
 
 @command()

@@ -24,11 +24,12 @@ Model = Annotated[
 Draft = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="auto|none|ngram|head|MODEL",
-        help="Who guesses; repeat for several together. Also head:FILE, early-exit and early-exit:LAYERS.",
+        metavar="auto|none|ngram|head|corpus:PATH|MODEL",
+        help="Who guesses, n-grams besides; repeat for several together. Also head:FILE, early-exit[:LAYERS].",
         show_default="auto",
     ),
 ]
+DraftOnly = Annotated[bool, typer.Option("--draft-only", help="Only those that --draft names: no n-grams besides.")]
 DraftLength = Annotated[str, typer.Option(metavar="auto|N", help="Guesses per round.")]
 Backend = Annotated[str, typer.Option(metavar="auto|llama-cpp|ik-llama|mlx|reference", help="The engine.")]
 DraftBackend = Annotated[
@@ -63,6 +64,27 @@ Idle = Annotated[
     bool,
     typer.Option(help="Measure, copy and read ahead while nobody waits (never on battery), not before an answer."),
 ]
+
+
+def _known_think(value: str) -> str:
+    words = ("auto", "on", "off", "low", "medium", "high")  # thinking.THINK, whose imports take their time
+    if value not in words:
+        raise typer.BadParameter(f"it is one of {', '.join(words)}, not {value!r}")
+    return value
+
+
+Think = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|on|off|low|medium|high",
+        callback=_known_think,
+        help="Whether the model thinks before it answers, where its chat template leaves the choice.",
+    ),
+]
+ThinkBudget = Annotated[
+    int | None,
+    typer.Option(min=0, max=MAX_COUNT, metavar="N", help="Longest thinking in tokens, then it answers."),
+]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show what the engine logs.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -84,6 +106,7 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed", 
 
 def _shared(
     draft: Draft = None,
+    draft_only: DraftOnly = False,
     draft_length: DraftLength = "auto",
     backend: Backend = "auto",
     draft_backend: DraftBackend = None,

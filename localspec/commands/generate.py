@@ -20,13 +20,22 @@ if TYPE_CHECKING:
 FORMATS = ("text", "json", "events")
 
 
-def generate_command(options: RunOptions, prompt: str | None, *, raw: bool = False, format: str = "text") -> int:
+def generate_command(
+    options: RunOptions,
+    prompt: str | None,
+    *,
+    raw: bool = False,
+    format: str = "text",
+    think: str = "auto",
+    thinking_budget: int | None = None,
+) -> int:
     """Answer one prompt on standard output.
 
     Args:
         options: the model and how to sample.
         prompt: None reads standard input.
         raw: continue the prompt as it is, without the chat template.
+        think, thinking_budget: see ``LLM.rounds``; ``raw`` leaves no room for them.
         format: ``text`` streams the answer, ``json`` prints one object, ``events`` one line per round and the object.
 
     Returns:
@@ -40,13 +49,17 @@ def generate_command(options: RunOptions, prompt: str | None, *, raw: bool = Fal
         raise UsageError(f"--format must be one of {', '.join(FORMATS)}, not {format!r}")
     if raw and options.system is not None:
         raise UsageError("--system is part of the chat template, which --raw leaves out: drop one of them")
+    if raw and (think != "auto" or thinking_budget is not None):
+        raise UsageError("--think and --think-budget go with the chat template, which --raw leaves out")
+    asked: dict[str, Any] = {} if raw else {"think": think, "thinking_budget": thinking_budget}
     if prompt is None:
         prompt = read_all()
     check_text(prompt, "the prompt")
     if not prompt.strip() and not (raw and prompt):
         raise UsageError("the prompt is empty: give -p TEXT, or text on standard input")
     with options.opened() as llm:
-        stream = llm.rounds(_messages(llm, options, prompt, raw), options.params({} if raw else llm.chat_defaults))
+        params = options.params({} if raw else llm.chat_defaults)
+        stream = llm.rounds(_messages(llm, options, prompt, raw), params, **asked)
         with stream, on_interrupt(stream.close):
             _print_answer(stream, format)
             if stream.reply.finish_reason == "cancelled":

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from localspec.backends.heads import heads_for
 from localspec.backends.noise import engine_log
-from localspec.errors import DownloadError, LocalspecError, ModelFileError, UsageError
+from localspec.errors import DownloadError, ModelFileError, UsageError
 from localspec.model_files.catalog import Catalog, Entry
-from localspec.model_files.head_folders import find_heads
-from localspec.runtime.arguments import DraftLength, checked_length, draft_specs
+from localspec.runtime.arguments import DraftLength, checked_length, draft_specs, with_free
 from localspec.runtime.load_options import LoadOptions
 from localspec.runtime.model_loading import Report
 from localspec.sampling.sampling import CHAT_SETTINGS, SamplingParams
-from localspec.spec_decode.drafters.names import AUTOMATIC
+from localspec.spec_decode.drafters.names import AUTOMATIC, CORPUS, is_corpus
 from localspec.system.home import offline
 from localspec.terminal.progress import Progress
 
@@ -34,6 +33,7 @@ class RunOptions:
     Attributes:
         model: catalogue name, path or hub address; None takes the catalogue's default pair.
         draft: what ``--draft`` was given, in order; empty is ``auto``.
+        draft_only: whether n-grams are left out where models were named.
         draft_length: ``auto`` or a number of tokens.
         load: how to load.
         system: the system prompt; None is the model's own.
@@ -44,6 +44,7 @@ class RunOptions:
 
     model: str | None = None
     draft: Sequence[str] = ()
+    draft_only: bool = False
     draft_length: str = "auto"
     load: LoadOptions = field(default_factory=LoadOptions)
     system: str | None = None
@@ -64,8 +65,18 @@ class RunOptions:
         return checked_length(self.draft_length)
 
     def drafters(self) -> list[str]:
-        """The drafters: ``["auto"]``, or names of them; none is []."""
-        return draft_specs(self.draft or "auto")
+        """The drafters: ``["auto"]``, or names of them; none is []. ``auto`` and corpora can stand together."""
+        named = draft_specs(self.draft or "auto")
+        return named if self.draft_only else with_free(named)
+
+    def corpora(self) -> list[str]:
+        """Those of the drafters that are corpora."""
+        return [name for name in self.drafters() if is_corpus(name)]
+
+    def with_corpus(self, path: str) -> RunOptions:
+        """The same, with one corpus more; where nothing drafts, it alone does."""
+        spec = f"{CORPUS}:{path}"
+        return replace(self, draft=tuple(dict.fromkeys([*self.drafters(), spec])))
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Sampling parameters: what was asked for, over the model's own defaults, over greedy."""
@@ -75,7 +86,7 @@ class RunOptions:
     @property
     def draft_may_come_late(self) -> bool:
         """Whether nothing was asked for that takes a draft model from the first token on."""
-        return self.drafters() == ["auto"] and self.length() == "auto" and self.load.idle
+        return self.drafters() == ["auto", *self.corpora()] and self.length() == "auto" and self.load.idle
 
     def for_measuring(self, **load: Any) -> RunOptions:
         """The same, with nothing from earlier runs or questions that helps, and no idle work beside what is measured.
@@ -90,7 +101,8 @@ class RunOptions:
 
         Args:
             report: takes progress.
-            late: the draft model is left out, for ``LateDraft`` to bring it: takes what has to be fetched for that.
+            late: head and draft model are left out, for ``LateDraft`` to bring them: takes what has to be fetched for
+                that.
 
         Raises:
             LocalspecError: they cannot be had.
@@ -98,11 +110,10 @@ class RunOptions:
         from localspec.llm import LLM
 
         self.set_up_logging()
-        drafters = self.drafters() if late is None else list(AUTOMATIC)
+        corpora = self.corpora()
+        drafters = self.drafters() if late is None else [*AUTOMATIC, *corpora]
         model = ensure_model(self.model, drafters)
-        if late is not None and _has_head(model):  # a draft model may add to it, if there is one already
-            drafters = list(AUTOMATIC) if _has_draft_model(model) else ["auto"]
-        elif late is not None and self.model is None and not offline():
+        if late is not None and self.model is None and not offline():
             late += [entry for entry in Catalog.load().default_pair()[1:] if not entry.present]
         return LLM(model, drafters, draft_length=self.length(), progress=report, **asdict(self.load))
 
@@ -167,7 +178,8 @@ def check_text(text: str | None, name: str) -> None:
 def ensure_model(model: str | None, drafters: Sequence[str]) -> str:
     """The model to load; without a name the default pair, which is fetched where it is not on the disk yet.
 
-    Its draft model is not fetched where there is a head for the target, which costs a fraction of it.
+    Its draft model is fetched although a head ships: where further rows are cheap it adds much, elsewhere nothing
+    (benchmarks/RESULTS.md, machines A and B), and only passes of it tell where one is.
 
     Args:
         model: what was named.
@@ -180,7 +192,7 @@ def ensure_model(model: str | None, drafters: Sequence[str]) -> str:
     if model is not None:
         return model
     target, *drafts = Catalog.load().default_pair()
-    wanted = [target, *(drafts if list(drafters) == ["auto"] else [])]
+    wanted = [target, *(drafts if "auto" in drafters else [])]
     missing = [entry for entry in wanted if not entry.present]
     if missing and offline():
         if not target.present:
@@ -189,24 +201,14 @@ def ensure_model(model: str | None, drafters: Sequence[str]) -> str:
                 "name a .gguf file, or pull it elsewhere and set LOCALSPEC_HOME"
             )
         return target.name
-    if target in missing and find_heads():  # whether one of them is for the target, the file will tell
-        _fetch(target, [target])
-        missing.remove(target)
-    if missing and not _has_head(target.name):
+    if missing:
         _fetch(target, missing)
     return target.name
 
 
-def _has_head(model: str) -> bool:
+def has_head(target: Path) -> bool:
     """Whether there is a head for a model on this disk."""
-    try:
-        return bool(heads_for(Catalog.load().resolve(model)))
-    except LocalspecError:  # what is wrong with the model is said when it is loaded
-        return False
-
-
-def _has_draft_model(model: str) -> bool:
-    return Catalog.load().draft_for(Catalog.load().resolve(model)) is not None
+    return bool(heads_for(target))
 
 
 def _fetch(target: Entry, missing: Sequence[Entry]) -> None:

@@ -39,7 +39,15 @@ class AcceptanceStore:
         self.budget = TimeBudget.restored(self._stored.get("budget"))
 
     def source(
-        self, params: SamplingParams, source: str, *, copies: bool, sampled: bool = False, reads_target: bool = False
+        self,
+        params: SamplingParams,
+        source: str,
+        *,
+        copies: bool,
+        sampled: bool = False,
+        reads_target: bool = False,
+        thinks: bool = False,
+        rate: float | None = None,
     ) -> SourceAcceptance:
         """The table of one source, for requests sampled like this one; what an earlier run learned is its start.
 
@@ -49,11 +57,13 @@ class AcceptanceStore:
             copies: whether it copies from the text, rather than running a model.
             sampled: for guesses drawn from a model's distribution, rather than its most probable tokens.
             reads_target: whether it drafts from what the target computes, as heads do.
+            thinks: in thinking blocks, rather than in answers.
+            rate: see ``of_a_head``.
         """
-        name = f"{mode_of(params)} {source}{' sample' if sampled else ''}"
+        name = f"{mode_of(params)} {source}{' sample' if sampled else ''}{' thinking' if thinks else ''}"
         if name not in self._tables:
             prior = COPIED if copies else GREEDY if params.greedy else SAMPLE if sampled else MOST_PROBABLE
-            table = SourceAcceptance(of_a_head(prior) if reads_target else prior)
+            table = SourceAcceptance(of_a_head(prior, rate) if reads_target else prior)
             table.restore(self._stored.get(name))
             self._tables.setdefault(name, table)  # the other of two threads may have been faster
         return self._tables[name]

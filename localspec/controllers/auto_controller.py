@@ -12,7 +12,7 @@ from collections.abc import Mapping, Set
 from localspec.controllers.acceptance import SourceAcceptance
 from localspec.controllers.auto_plan import AutoPlan
 from localspec.controllers.cost_model import PassTimes
-from localspec.controllers.estimates import NEVER, Estimates
+from localspec.controllers.estimates import NEVER, Estimates, Tables
 from localspec.controllers.explainer import explain
 from localspec.controllers.prefill_gate import PrefillGate
 from localspec.controllers.time_budget import TimeBudget
@@ -55,6 +55,8 @@ class AutoController(Controller):
         max_draft: longest draft to consider.
         budget: what may be lost; kept by the caller too.
         predicted: whether the answer is likely to repeat a text that came with the request.
+        thinking: ``acceptance`` and ``sampled`` while the model thinks: text of another kind, in which other draft
+            tokens are right. None: as in the answer.
     """
 
     def __init__(
@@ -67,8 +69,9 @@ class AutoController(Controller):
         budget: TimeBudget | None = None,
         *,
         predicted: bool = False,
+        thinking: Tables | None = None,
     ) -> None:
-        self.estimates = Estimates(times, draft_times, acceptance, sampled or {}, max_draft)
+        self.estimates = Estimates(times, draft_times, acceptance, sampled or {}, max_draft, thinking)
         self.time_budget = budget or TimeBudget()
         self.predicted = predicted
         self._gate = PrefillGate(self.estimates, self.time_budget)
@@ -84,6 +87,10 @@ class AutoController(Controller):
         self._temperature = params.temperature or 1.0
         self.time_budget.begin(predicted=self.predicted)
         self.estimates.begin(takes_samples=not params.greedy and params.seed is None)
+
+    def enter(self, *, thinks: bool) -> None:
+        if self.estimates.enter(thinks=thinks):
+            self._gate = PrefillGate(self.estimates, self.time_budget)  # what it knows is of the text before
 
     def may_use(self, source: str) -> bool:
         return source not in self.estimates.unprofitable

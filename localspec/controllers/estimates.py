@@ -19,6 +19,9 @@ LENGTHS = range(1, 9)
 
 _LEADS_TO = np.array([leads_to(low) for low in (0.0, *EDGES)])
 
+Tables = tuple[Mapping[str, SourceAcceptance], Mapping[str, SourceAcceptance]]
+"""By source, how likely its most probable tokens are accepted, and sampled ones."""
+
 
 class Estimates:
     """Costs and acceptance, and the stopping problem with them; see ``stopping``.
@@ -28,6 +31,7 @@ class Estimates:
         draft_times: by source, d(w) of drafters that run a model of their own [ms]; the others draft for nothing.
         acceptance: by source.
         sampled: the same for tokens that a draft model samples; ``acceptance`` is for its most probable ones.
+            Both are those of what comes next: thinking, or the answer.
         max_draft: longest draft to consider.
         ms_other: of a round, outside the models [ms].
         takes_samples: whether a draft token may be a sample, where that is accepted more often.
@@ -42,11 +46,14 @@ class Estimates:
         acceptance: Mapping[str, SourceAcceptance],
         sampled: Mapping[str, SourceAcceptance],
         max_draft: int,
+        thinking: Tables | None = None,
     ) -> None:
         self.times = times
         self.draft_times = draft_times
         self.acceptance = acceptance
         self.sampled = sampled
+        answer: Tables = acceptance, sampled
+        self._parts = [answer] if thinking is None else [answer, thinking]
         self.max_draft = max_draft
         self.ms_other = 0.3
         self.takes_samples = False
@@ -61,8 +68,18 @@ class Estimates:
         self.takes_samples = takes_samples
         for times in (self.times, *self.draft_times.values()):
             times.begin()
-        for acceptance in self.acceptance.values():
-            acceptance.new_text()
+        self.enter(thinks=False)
+        for tables, _ in self._parts:
+            for acceptance in tables.values():
+                acceptance.new_text()
+
+    def enter(self, *, thinks: bool) -> bool:
+        """What comes next is thinking, or the answer; returns whether other tables hold from here on."""
+        acceptance, sampled = self._parts[-1 if thinks else 0]
+        if acceptance is self.acceptance:
+            return False
+        self.acceptance, self.sampled, self.stale = acceptance, sampled, True
+        return True
 
     @property
     def ms_plain(self) -> float:

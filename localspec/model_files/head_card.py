@@ -39,6 +39,9 @@ _MAX_TEXT = 1 << 20
 Rates = Mapping[str, tuple[float, ...]]
 """Category -> share of places where the head was right, by how many tokens ahead: the first is the next token."""
 
+ALL_TEXTS = "all"
+"""The category that holds every place."""
+
 
 @dataclass(frozen=True)
 class TargetFacts:
@@ -120,6 +123,12 @@ class Training:
     versions: Mapping[str, str] = field(default_factory=dict)
     curve: tuple[CurvePoint, ...] = ()
     acceptance: Rates = field(default_factory=dict)
+
+    @property
+    def first_rate(self) -> float | None:
+        """Share of held-out places at which the first token was right, every kind of text counting the same."""
+        rates = [by_step[0] for kind, by_step in self.acceptance.items() if kind != ALL_TEXTS and by_step]
+        return sum(rates) / len(rates) if rates else None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), ensure_ascii=False, allow_nan=False)
@@ -217,10 +226,14 @@ class HeadCard:
             return matrices | {f"head.{i}.bias": (n,) for i in range(self.steps)}
         if self.kind == "exit":
             return {"output_norm.weight": (n,)}
-        masks = {"head.mask.weight": (self.steps - 1, n)} if self.kind == "parallel" else {}
-        return masks | {
+        if self.kind == "parallel":
+            further = {"head.mask.weight": (self.steps - 1, n)}
+        else:
+            further = {"head.chain.weight": (n, n)}
+        return further | {
             "head.fc.weight": (n, len(self.taps) * n),
-            "head.embed_scale": (n,),
+            "head.embed.weight": (n, n),
+            "head.embed.bias": (n,),
             "blk.0.attn_norm.weight": (n,),
             "blk.0.attn_q.weight": (n_q, n),
             "blk.0.attn_k.weight": (n_kv, n),

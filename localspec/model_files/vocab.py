@@ -28,21 +28,35 @@ _ENDS = frozenset(
     | {"<|return|>", "<|call|>", "<|flush|>", "<|calls|>"}
 )
 _FILL_IN = {
-    "fim_pre": ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<PRE>", "<|code_prefix|>", "<|prefix|>"),
-    "fim_suf": ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<SUF>", "<|code_suffix|>", "<|suffix|>"),
-    "fim_mid": ("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<MID>", "<|code_middle|>", "<|middle|>"),
+    "fim_pre": (
+        "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<PRE>", "▁<PRE>", "<｜fim▁begin｜>", "<|code_prefix|>",
+        "<|prefix|>",
+    ),
+    "fim_suf": (
+        "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<SUF>", "▁<SUF>", "<｜fim▁hole｜>", "<|code_suffix|>",
+        "<|suffix|>",
+    ),
+    "fim_mid": (
+        "<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<MID>", "▁<MID>", "<｜fim▁end｜>", "<|code_middle|>",
+        "<|middle|>",
+    ),
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
-}
+}  # fmt: skip
+# Qwen, StarCoder and Granite, CodeLlama, DeepSeek, GLM, Falcon-H1.
+_FILL_IN_TOO = {"fim_rep": ("<repo_name>",), "fim_sep": ("<file_sep>", "<|file_separator|>")}
+"""StarCoder 2 and CodeGemma. A token that llama.cpp knows only by its name is hidden and ends an answer; these names it
+does not know, so they fill in and no more."""
 _SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
-_NAMES = _ENDS.union(*_FILL_IN.values(), _SHOWN)
-_LONGEST_NAME = max(map(len, _NAMES))
+_NAMES = _ENDS.union(*_FILL_IN.values(), *_FILL_IN_TOO.values(), _SHOWN)
+_LONGEST_NAME = max(len(name.encode()) for name in _NAMES)
 
 _PADDING = re.compile(r"\[(PAD|unused)_?\d*\]|<\|?(unused|pad|dummy|extra|reserved|placeholder)[^>]*>", re.IGNORECASE)
 _BYTE_TOKEN = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
 _KEYS = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unk": "unknown", "pad": "padding"}
 _KEYS |= {name: name for name in _FILL_IN}
+_OLD_KEYS = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}  # of files from before October 2024
 _DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unk": 0}, "gpt2": {"bos": 11, "eos": 11}, "gemma4": {}, "t5": {"eos": 1}}
 _BOS_BY_PRE = (
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken", "chameleon",
@@ -61,6 +75,8 @@ class Vocab:
         bos, eos, eot, unk, pad: special ids, or None.
         add_bos: whether a text begins with ``bos``.
         eog: ids that end a generation.
+        fim: ids of the tokens of fill-in-the-middle that there are, as ``fim_pre``, ``fim_suf``, ``fim_mid``,
+            ``fim_pad``, ``fim_rep`` and ``fim_sep``.
     """
 
     def __init__(self, tokens: StringArray, types: npt.NDArray[np.int32], kind: str, pre: str = "") -> None:
@@ -76,6 +92,7 @@ class Vocab:
         self.unk: int | None = None
         self.pad: int | None = None
         self.eog: frozenset[int] = frozenset()
+        self.fim: dict[str, int] = {}
         self._hidden: set[int] = set()
         self._shown: set[int] = set()
         self._bytes: dict[int, bytes] = {}
@@ -108,6 +125,8 @@ class Vocab:
         special: dict[str, int | None] = {}
         for name, key in _KEYS.items():
             value = get(f"tokenizer.ggml.{key}_token_id", _DEFAULT_IDS[kind].get(name))
+            if value is None and name in _OLD_KEYS:
+                value = get(f"tokenizer.ggml.{_OLD_KEYS[name]}_token_id")
             special[name] = value if isinstance(value, int) and 0 <= value < len(tokens) else None
         add_bos = get("tokenizer.ggml.add_bos_token")
         if add_bos is not None:
@@ -125,6 +144,8 @@ class Vocab:
                 self._hidden.add(found)
         self.bos, self.eos, self.eot = special["bos"], special["eos"], special["eot"]
         self.unk, self.pad = special["unk"], special["pad"]
+        too = {what: named[name] for what, names in _FILL_IN_TOO.items() for name in names if name in named}
+        self.fim = too | {name: token for name in _FILL_IN if (token := special.get(name)) is not None}
         ends = {named[name] for name in _ENDS if name in named}
         self._hidden |= ends
         ends |= {
@@ -150,7 +171,7 @@ class Vocab:
         lengths = np.diff(offsets) - 8
         likely = np.flatnonzero((lengths >= 3) & (lengths <= _LONGEST_NAME))
         first, last = raw[offsets[likely] + 8], raw[offsets[likely + 1] - 1]
-        likely = likely[np.isin(first, list(b"<[_")) & np.isin(last, list(b">]"))]
+        likely = likely[np.isin(first, list(b"<[_\xe2")) & np.isin(last, list(b">]"))]
         found = ((self._tokens[i], i) for i in likely.tolist())
         return {text: i for text, i in found if text in _NAMES}
 

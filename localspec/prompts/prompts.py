@@ -10,12 +10,19 @@ from typing import Any, cast
 from localspec.backends.base import Model
 from localspec.errors import Closed, UsageError
 from localspec.prompts.templates import ChatTemplate
+from localspec.prompts.thinking import N_TAIL, THINK, ThinkingFormat, ThinkingState
 from localspec.system.forking import in_child
-from localspec.values import listed, token_ids
+from localspec.values import listed, shown, token_ids
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Messages | Sequence[int]
 """A text to continue as it is, messages for the chat template, or token ids."""
+
+
+def is_messages(prompt: Prompt) -> bool:
+    """Whether a prompt is messages, rather than a text or token ids."""
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+    return is_list and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 class PromptEncoder:
@@ -27,12 +34,17 @@ class PromptEncoder:
     Args:
         model: the target.
         template: its chat template.
+
+    Attributes:
+        vocab: the target's vocabulary.
+        thinking: how the model marks what it thinks before it answers; None where it is not known to think.
     """
 
     def __init__(self, model: Model, template: ChatTemplate) -> None:
         self.template = template
+        self.thinking = ThinkingFormat.found(template.source, model)
         self._model = model
-        self._vocab = model.vocab
+        self.vocab = model.vocab
         self._open = True
         self._in_use = threading.RLock()
         in_child(self, PromptEncoder._renounce)
@@ -54,12 +66,19 @@ class PromptEncoder:
     def detokenize(self, tokens: Sequence[int]) -> str:
         """The text that tokens stand for; bytes that are not valid UTF-8 become U+FFFD."""
         ids = token_ids("tokens", tokens)
-        return b"".join(map(self._vocab.token_bytes, ids)).decode("utf-8", "replace")
+        return b"".join(map(self.vocab.token_bytes, ids)).decode("utf-8", "replace")
 
     def encode(
-        self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True
+        self,
+        prompt: Prompt,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        think: str = "auto",
     ) -> list[int]:
         """Token ids of a prompt: messages through the chat template, a string as it is, ids unchanged.
+
+        ``think``: of ``thinking.THINK``; with ``off`` a block that the template opens is closed again.
 
         Raises:
             UsageError: the messages are not messages, or the ids are not the model's.
@@ -76,14 +95,36 @@ class PromptEncoder:
             return self.ids("the prompt", parts)
         messages = cast(Messages, parts)
         tokens: list[int] = []
+        self.checked_think(think)
+        switches = {} if self.thinking is None else self.thinking.switches(think)
         with self._in_use:
             for text, parse_special in self.template.render_segments(
-                messages, add_generation_prompt=add_generation_prompt, tools=tools
+                messages, add_generation_prompt=add_generation_prompt, tools=tools, **switches
             ):
                 tokens += self.tokenize(text, parse_special=parse_special)
-        if self._vocab.add_bos and self._vocab.bos is not None and tokens[:1] != [self._vocab.bos]:
-            tokens.insert(0, self._vocab.bos)
+            if think == "off" and add_generation_prompt and self.thinking_state(tokens) == "inside":
+                tokens += self.thinking.forced  # type: ignore[union-attr] # there is a state
+        if self.vocab.add_bos and self.vocab.bos is not None and tokens[:1] != [self.vocab.bos]:
+            tokens.insert(0, self.vocab.bos)
         return tokens
+
+    def thinking_state(self, tokens: Sequence[int]) -> ThinkingState | None:
+        """Where a prompt leaves the model; None where it is not known to think."""
+        if self.thinking is None:
+            return None
+        return self.thinking.state("".join(map(self.vocab.display, tokens[-N_TAIL:])))
+
+    def checked_think(self, think: str) -> str:
+        """Whether, or how much, to think.
+
+        Raises:
+            UsageError: no such word, or the model is not known to think.
+        """
+        if think not in THINK:
+            raise UsageError(f"think must be one of {', '.join(THINK)}, not {shown(think)}")
+        if self.thinking is None and think not in ("auto", "off"):
+            raise UsageError(f"{self._model.path.name} is not known to think before it answers: leave think out")
+        return think
 
     def ids(self, what: str, text: str | Iterable[int]) -> list[int]:
         """A text, or ids that the model takes, as ids.
@@ -96,7 +137,7 @@ class PromptEncoder:
     def token_text(self, token: int) -> str:
         """A token on its own, for display."""
         (token,) = token_ids("the token", [token])
-        return self._vocab.display(token)
+        return self.vocab.display(token)
 
     def close(self) -> None:
         """Wait for a tokenisation under way, and refuse later ones."""

@@ -27,6 +27,9 @@ CHATML = (
 )
 
 _ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""What templates call the thinking of an answer; the first that one knows is used."""
+
 _MARK_OPEN, _MARK_CLOSE = "\ue0f0", "\ue0f1"
 
 
@@ -52,6 +55,7 @@ class ChatTemplate:
         self._guard = _Guard(special_texts)
         self._template: SandboxedTemplate | None = None
         self._wants_parts: bool | None = None
+        self._thought = next((name for name in _THOUGHTS if re.search(rf"""[.'"]{name}\b""", self.source)), None)
         self._lock = threading.Lock()
         in_child(self, ChatTemplate._renounce)
 
@@ -89,6 +93,8 @@ class ChatTemplate:
 
         Args:
             messages: mappings with ``role`` and ``content`` (a string, or a list of ``{"type": "text", "text": …}``).
+                An answer's ``reasoning_content`` is given to templates that know it, or know it by another name: they
+                say which of it the model sees again.
             add_generation_prompt: end with the beginning of the assistant's turn.
             tools: JSON schemas of functions, for templates that know tools.
             extra: further variables of the template.
@@ -97,12 +103,19 @@ class ChatTemplate:
             UsageError: the messages are malformed.
             TemplateError: the template failed, refused the messages, or would not end.
         """
-        checked = checked_messages(messages)
+        checked = [self._with_thought(message) for message in checked_messages(messages)]
         variables = {"add_generation_prompt": add_generation_prompt, "tools": tools} | extra
         mark = f"{_MARK_OPEN}{secrets.randbelow(10**18):018}{_MARK_CLOSE}"
         marked = [self._guard.mark(message, mark) for message in checked]
         text = self._render(marked, self._guard.mark(variables, mark))
         return self._guard.cut(text, mark)
+
+    def _with_thought(self, message: dict[str, Any]) -> dict[str, Any]:
+        thought = message.get("reasoning_content")
+        # gpt-oss's template refuses a call that has both.
+        if not thought or self._thought is None or (message.get("tool_calls") and message["content"]):
+            return message
+        return {self._thought: thought} | message
 
     def _renounce(self) -> None:
         """In a forked child: the lock may be held by a thread that only the parent has."""

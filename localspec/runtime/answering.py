@@ -7,14 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from localspec.errors import Cancelled, PromptTooLong, UsageError
-from localspec.prompts.prompts import Prompt, PromptEncoder
+from localspec.prompts.prompts import Prompt, PromptEncoder, is_messages
 from localspec.runtime.arguments import DraftLength, checked_length, checked_params, drafter_names
 from localspec.runtime.jobs import Job
 from localspec.runtime.pair import Pair
 from localspec.runtime.stream import Reply
 from localspec.sampling.logprobs import ScoredToken, checked_top, token_logprobs
 from localspec.sampling.sampling import SamplingParams
+from localspec.sampling.structured.request import grammar_of
 from localspec.spec_decode.rounds import EmittedToken, FinishReason, SpecStats
+from localspec.spec_decode.thinking import ThinkingReader
+from localspec.values import checked_whole
 
 SCORING_CHUNK = 64
 """Tokens scored in one pass; a row of logits each, up to a megabyte for the largest vocabularies."""
@@ -31,6 +34,9 @@ class AnswerRequest:
         n_logprobs: alternatives to name for every token; None names none and judges none.
         model_name: what the reply calls the target.
         drafters, prediction: see ``Pair.drafters_for``.
+        keep_tokens: see ``Pair.rounds``.
+        think: ``auto``, ``on``, ``off`` or an effort, see ``prompts.thinking``; None: only messages are asked so.
+        thinking_budget: tokens until a thinking block is closed; None is any number.
     """
 
     prompt: Prompt | Callable[[], Prompt]
@@ -40,6 +46,9 @@ class AnswerRequest:
     model_name: str
     drafters: Sequence[str] | None = None
     prediction: Sequence[int] = ()
+    keep_tokens: int | None = None
+    think: str | None = None
+    thinking_budget: int | None = None
 
     @classmethod
     def checked(
@@ -55,6 +64,9 @@ class AnswerRequest:
         logprobs: int | None = None,
         drafters: Sequence[str] | None = None,
         prediction: str | Sequence[int] | None = None,
+        keep_tokens: int | None = None,
+        think: str | None = None,
+        thinking_budget: int | None = None,
     ) -> AnswerRequest:
         """A request of the options that ``Asking.rounds`` explains.
 
@@ -70,7 +82,29 @@ class AnswerRequest:
             model_name,
             drafter_names(drafters),
             encoder.ids("prediction", () if prediction is None else prediction),
+            None if keep_tokens is None else checked_whole("keep_tokens", keep_tokens, 0),
+            None if think is None else encoder.checked_think(think),
+            None if thinking_budget is None else checked_whole("thinking_budget", thinking_budget, 0),
         )
+
+    def read(self, encoder: PromptEncoder) -> tuple[list[int], ThinkingReader | None]:
+        """The prompt's tokens, and what tells thinking and answer apart; None where the model is not known to think.
+
+        Raises:
+            UsageError, TemplateError: the prompt cannot be.
+        """
+        prompt = self.prompt() if callable(self.prompt) else self.prompt
+        think = self.think or "auto"
+        if grammar_of(self.params.response_format, self.params.grammar) is not None:
+            if think not in ("auto", "off"):
+                raise UsageError("an answer in a given form begins at once: leave out response_format, or think")
+            think = "off"
+        tokens = encoder.encode(prompt, think=think)
+        if encoder.thinking is None or (self.think is None and not is_messages(prompt)):
+            return tokens, None
+        state = encoder.thinking_state(tokens)
+        budget = 0 if think == "off" else self.thinking_budget
+        return tokens, ThinkingReader(encoder.thinking, inside=state == "inside", over=state == "over", budget=budget)
 
     def never_ran(self, job: Job, pair: Pair) -> Reply:
         """The reply to a request that was cancelled, or too late, while it waited."""
@@ -96,9 +130,10 @@ def answer(request: AnswerRequest, pair: Pair, encoder: PromptEncoder, job: Job)
     waited = time.monotonic() - job.submitted
     started = time.perf_counter()
     stats = SpecStats()
-    tokens = encoder.encode(request.prompt() if callable(request.prompt) else request.prompt)
+    tokens, thinking = request.read(encoder)
     stats.prompt_tokens = len(tokens)
     text: list[str] = []
+    thoughts: list[str] = []
     emitted: list[EmittedToken] = []
     widths: list[int] = []
     finish: FinishReason = "cancelled"
@@ -116,14 +151,17 @@ def answer(request: AnswerRequest, pair: Pair, encoder: PromptEncoder, job: Job)
         n_logprobs=request.n_logprobs,
         drafters=request.drafters,
         prediction=request.prediction,
+        keep_tokens=request.keep_tokens,
+        thinking=thinking,
     ):
         if stats.time_to_first_token_s is None:
             stats.time_to_first_token_s = time.perf_counter() - started
         stats.add(round_)
         text.append(round_.text)
+        thoughts.append(round_.thinking)
         emitted += round_.emitted
         if round_.emitted:
-            widths.append(len(round_.draft) + 1)
+            widths.append(round_.width)
         finish = round_.finish_reason or finish
         job.give(round_)
     if widths:
@@ -142,6 +180,7 @@ def answer(request: AnswerRequest, pair: Pair, encoder: PromptEncoder, job: Job)
         tokens=emitted,
         explanation=pair.explain(request.draft_length),
         seconds_waited=waited,
+        thinking="".join(thoughts),
     )
 
 

@@ -11,18 +11,22 @@ from typing import Any
 
 from localspec.controllers.fixed import FixedController
 from localspec.errors import UsageError
+from localspec.prompts.thinking import THINK as THINK  # for those above who may not look into prompts
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.drafters.free import FREE_DRAFTERS
-from localspec.spec_decode.drafters.names import EARLY_EXIT, HEAD
+from localspec.spec_decode.drafters.names import AUTOMATIC, CORPUS, EARLY_EXIT, HEAD, is_corpus
 from localspec.values import is_whole, listed, shown
 
 DraftLength = int | str
 """``auto``, or a number of tokens."""
 
-WORDS = ("auto", "none", *FREE_DRAFTERS, HEAD, EARLY_EXIT)
+WORDS = ("auto", "none", *FREE_DRAFTERS, HEAD, EARLY_EXIT, CORPUS)
 """What stands for a draft and is no model."""
 
 MAX_LAYERS = 9999
+
+MAX_CORPORA = 8
+"""Each is searched apart: some 20 µs for a draft token."""
 
 Spec = str | os.PathLike[str]
 """A model: a catalogue name, a path or a hub address."""
@@ -37,28 +41,45 @@ def checked_spec(name: str, value: Any) -> str:
 
 
 def draft_specs(draft: Spec | Iterable[Spec] | None) -> list[str]:
-    """The ``draft`` argument, or what ``--draft`` was given: ``["auto"]``, or names of drafters, each once."""
+    """The ``draft`` argument, or what ``--draft`` was given: names of drafters, each once; ``auto`` the first of all.
+
+    Beside ``auto`` there are only corpora.
+    """
     if draft is None:
         return []
     several = listed(draft)
     specs = [checked_spec("draft", each) for each in ([draft] if several is None else several)]
-    for kind in (HEAD, EARLY_EXIT):
-        if len({name for name in specs if name.partition(":")[0] == kind}) > 1:
-            raise UsageError(f"--draft {kind} can be named once")
-    if len(specs) > 1 and {"auto", "none"} & set(specs):
-        raise UsageError("--draft auto and --draft none stand alone; several drafters are named one by one")
+    if len({name for name in specs if name.partition(":")[0] == EARLY_EXIT}) > 1:
+        raise UsageError(f"--draft {EARLY_EXIT} can be named once")
+    others = [name for name in specs if not is_corpus(name)]
+    if (len(others) > 1 and {"auto", "none"} & set(others)) or (len(specs) > 1 and "none" in specs):
+        raise UsageError(
+            "--draft auto and --draft none stand alone (auto goes with corpus:PATH); "
+            "several drafters are named one by one"
+        )
+    specs.sort(key=is_corpus)
     for name in specs:
         _check_parts(name)
         close = get_close_matches(name, WORDS, n=1) if name.isalpha() and name not in WORDS else []
         if close:
             raise UsageError(f"no draft {name!r}: did you mean {close[0]}?")
-    return [] if specs == ["none"] else list(dict.fromkeys(specs))
+    specs = list(dict.fromkeys(specs))
+    if sum(map(is_corpus, specs)) > MAX_CORPORA:
+        raise UsageError(f"--draft corpus:PATH can be named {MAX_CORPORA} times; name a folder that holds the others")
+    return [] if specs == ["none"] else specs
+
+
+def with_free(specs: list[str]) -> list[str]:
+    """The drafters that were named, and where no free ones were, n-grams too: they cost nothing."""
+    return [*AUTOMATIC, *specs] if specs and not set(specs) & {"auto", *FREE_DRAFTERS} else specs
 
 
 def _check_parts(name: str) -> None:
     kind, colon, rest = name.partition(":")
     if kind == EARLY_EXIT and colon and not (rest.isascii() and rest.isdigit() and 0 < int(rest[:5]) <= MAX_LAYERS):
         raise UsageError(f"--draft {EARLY_EXIT}:N takes a number of layers in 1..{MAX_LAYERS}, not {shown(rest)}")
+    if kind == CORPUS and not rest:
+        raise UsageError(f"--draft {CORPUS}:PATH takes a file or a folder, or {CORPUS}:chats for the saved chats")
     if kind == HEAD and colon and not rest:
         raise UsageError(f"--draft {HEAD}:FILE names a head file; {HEAD} alone takes the one for the model")
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
 
+from localspec.prompts.infill import FILL_TOKENS, ContextFiles, FillPrompt
 from localspec.prompts.prompts import Prompt
+from localspec.runtime.arguments import checked_params
 from localspec.runtime.stream import AsyncRoundStream, Reply, RoundStream, Submit
 from localspec.sampling.logprobs import ScoredToken
 from localspec.sampling.sampling import SamplingParams
@@ -41,12 +44,20 @@ class Asking(ABC, Generic[Question]):
             draft_length: overrides the LLM's ``draft_length`` for this request.
             drafters: which of the LLM's ``draft_names`` take part in this request; None is all.
             prediction: a text that the answer is likely to repeat, such as the file to be edited: n-grams copy from it.
+            think: ``on`` or ``off``, where the model's chat template has a switch for it or the model marks what it
+                thinks; ``low``, ``medium``, ``high`` where it takes an effort. None, or ``auto``, is the template's own
+                way. In an answer to messages ``Round.thinking`` is then apart from ``Round.text``; of a text or token
+                ids nothing is told apart unless ``think`` is given.
+            thinking_budget: tokens after which a thinking block that is still open is closed for the model, so that it
+                answers; None is any number.
             deadline: seconds from now, waiting included, after which the request ends as if it had been closed: within
                 a round, ``finish_reason`` ``cancelled`` by ``deadline``. One that is late in the queue never runs.
             conversation: anything hashable. Requests of one conversation run in order; conversations take turns. None
                 is a conversation of its own. (A ``Session`` is one already.)
             logprobs: judge every token of the answer: ``EmittedToken.logprobs`` holds its log-probability, and those of
                 this many most probable tokens (0 to 20). From the target's raw logits, see ``sampling.logprobs``.
+            keep_tokens: how much of the prompt's beginning is worth keeping in memory when the answer is there, for the
+                next prompt to go on from; None is all of it, and the answer.
 
         Raises:
             QueueFull: ``max_queue`` requests are waiting.
@@ -123,6 +134,84 @@ class AskingModel(Asking[Prompt]):
         """As ``generate``, for asyncio."""
         async with self.arounds(text, params, **options) as rounds:
             return await rounds.reply()
+
+    @abstractmethod
+    def fill_prompt(
+        self,
+        prefix: str,
+        suffix: str = "",
+        context_files: ContextFiles = (),
+        *,
+        name: str | None = None,
+        max_tokens: int | None = None,
+    ) -> FillPrompt:
+        """See ``Tokenizing``."""
+
+    def fill(
+        self,
+        prefix: str,
+        suffix: str = "",
+        params: SamplingParams | None = None,
+        *,
+        context_files: ContextFiles = (),
+        name: str | None = None,
+        single_line: bool = False,
+        **options: Any,
+    ) -> Reply:
+        """Fill in what stands between two texts: completion at a cursor. For models with fill-in-the-middle tokens.
+
+        What stands before the cursor stays in memory, so that the next request for the same place in the same files
+        reads only what was typed since, and the suffix.
+
+        >>> llm.fill("def area(r):\\n    return ", "\\n\\nprint(area(2))\\n", single_line=True).text
+
+        Args:
+            prefix: the text before the cursor.
+            suffix: the text behind it.
+            params: sampling parameters; None is greedy, at most 128 tokens.
+            context_files: names and texts of other files (a mapping, or pairs), the most relevant last; where there is
+                no room for all, the first are left out.
+            name: of the file with the cursor.
+            single_line: end before the next line break.
+            options: as in ``rounds``.
+
+        Raises:
+            UsageError: the model has no fill-in-the-middle tokens, or there is no text at all.
+            QueueFull, Closed: as in ``rounds``.
+        """
+        prompt, params = self._fill(prefix, suffix, params, context_files, name, single_line)
+        with self.rounds(prompt.tokens, params, **{"keep_tokens": prompt.n_before} | options) as rounds:
+            return rounds.reply
+
+    async def afill(
+        self,
+        prefix: str,
+        suffix: str = "",
+        params: SamplingParams | None = None,
+        *,
+        context_files: ContextFiles = (),
+        name: str | None = None,
+        single_line: bool = False,
+        **options: Any,
+    ) -> Reply:
+        """As ``fill``, for asyncio; cancelling the task, as when something else was typed, stops the engine."""
+        prompt, params = self._fill(prefix, suffix, params, context_files, name, single_line)
+        async with self.arounds(prompt.tokens, params, **{"keep_tokens": prompt.n_before} | options) as rounds:
+            return await rounds.reply()
+
+    def _fill(
+        self,
+        prefix: str,
+        suffix: str,
+        params: SamplingParams | None,
+        files: ContextFiles,
+        name: str | None,
+        single_line: bool,
+    ) -> tuple[FillPrompt, SamplingParams]:
+        params = checked_params(params) if params is not None else SamplingParams(max_tokens=FILL_TOKENS)
+        if single_line:
+            params = replace(params, stop=[*params.stop, "\n"])
+        return self.fill_prompt(prefix, suffix, files, name=name, max_tokens=params.max_tokens), params
 
     def logprobs(
         self,

@@ -15,14 +15,26 @@ from localspec.controllers.passes import WHOLE, EarlyExits, HeadPasses, PassKind
 from localspec.errors import EngineError, LocalspecError, UsageError, VocabularyMismatch
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.exit_head import exit_head
+from localspec.runtime.corpora import open_corpus
 from localspec.runtime.learned import keep, recall
 from localspec.runtime.model_loading import Loader, Report
 from localspec.runtime.state import DecodingState, DraftModel, taps_of
 from localspec.spec_decode.drafters.base import Drafter
+from localspec.spec_decode.drafters.corpus import CorpusDrafter
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.free import FREE_DRAFTERS
-from localspec.spec_decode.drafters.names import AUTOMATIC, EARLY_EXIT, HEAD, is_same_file, names_of_files
+from localspec.spec_decode.drafters.names import (
+    AUTOMATIC,
+    CORPUS,
+    EARLY_EXIT,
+    HEAD,
+    is_corpus,
+    kind_of,
+    names_of_files,
+    source_of,
+)
 from localspec.spec_decode.drafters.parallel import HEAD_DRAFTERS
+from localspec.system.files import is_same_file
 from localspec.system.home import home
 
 EXIT_SHARE = 0.25
@@ -64,11 +76,14 @@ class DraftMaker:
         before.acceptance.save()
         if self.loader.options.remember:
             keep(before)
-        free, models = self._automatic() if names == ["auto"] else self._drafters(names)
+        named = [name for name in names if not is_corpus(name)]
+        is_automatic = named == ["auto"]
+        free, models = self._automatic() if is_automatic else self._drafters(named)
+        free += self._corpora([name for name in names if is_corpus(name)])
         try:
             context = self._context_for([*free, *(draft.drafter for draft in models)])
         except LocalspecError as error:
-            if names != ["auto"] or not any(draft.drafter.taps for draft in models):
+            if not is_automatic or not any(draft.drafter.taps for draft in models):
                 raise
             self._go_without(error)
             for draft in models:
@@ -110,6 +125,14 @@ class DraftMaker:
             recall(drafter, self.before.target.path)
         return drafter
 
+    def _corpora(self, names: Sequence[str]) -> Sequence[Drafter]:
+        drafters: list[CorpusDrafter] = []
+        for name in names:
+            index = open_corpus(name.partition(":")[2], self.before.target, self.loader, self.report)
+            if all(index.folder != other.index.folder for other in drafters):
+                drafters.append(CorpusDrafter(index, source_of(CORPUS, len(drafters)), name))
+        return drafters
+
     def _go_without(self, error: LocalspecError) -> None:
         self.loader.warnings.append(f"{error}; drafting without it")
 
@@ -117,17 +140,22 @@ class DraftMaker:
         """What a name stands for; nothing if it is one of the others under another name."""
         kind, _, rest = name.partition(":")
         if kind == HEAD:
-            return [self._head(HEAD, f"{HEAD}:{path}", path) for path in [self._head_file(rest)]]
+            path = self._head_file(rest)
+            heads = [each for each in others if kind_of(each.source) == HEAD]
+            if any(is_same_file(path, each.path) for each in heads):
+                return []
+            source = source_of(HEAD, len(heads))
+            return [self._head(source, source, f"{HEAD}:{path}", path)]
         if kind == EARLY_EXIT:
             target = self.before.target
             n_layers = int(rest) if rest else max(1, round(EXIT_SHARE * target.n_layers))
             name = f"{EARLY_EXIT}:{n_layers}"
-            return [self._head(name, name, exit_head(target.path, target_facts(target.path), n_layers))]
+            return [self._head(EARLY_EXIT, name, name, exit_head(target.path, target_facts(target.path), n_layers))]
         path = Catalog.load().resolve(name)
         draft_models = [each for each in others if each.drafter.reads_text]
         if any(is_same_file(path, each.path) for each in draft_models):
             return []
-        return [self._draft_model(path, f"model{len(draft_models) + 1}" if draft_models else "model")]
+        return [self._draft_model(path, source_of("model", len(draft_models)))]
 
     def _head_file(self, named: str) -> Path:
         if named:
@@ -147,9 +175,9 @@ class DraftMaker:
         drafter = DraftModelDrafter(context, source)
         return self._loaded("", str(path), path, model, context, drafter, WHOLE, model.close)
 
-    def _head(self, name: str, spec: str, path: Path) -> DraftModel:
+    def _head(self, source: str, name: str, spec: str, path: Path) -> DraftModel:
         known = self._known(path, reads_text=False)
-        if known is not None:
+        if known is not None and known.source == source:
             return replace(known, drafter=known.drafter.clone(known.context))
         target = self.before.target
         head = self.loader.load_head(path, target, self.report)
@@ -161,7 +189,7 @@ class DraftMaker:
         passes: PassKind = HeadPasses(context.hidden)
         if head.kind == "exit":
             passes = EarlyExits(target, head.taps[0], context)
-        drafter = HEAD_DRAFTERS[head.kind](head, context)
+        drafter = HEAD_DRAFTERS[head.kind](head, context, source)
         return self._loaded(name, spec, path, head.model, context, drafter, passes, head.close)
 
     def _known(self, path: Path, *, reads_text: bool) -> DraftModel | None:
@@ -208,7 +236,7 @@ class DraftMaker:
     def _acceptance_of(self, free: Sequence[Drafter], models: Sequence[DraftModel]) -> AcceptanceStore:
         """What earlier runs learned of these drafters for this target."""
         files, names = [fingerprint(draft.path) for draft in models], [draft.name for draft in models]
-        drafters = " ".join([*files, *(drafter.source for drafter in free), *names])
+        drafters = " ".join([*files, *(drafter.name for drafter in free), *names])
         key = {"target": fingerprint(self.before.target.path), "drafters": drafters}
         return AcceptanceStore(home() / "acceptance" if self.loader.options.remember else None, key)
 

@@ -13,6 +13,7 @@ from localspec.controllers.acceptance_store import AcceptanceStore
 from localspec.controllers.auto_controller import MAX_DRAFT, AutoController
 from localspec.controllers.calibration import curve_key, curves
 from localspec.controllers.cost_model import PassTimes
+from localspec.controllers.estimates import Tables
 from localspec.controllers.fixed import FixedController
 from localspec.errors import Cancelled, EngineMismatch, UsageError
 from localspec.runtime.arguments import DraftLength
@@ -21,7 +22,7 @@ from localspec.runtime.learned import keep
 from localspec.runtime.load_options import LoadOptions
 from localspec.runtime.model_loading import Loader, Report
 from localspec.runtime.prefix_cache import PrefixCache
-from localspec.runtime.preparation import Preparation, ask_another_engine, prepare_draft, prepare_times
+from localspec.runtime.preparation import Preparation, ask_another_engine, prepare_draft, prepare_free, prepare_times
 from localspec.runtime.state import DecodingState, DraftModel
 from localspec.sampling.sampling import SamplingParams
 from localspec.sampling.structured.constraint import constraint_for
@@ -33,6 +34,7 @@ from localspec.spec_decode.drafters.grammar import GrammarDrafter
 from localspec.spec_decode.drafters.names import NGRAM
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.rounds import Round
+from localspec.spec_decode.thinking import ThinkingReader
 from localspec.system.heap import trim_heap
 
 log = logging.getLogger("localspec")
@@ -130,6 +132,11 @@ class Pair:
         names = state.names
         return [names[drafter.source] for drafter in state.drafters if not drafter.failed]
 
+    @property
+    def draft_specs(self) -> list[str]:
+        """What ``set_draft`` takes to load the drafters in use."""
+        return [*(drafter.name for drafter in self.state.free), *(draft.spec for draft in self.state.models)]
+
     def set_draft(self, names: Sequence[str], report: Report, *, renew: DraftModel | None = None) -> None:
         """Replace the drafters; on an error the ones in use stay.
 
@@ -142,7 +149,7 @@ class Pair:
             VocabularyMismatch: a draft model numbers its tokens differently.
             UnknownModel, ModelFileError, EngineError: as when loading a model.
         """
-        self.preparation.drop("draft curve", "draft check", "draft copy")
+        self.preparation.drop("corpus", "draft curve", "draft check", "draft copy")
         before = self.state
         with ExitStack() as undo:
             after = DraftMaker(self.loader, before, report, undo, renew).state(names)
@@ -159,6 +166,7 @@ class Pair:
         if self.options.idle:
             for draft in after.models:
                 prepare_draft(self, draft)
+            prepare_free(self, after.free)
 
     def reload_drafts(self, report: Report, *, drop: DraftModel | None = None, renew: DraftModel | None = None) -> None:
         """Load the drafters anew that are in use, but for a draft model that is dropped.
@@ -168,8 +176,8 @@ class Pair:
             drop: drafts no more.
             renew: is read again from its file, as it is known now which copy of it drafts faster.
         """
-        specs = [draft.spec for draft in self.state.models if draft is not drop]
-        self.set_draft([*(drafter.source for drafter in self.state.free), *specs], report, renew=renew)
+        dropped = "" if drop is None else drop.spec
+        self.set_draft([spec for spec in self.draft_specs if spec != dropped], report, renew=renew)
 
     def recalibrate(self, report: Report) -> None:
         """Measure the passes of target and draft models anew; what is broken off is measured at the next load."""
@@ -198,6 +206,7 @@ class Pair:
         drafters: Sequence[Drafter] | None = None,
         *,
         predicted: bool = False,
+        thinks: bool = False,
     ) -> Controller:
         """A controller for one request: ``auto``, or a fixed number of tokens (0: plain).
 
@@ -206,6 +215,7 @@ class Pair:
             params: the request's.
             drafters: those that take part; None is all.
             predicted: whether the answer is likely to repeat a text that came with the request.
+            thinks: whether the model is known to think before it answers.
         """
         state = self.state
         drafters = [each for each in state.drafters if not each.failed] if drafters is None else drafters
@@ -214,10 +224,21 @@ class Pair:
         params = params or SamplingParams()
         times = {draft.source: draft.times for draft in state.models}
 
-        def table(drafter: Drafter, *, sampled: bool = False) -> SourceAcceptance:
-            is_copy = not drafter.runs_model
+        def table(drafter: Drafter, *, sampled: bool, thinks: bool) -> SourceAcceptance:
             return state.acceptance.source(
-                params, drafter.source, copies=is_copy, sampled=sampled, reads_target=drafter.reads_target
+                params,
+                drafter.source,
+                copies=not drafter.runs_model,
+                sampled=sampled,
+                reads_target=drafter.reads_target,
+                thinks=thinks,
+                rate=drafter.rate,
+            )
+
+        def tables(*, thinks: bool) -> Tables:
+            return (
+                {drafter.source: table(drafter, sampled=False, thinks=thinks) for drafter in drafters},
+                {each.source: table(each, sampled=True, thinks=thinks) for each in drafters if each.runs_model},
             )
 
         # What longer copies gain where text repeats itself is less than they would cost all text after it.
@@ -225,11 +246,11 @@ class Pair:
         return AutoController(
             self.times,
             {drafter.source: times[drafter.source] for drafter in drafters if drafter.runs_model},
-            {drafter.source: table(drafter) for drafter in drafters},
-            {drafter.source: table(drafter, sampled=True) for drafter in drafters if drafter.runs_model},
+            *tables(thinks=False),
             longest,
             state.acceptance.budget,
             predicted=predicted,
+            thinking=tables(thinks=True) if thinks else None,
         )
 
     def explain(self, draft_length: DraftLength) -> str:
@@ -249,23 +270,31 @@ class Pair:
         n_logprobs: int | None = None,
         drafters: Sequence[str] | None = None,
         prediction: Sequence[int] = (),
+        keep_tokens: int | None = None,
+        thinking: ThinkingReader | None = None,
     ) -> Iterator[Round]:
         """Prefill and decode; see ``SpeculativeDecoder``. ``on_prefilled`` gets the number of cached prompt tokens.
 
         ``cancelled`` is also asked inside of long passes, such as a draft model's first reading of a prompt.
-        ``drafters`` and ``prediction``: see ``drafters_for``.
+        ``drafters`` and ``prediction``: see ``drafters_for``. ``keep_tokens``: all but so many tokens of the prompt's
+        beginning are dropped from memory afterwards; None keeps all, answer included.
+        ``thinking``: see ``TextAssembler``.
         """
         self._check_not_refused()
         chosen = self.drafters_for(drafters, prediction)
         constraint = constraint_for(params, self.target.vocab)
         if constraint is not None and chosen:
             chosen = [GrammarDrafter(constraint, self.target.tokenize), *chosen]
-        controller = self.controller(draft_length, params, chosen, predicted=bool(prediction))
+        controller = self.controller(
+            draft_length, params, chosen, predicted=bool(prediction), thinks=thinking is not None
+        )
         self._last = draft_length, controller
+        if self.options.idle:
+            prepare_free(self, chosen)
         chosen = [drafter for drafter in chosen if controller.may_use(drafter.source)]
         decoder = SpeculativeDecoder(self.context, chosen, controller, self._lost)
         conversation = self.conversation = list(prompt)
-        text = TextAssembler(self.target.vocab, params.stop)
+        text = TextAssembler(self.target.vocab, params.stop, thinking)
         n_rounds, ended = 0, False
         # A pass that is broken off leaves every context with what its `tokens` says.
         with self._working_on(conversation, chosen, cancelled), suppress(Cancelled):
@@ -282,6 +311,10 @@ class Pair:
             spans = text.finish()
             if spans or text.stopped:
                 yield Round.of_rest(n_rounds, spans, "stop" if text.stopped else "cancelled")
+        if keep_tokens is not None:
+            self.conversation = list(prompt[:keep_tokens])
+            for context in (self.context, *(each.context for each in chosen if each.context and each.reads_text)):
+                self.prefix_cache.cut(context, self.conversation)
 
     @contextmanager
     def _working_on(

@@ -146,6 +146,15 @@ class PrefixCache:
         self.n_bytes += state.n_bytes
         self.stored += 1
 
+    def cut(self, context: Context, beginning: Sequence[int]) -> None:
+        """Have a context hold no more of its conversation than the beginning, where that costs nothing.
+
+        What is cut off will not be copied out when the next prompt goes on differently.
+        """
+        if _can_be_cut(context):
+            context.reuse(beginning)
+            self._drafted.pop(context, None)
+
     def export(self, context: Context, tokens: Sequence[int]) -> tuple[list[int], ContextState] | None:
         """What is known of a conversation, and nothing of any other.
 

@@ -7,8 +7,9 @@ is work in steps; a request that comes waits for one step at most, and finds wha
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,12 +28,13 @@ if TYPE_CHECKING:
     from localspec.backends.base import Context
     from localspec.runtime.pair import Pair
     from localspec.runtime.state import DraftModel
+    from localspec.spec_decode.drafters.base import Drafter
 
 log = logging.getLogger("localspec")
 
 Work = Callable[[Stopped], Steps[None]]
 
-ORDER = ("draft", "target curve", "draft curve", "draft check", "other engine", "draft copy")
+ORDER = ("draft", "target curve", "draft curve", "draft check", "corpus", "other engine", "draft copy")
 """What is done first: what brings most, and quickly."""
 
 
@@ -141,6 +143,24 @@ def prepare_draft(pair: Pair, draft: DraftModel) -> None:
                 pair.reload_drafts(report, renew=draft)
 
         pair.preparation.add("draft copy", choosing)
+
+
+def prepare_free(pair: Pair, drafters: Sequence[Drafter]) -> None:
+    """Queue what drafters have to do that cost nothing, such as reading files that changed."""
+    for drafter in drafters:
+        steps = drafter.idle_work()
+        if steps is not None:
+            pair.preparation.add("corpus", partial(_telling, pair, steps))
+
+
+def _telling(pair: Pair, steps: Steps[str], stopped: Stopped) -> Steps[None]:
+    """The same steps; what they have to say, or why they ended early, is for the user to see, once."""
+    try:
+        remark = yield from steps
+    except LocalspecError as error:
+        remark = str(error)
+    if remark and remark not in pair.warnings:
+        pair.warnings.append(remark)
 
 
 def ask_another_engine(pair: Pair, path: Path) -> None:

@@ -31,19 +31,26 @@ class ReadAhead:
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
         self._expected: Sequence[int] = ()
+        self._instead_of: Sequence[int] | None = None
 
-    def expect(self, tokens: Sequence[int]) -> None:
+    def expect(self, tokens: Sequence[int], *, anew: bool = False) -> None:
         """What the next prompt will begin with, for target and draft models to read; from any thread.
 
         It is forgotten when another conversation is answered first.
+
+        Args:
+            tokens: how the prompt will begin.
+            anew: it need not go on with the present conversation.
         """
+        self._instead_of = self._pair.conversation if anew else None
         self._expected = tuple(tokens)
 
     def __call__(self, stopped: Stopped) -> bool:
         """One pass of one model. Returns whether there is more to read."""
         pair = self._pair
         expected = self._expected
-        if expected and not _continues(expected, pair.conversation):
+        present = pair.conversation
+        if expected and present is not self._instead_of and not _continues(expected, present):
             expected = self._expected = ()
         work: list[tuple[Context, Sequence[int], int]] = [(pair.context, expected, TARGET_PIECE)]
         work += [(context, expected or pair.conversation, DRAFT_PIECE) for context in pair.useful_drafts()]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from localspec.backends.base import Context, ContextState, Model
 from localspec.backends.trust import fingerprint
 from localspec.errors import EngineError
-from localspec.runtime.pair import Pair
 from localspec.system.home import printable
+
+if TYPE_CHECKING:
+    from localspec.runtime.pair import Pair
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ class DecodingState:
     @property
     def names(self) -> dict[str, str]:
         """Source -> what people call the drafter."""
-        return {drafter.source: drafter.source for drafter in self.free} | {
+        return {drafter.source: drafter.name for drafter in self.free} | {
             draft.source: draft.name for draft in self.models
         }
 

@@ -19,7 +19,7 @@ class Reply:
     """A finished answer.
 
     Attributes:
-        text: verified text only; without the stop string that ended it, if one did.
+        text: verified text of the answer only; without the stop string that ended it, if one did.
         token_ids: its tokens, an end token included.
         finish_reason: ``stop`` (end token or stop string), ``length`` (budget or context), or ``cancelled``.
         stats: see ``SpecStats``.
@@ -28,6 +28,7 @@ class Reply:
         tokens: the tokens with their kinds, sources and, where asked for, log-probabilities.
         explanation: one sentence of the controller: why it drafted as it did.
         seconds_waited: from the call until the engine turned to it.
+        thinking: verified text of what the model thought before, its marks left out; ``text`` has none of it.
     """
 
     text: str
@@ -41,11 +42,13 @@ class Reply:
     tokens: list[EmittedToken] = field(default_factory=list)
     explanation: str = ""
     seconds_waited: float = 0.0
+    thinking: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON object of ``generate --format json``."""
         return {
             "text": self.text,
+            **({"thinking": self.thinking} if self.thinking else {}),
             "token_ids": self.token_ids,
             "finish_reason": self.finish_reason,
             "model": self.model,

@@ -15,6 +15,9 @@ class Controller(ABC):
     def begin(self, params: SamplingParams, n_prompt: int) -> None:  # noqa: B027 - optional hook
         """A new request starts."""
 
+    def enter(self, *, thinks: bool) -> None:  # noqa: B027 - optional hook
+        """What comes next is thinking, or the answer; told before every plan."""
+
     def may_use(self, source: str) -> bool:
         """Whether a drafter may be asked at all, as things stand; if not, it need not keep up with the conversation."""
         return True

@@ -23,6 +23,9 @@ from localspec.spec_decode.verification import Rows, verify
 if TYPE_CHECKING:
     from localspec.sampling.structured.constraint import Constraint
 
+VerifiedToken = tuple[int, TokenKind, str]
+"""Token id, kind and source."""
+
 PREFILL_CHUNK = 128
 """Prompt tokens fed between two looks at the cancel flag: about a second on a slow laptop."""
 
@@ -129,8 +132,15 @@ class SpeculativeDecoder:
         controller.begin(params, len(tokens))
         index, finish = 0, None
         while not finish and not cancelled():
+            if forced := emitter.forced:
+                round_ = self._force(forced, tokens, emitter, index)
+                tokens += [token.id for token in round_.emitted]
+                yield round_
+                index, finish = index + 1, round_.finish_reason
+                continue
             started = time.perf_counter()
-            plan = controller.plan(room=emitter.budget - 1, n_past=target.n_past)
+            controller.enter(thinks=emitter.thinks)
+            plan = controller.plan(room=emitter.room, n_past=target.n_past)
             draft = drafters.draft(tokens, plan, proposer, end_tokens)
             drafted = time.perf_counter()
             forward = target.decode([tokens[-1], *draft.ids])  # logits [k + 1, n_vocab]
@@ -145,7 +155,7 @@ class SpeculativeDecoder:
             drafters.process([tokens[-1], *draft.ids], forward)
             rows = forward.logits.copy() if keeps_rows else forward.logits  # a replay would overwrite them
             target.truncate(len(tokens) + verdict.n_accepted)  # rejected draft tokens leave the target's memory
-            emitted, spans, finish = emitter.emit(draft, verdict, rows)
+            emitted, spans, finish = emitter.emit(_verified(draft, verdict), rows)
             settled = [token.id for token in emitted]
             tokens += settled
             if target.n_past >= len(tokens):  # the answer ended within the draft
@@ -167,6 +177,32 @@ class SpeculativeDecoder:
             yield round_
             index += 1
 
+    def _force(self, forced: Sequence[int], tokens: Sequence[int], emitter: _Emitter, index: int) -> Round:
+        """A round of tokens that nobody chose: target and drafters read them as they read what was accepted."""
+        started = time.perf_counter()
+        read = [tokens[-1], *forced[:-1]]
+        forward = self.target.decode(read)
+        verified = time.perf_counter()
+        self.drafters.process(read, forward)
+        verdict = Verdict(0, forced[-1], "forced")
+        emitted, spans, finish = emitter.emit([(token, "forced", "target") for token in forced], forward.logits)
+        if len(emitted) < len(forced):  # they completed a stop string
+            self.target.truncate(len(tokens) + len(emitted) - 1)
+        self.drafters.accept([token.id for token in emitted])
+        return Round(
+            index=index,
+            draft=Draft(),
+            verdict=verdict,
+            emitted=emitted,
+            ms_draft=0.0,
+            ms_verify=(verified - started) * 1e3,
+            ms_other=(time.perf_counter() - verified) * 1e3,
+            n_past=len(tokens) - 1,
+            spans=spans,
+            reason="the thinking budget was spent, so the block was closed",
+            finish_reason=finish,
+        )
+
 
 @dataclass(slots=True)
 class _Emitter:
@@ -182,12 +218,26 @@ class _Emitter:
     constraint: Constraint | None
     n_logprobs: int | None
 
+    @property
+    def room(self) -> int:
+        """Most tokens that a draft may have: no round may overrun the answer's budget, or that of thinking."""
+        room = self.budget - 1
+        return room if self.text.thinking is None else int(min(room, self.text.thinking.room))
+
+    @property
+    def thinks(self) -> bool:
+        """Whether a thinking block is open."""
+        return self.text.thinking is not None and self.text.thinking.inside
+
+    @property
+    def forced(self) -> list[int]:
+        """The tokens that come next whatever the target says, as many as the answer's budget has room for."""
+        return [] if self.text.thinking is None else self.text.thinking.forced[: self.budget]
+
     def emit(
-        self, draft: Draft, verdict: Verdict, rows: Rows
+        self, verified: Sequence[VerifiedToken], rows: Rows
     ) -> tuple[list[EmittedToken], list[Span], FinishReason | None]:
-        """The accepted draft tokens and the target's own: emitted, the text that may be shown, why the answer ends."""
-        verified: list[tuple[int, TokenKind, str]] = [(t.id, "accepted", t.source) for t in draft[: verdict.n_accepted]]
-        verified.append((verdict.next_token, verdict.kind, "target"))
+        """Verified tokens, each with its row: emitted, the text that may be shown, and why the answer ends."""
         emitted: list[EmittedToken] = []
         spans: list[Span] = []
         for i, (token, kind, source) in enumerate(verified):
@@ -195,11 +245,22 @@ class _Emitter:
             is_end = token in self.end_tokens
             if not is_end:
                 spans += self.text.push(token, kind, source)
-            is_whole = self.constraint.settle(token) if self.constraint else False
+            is_whole = self.constraint.settle(token) if self.constraint and kind != "forced" else False
             logprobs = None if self.n_logprobs is None else token_logprobs(rows[i], token, self.n_logprobs)
-            emitted.append(EmittedToken(token, kind, source, "" if is_end else self.text.token_text, logprobs))
+            text, thinks = ("", False) if is_end else (self.text.token_text, self.text.token_thinks)
+            emitted.append(EmittedToken(token, kind, source, text, logprobs, thinks))
             if is_end or is_whole or self.text.stopped or self.budget <= 0:
                 spans += self.text.finish()
                 # A stop string that was complete, while a longer one might still have come, ends the answer after all.
                 return emitted, spans, "stop" if is_end or is_whole or self.text.stopped else "length"
+            if (
+                kind != "forced" and self.forced
+            ):  # a block that was opened within the draft; what comes after it there is dropped
+                break
         return emitted, spans, None
+
+
+def _verified(draft: Draft, verdict: Verdict) -> list[VerifiedToken]:
+    """The accepted draft tokens and the target's own."""
+    accepted: list[VerifiedToken] = [(token.id, "accepted", token.source) for token in draft[: verdict.n_accepted]]
+    return [*accepted, (verdict.next_token, verdict.kind, "target")]

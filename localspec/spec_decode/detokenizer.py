@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import codecs
-from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
+from localspec.backends.special_tokens import NAMED
+from localspec.spec_decode.held_text import HeldText, Matcher, joined
 from localspec.spec_decode.rounds import Span, TokenKind
+from localspec.spec_decode.thinking import ThinkingReader
 
 
 class TokenBytes(Protocol):
@@ -44,119 +46,91 @@ class TextAssembler:
 
     The answer ends where a stop string first begins in it, however the text was cut into tokens. So text that may still
     become a stop string is held back, and nothing that was released is ever withdrawn. Every character keeps the kind
-    and source of the token that completed it.
+    and source of the token that completed it. Thinking is told apart before: stop strings are of the answer.
 
     Args:
         vocab: the target's vocabulary.
         stop: non-empty strings.
+        thinking: tells thinking and answer apart; None: all text is the answer.
 
     Attributes:
         stopped: a stop string is complete (and none that began earlier can be): nothing more will be released.
         token_text: what the last token added to the text, held back or not.
+        token_thinks: whether the last token belongs to a thinking block, its marks included.
     """
 
-    def __init__(self, vocab: TokenBytes, stop: Sequence[str] = ()) -> None:
+    def __init__(self, vocab: TokenBytes, stop: Sequence[str] = (), thinking: ThinkingReader | None = None) -> None:
         self._detokenizer = Detokenizer(vocab)
-        self._matchers = [_Matcher(text) for text in dict.fromkeys(stop)]
-        self._held: deque[Span] = deque()
-        self._n_read = 0
-        self._n_released = 0
+        self.thinking = thinking
+        self._matchers = [Matcher(text) for text in dict.fromkeys(stop)]
+        self._held = HeldText()
         self._found: int | None = None
         self._last: tuple[TokenKind, str] = ("plain", "target")
         self.stopped = False
         self.token_text = ""
+        self.token_thinks = False
 
     def push(self, token: int, kind: TokenKind, source: str) -> list[Span]:
         """Add a settled token; returns the text that became safe to show."""
-        self.token_text = self._detokenizer.push(token)
         self._last = kind, source
-        return self._read(self.token_text)
+        if self.thinking is None:
+            self.token_text = self._detokenizer.push(token)
+            return self._read(Span(self.token_text, kind, source))
+        was_inside = self.thinking.count()
+        name = self.thinking.names.get(token)
+        text = self._detokenizer.push(token) if name is None else self._detokenizer.flush()
+        text = text.replace(NAMED, "\ufffd") + (name or "")
+        self.token_text = text.replace(NAMED, "")
+        parts = self.thinking.read(Span(text, kind, source))
+        self.token_thinks = was_inside or self.thinking.inside
+        return self._of_parts(parts)
 
     def finish(self) -> list[Span]:
         """The answer ended otherwise: returns the text still held back. Safe to call after a stop, and twice.
 
         A stop string that was complete, and waited only for a longer one, ends it after all: see ``stopped``.
         """
-        spans = self._read(self._detokenizer.flush())
+        last = Span(self._detokenizer.flush(), *self._last)
+        if self.thinking is None:
+            spans = self._read(last)
+        else:
+            spans = self._of_parts([*self.thinking.read(last), *self.thinking.finish()])
         if not self.stopped:
-            end = self._n_read if self._found is None else self._found
+            end = self._held.n_read if self._found is None else self._found
             self.stopped = self._found is not None
-            spans = _joined([*spans, *self._release(end)])
+            spans = joined([*spans, *self._held.release(end)])
         self._held.clear()
         return spans
 
-    def _read(self, text: str) -> list[Span]:
-        if self.stopped or not text:
+    def _of_parts(self, parts: Sequence[Span]) -> list[Span]:
+        """Watch for stop strings in what is the answer; the rest stays as it is."""
+        spans: list[Span] = []
+        for span in parts:
+            if span.part == "answer":
+                spans += self._read(span)
+            elif not self.stopped:
+                if span.part == "thinking":  # no stop string reaches over a block
+                    spans += self._held.release(self._held.n_read)
+                spans.append(span)
+        return joined(spans)
+
+    def _read(self, span: Span) -> list[Span]:
+        if self.stopped or not span.text:
             return []
-        self._held.append(Span(text, *self._last))
+        at = self._held.n_read
+        self._held.add(span)
         if not self._matchers:
-            self._n_read += len(text)
-            return self._release(self._n_read)
-        open_from = self._n_read
-        for character in text:
-            self._n_read += 1
+            return self._held.release(self._held.n_read)
+        open_from = at
+        for character in span.text:
+            at += 1
             for matcher in self._matchers:
                 if matcher.step(character):
-                    start = self._n_read - matcher.size
+                    start = at - matcher.size
                     self._found = start if self._found is None else min(start, self._found)
-            open_from = self._n_read - max(matcher.matched for matcher in self._matchers)
+            open_from = at - max(matcher.matched for matcher in self._matchers)
             # A longer stop string that began earlier may still complete; only then is its beginning the end.
             if self._found is not None and self._found <= open_from:
                 self.stopped = True
-                return self._release(self._found)
-        return self._release(open_from)
-
-    def _release(self, end: int) -> list[Span]:
-        """Take the held text up to position ``end`` of the whole."""
-        spans: list[Span] = []
-        while self._held and self._n_released < end:
-            span = self._held.popleft()
-            n = end - self._n_released
-            if len(span.text) > n:
-                self._held.appendleft(Span(span.text[n:], span.kind, span.source))
-                span = Span(span.text[:n], span.kind, span.source)
-            self._n_released += len(span.text)
-            spans.append(span)
-        return _joined(spans)
-
-
-class _Matcher:
-    """Finds one string in a stream of characters in linear time (Knuth, Morris and Pratt).
-
-    ``matched`` is the length of the longest end of what was read that is a beginning of the string.
-    """
-
-    __slots__ = ("_back", "_text", "matched", "size")
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self.size = len(text)
-        self.matched = 0
-        self._back = [0] * (self.size + 1)
-        k = 0
-        for i in range(1, self.size):
-            while k and text[i] != text[k]:
-                k = self._back[k]
-            k += text[i] == text[k]
-            self._back[i + 1] = k
-
-    def step(self, character: str) -> bool:
-        """Read one character; whether it completes the string."""
-        k = self.matched
-        if k == self.size:
-            k = self._back[k]
-        while k and self._text[k] != character:
-            k = self._back[k]
-        self.matched = k + (self._text[k] == character)
-        return self.matched == self.size
-
-
-def _joined(spans: Sequence[Span]) -> list[Span]:
-    """Neighbours of the same kind and source as one."""
-    joined: list[Span] = []
-    for span in spans:
-        if joined and (joined[-1].kind, joined[-1].source) == (span.kind, span.source):
-            joined[-1] = Span(joined[-1].text + span.text, span.kind, span.source)
-        else:
-            joined.append(span)
-    return joined
+                return self._held.release(self._found)
+        return self._held.release(open_from)

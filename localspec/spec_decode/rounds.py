@@ -10,7 +10,9 @@ from typing import Any, Literal
 from localspec.sampling.logprobs import TokenLogprobs
 from localspec.sampling.sampling import Distribution
 
-TokenKind = Literal["accepted", "recovered", "bonus", "plain"]
+TokenKind = Literal["accepted", "recovered", "bonus", "plain", "forced"]
+Part = Literal["answer", "thinking", "mark"]
+"""What a piece of text belongs to: the answer, the thinking before it, or a mark between the two that is not shown."""
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
@@ -65,7 +67,8 @@ class Verdict:
     Attributes:
         n_accepted: how many draft tokens, from the first, the target accepted.
         next_token: the token that the target itself adds after them.
-        kind: ``recovered`` replaces a rejected draft token, ``bonus`` follows an accepted draft, ``plain`` had none.
+        kind: ``recovered`` replaces a rejected draft token, ``bonus`` follows an accepted draft, ``plain`` had none;
+            ``forced`` was not chosen at all: see ``Round``.
     """
 
     n_accepted: int
@@ -77,7 +80,8 @@ class Verdict:
 class EmittedToken:
     """One verified token. ``text`` is what it adds to the text (a half-finished character adds nothing yet).
 
-    ``logprobs`` is the target's, for requests that ask for it.
+    ``logprobs`` is the target's, for requests that ask for it. ``thinking``: it belongs to a thinking block, marks
+    included.
     """
 
     id: int
@@ -85,10 +89,13 @@ class EmittedToken:
     source: str = "target"
     text: str = ""
     logprobs: TokenLogprobs | None = None
+    thinking: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """The token as the JSON object of ``--format events``."""
         event: dict[str, Any] = {"id": self.id, "text": self.text, "kind": self.kind, "source": self.source}
+        if self.thinking:
+            event["thinking"] = True
         if self.logprobs is not None:
             event["logprob"] = self.logprobs.logprob
             event["top_logprobs"] = [{"id": token, "logprob": logprob} for token, logprob in self.logprobs.top]
@@ -102,6 +109,7 @@ class Span:
     text: str
     kind: TokenKind
     source: str
+    part: Part = "answer"
 
 
 @dataclass(slots=True)
@@ -112,7 +120,8 @@ class Round:
     so it can be shorter than ``verdict.n_accepted + 1``. ``spans`` is the text that became safe to show in this round:
     text that may still turn out to be a stop string, or half of a character, waits for a later one. Where an answer is
     broken off while text waits, one more round brings it; it has no draft and no tokens, and statistics do not count
-    it.
+    it. Where a thinking budget is spent, the target reads the tokens that close the block: a round of ``forced`` tokens
+    without a draft.
 
     Times are in milliseconds. ``ms_verify`` is the target's pass; ``ms_verify_expected`` is what the cost
     model expected, None where there is none.
@@ -140,8 +149,18 @@ class Round:
 
     @property
     def text(self) -> str:
-        """The verified text that this round released."""
-        return "".join(span.text for span in self.spans)
+        """The verified text of the answer that this round released; without thinking."""
+        return "".join(span.text for span in self.spans if span.part == "answer")
+
+    @property
+    def thinking(self) -> str:
+        """The verified text of thinking that this round released, its marks left out."""
+        return "".join(span.text for span in self.spans if span.part == "thinking")
+
+    @property
+    def width(self) -> int:
+        """How many tokens the target's pass was over."""
+        return len(self.emitted) if self.verdict.kind == "forced" else len(self.draft) + 1
 
     @property
     def tokens_expected(self) -> float:
@@ -160,6 +179,7 @@ class Round:
     def as_event(self) -> dict[str, Any]:
         """The round as the JSON object of ``--format events`` (documented in docs/formats.md)."""
         texts = self.draft_texts or [""] * len(self.draft)
+        thinking = {"thinking": self.thinking} if self.thinking else {}
         return {
             "type": "round",
             "index": self.index,
@@ -176,6 +196,7 @@ class Round:
             ],
             "emitted": [token.as_dict() for token in self.emitted],
             "text": self.text,
+            **thinking,
             "ms_draft": round(self.ms_draft, 3),
             "ms_verify": round(self.ms_verify, 3),
             "ms_other": round(self.ms_other, 3),
@@ -191,11 +212,14 @@ class SpecStats(Mapping[str, Any]):
 
     Denominators:
 
-    * ``num_rounds``: target passes that emitted at least one token (prefill is not a round).
+    * ``num_rounds``: target passes that emitted at least one token (prefill is not a round, nor are forced tokens).
+    * ``thinking_tokens``: those of ``completion_tokens`` that belong to thinking blocks, marks included;
+      ``num_forced_tokens``: those that closed a block because its budget was spent.
     * ``num_draft_tokens``: those sent to the target; ``num_accepted_tokens``: those it accepted. One that was accepted
       but lies beyond an end token, stop string or the budget counts as accepted: the target did accept it.
     * ``acceptance_rate``: accepted / drafted tokens; 0 when nothing was drafted.
-    * ``mean_acceptance_length``: completion tokens / rounds, the target's own token included: plain decoding is 1.
+    * ``mean_acceptance_length``: completion tokens that were not forced / rounds, the target's own token included:
+      plain decoding is 1.
     * ``accepted_per_position[i]``: rounds in which the draft token at position i was accepted;
       ``drafted_per_position[i]``: rounds that had a draft token there.
     * ``tokens_per_second``: completion tokens / (seconds_draft + seconds_verify + seconds_other); prompt excluded.
@@ -207,6 +231,8 @@ class SpecStats(Mapping[str, Any]):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    thinking_tokens: int = 0
+    num_forced_tokens: int = 0
     num_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -225,8 +251,11 @@ class SpecStats(Mapping[str, Any]):
         """Count one finished round; what only brings the rest of the text is none."""
         if not round_.emitted:
             return
-        self.num_rounds += 1
         self.completion_tokens += len(round_.emitted)
+        self.thinking_tokens += sum(token.thinking for token in round_.emitted)
+        forced = round_.verdict.kind == "forced"
+        self.num_forced_tokens += len(round_.emitted) * forced
+        self.num_rounds += not forced
         self.num_draft_tokens += len(round_.draft)
         self.num_accepted_tokens += round_.verdict.n_accepted
         missing = len(round_.draft) - len(self.drafted_per_position)
@@ -272,10 +301,11 @@ class SpecStats(Mapping[str, Any]):
     def as_dict(self) -> dict[str, Any]:
         speed = self.completion_tokens / self.seconds_decode if self.seconds_decode else 0.0
         plain = 1.0 / self.seconds_plain_token if self.seconds_plain_token else None
+        chosen = self.completion_tokens - self.num_forced_tokens
         counted = {name: value for name, value in asdict(self).items() if name != "seconds_plain_token"}
         return counted | {
             "acceptance_rate": self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0,
-            "mean_acceptance_length": self.completion_tokens / self.num_rounds if self.num_rounds else 0.0,
+            "mean_acceptance_length": chosen / self.num_rounds if self.num_rounds else 0.0,
             "tokens_per_second": speed,
             "estimated_plain_tokens_per_second": plain,
             "estimated_speedup": speed / plain if plain and speed else None,

@@ -16,6 +16,16 @@ _STALE_SECONDS = 3600.0
 """A temporary file this old was left by a process that was killed: nothing here is written for an hour."""
 
 
+def is_same_file(one: str | Path, other: str | Path) -> bool:
+    """Whether two names stand for one place; neither has to be there.
+
+    By a link too, or with other capitals where those make no difference.
+    """
+    with suppress(OSError):  # one is not there, or is gone meanwhile
+        return os.path.samefile(one, other)
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
 @contextmanager
 def write_atomically(path: Path, *, private: bool = False, durable: bool = True) -> Iterator[BinaryIO]:
     """Open a file that takes its name, or the place of an older one, when the block ends.

@@ -26,3 +26,17 @@ def on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def interrupts_left_to_others() -> Iterator[None]:
+    """Within the block Ctrl-C does nothing here: it is for the program in front, which gets it too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    # A handler, and not SIG_IGN, which the other program would inherit.
+    before = signal.signal(signal.SIGINT, lambda number, frame: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

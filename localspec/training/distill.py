@@ -1,8 +1,7 @@
 """``localspec.distill``: a head for a target, made on this machine in a given time.
 
-Making examples and training take turns, so that a run that is stopped early has something of both; training's share
-grows as examples become more. Then the head is written, compared with what was trained, and measured against the
-drafters there are; it is kept if it makes answers faster. Everything lies in a folder of the home and is written at
+The target writes examples, the head learns from them, is written, compared with what was trained, and measured against
+the drafters there are; it is kept if it makes answers faster. Everything lies in a folder of the home and is written at
 least once a minute, so a run can be stopped, or killed, at any moment and goes on from there.
 """
 
@@ -13,17 +12,19 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 from localspec.backends.heads import target_facts
-from localspec.commands.questions import own_questions, read_questions
+from localspec.commands.questions import in_turns, own_questions, read_questions
 from localspec.errors import Cancelled, EngineUnavailable, LocalspecError, UsageError
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.head_folders import heads_folder
 from localspec.runtime.arguments import checked_spec
 from localspec.system.files import write_atomically
 from localspec.training.chats import chat_in, saved_chats
+from localspec.training.examples import TEST
 from localspec.training.head_maker import HeadMaker
 from localspec.training.material import Asked, Material, Overlap, read_texts, without
 from localspec.training.recipe import Effort, Recipe
@@ -102,6 +103,7 @@ def distill(
         run.chats |= chats
         tested = Overlap(turn for which in ("report", "tuning") for q in own_questions(which) for turn in q.turns)
         material = without(_material(run), tested)
+        material = replace(material, asked=[*_tests(effort), *material.asked])
         for remark in material.remarks:
             say(remark)
         folder.write(run)
@@ -155,6 +157,12 @@ def _material(run: Run) -> Material:
     texts = read_texts([Path(text) for text in run.texts], chat_in) if run.texts else Material()
     chats = saved_chats() if run.chats else Material()
     return Material(asked, [*texts.read, *chats.read], [*texts.remarks, *chats.remarks])
+
+
+def _tests(effort: Effort) -> list[Asked]:
+    """Questions whose answers the head is tested on: a few of every category, whatever the time."""
+    chosen = in_turns(own_questions("tuning"))[: min(effort.n_tests, int(effort.minutes / 2))]
+    return [Asked(f"{TEST}{question.id}", question.category, question.turns[:1]) for question in chosen]
 
 
 def _measured(

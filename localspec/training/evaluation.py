@@ -9,13 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localspec.model_files.head_card import HeadCard
+from localspec.model_files.head_card import ALL_TEXTS, HeadCard
 from localspec.training.lessons import Embed, Packer, Piece, Size, first_lesson, n_lessons
 from localspec.training.network import NOWHERE, Batch, HeadNetwork, Weights
 from localspec.training.shards import Passage
-
-ALL = "all"
-"""The category that holds every place."""
 
 _SIZE = Size(n_rows=1024, n_lessons=257, n_starts=256)
 
@@ -31,13 +28,13 @@ class Tally:
         """Count places of a category: rows of the output matrix, as ``HeadNetwork.guesses`` has them [steps, n]."""
         right = np.logical_and.accumulate(guessed == true, axis=0).sum(1)
         real = (true != NOWHERE).sum(1)
-        for name in (ALL, category):
+        for name in (ALL_TEXTS, category):
             self._right[name] += right
             self._real[name] += real
 
     def rates(self) -> dict[str, tuple[float, ...]]:
         """Category -> share of places at which the first n guesses are all what the target would say itself, for
-        n = 1, 2, …; ``ALL`` is all of them."""
+        n = 1, 2, …; ``ALL_TEXTS`` is all of them."""
         return {name: tuple((n / np.maximum(self._real[name], 1)).tolist()) for name, n in sorted(self._right.items())}
 
 

@@ -1,8 +1,10 @@
 """Examples: the target writes prompts and answers them, many side by side, and what it computes is kept.
 
 60 % of answers are greedy and 40 % drawn at temperature 0.8, as they are asked for in both ways. Prompts are always
-drawn, at 0.7 or 0.9. All that is random is addressed by the seed and the passage's name, so a text does not depend on
-which others are written beside it, but for what an engine's kernels make of the width of a pass.
+drawn, at 0.7 or 0.9. A conversation goes on in one sequence, and every place of it is a lesson; what heads are tested
+with is one answer to a prompt that stands alone, as when it is asked. All that is random is addressed by the seed and
+the passage's name, so a text does not depend on which others are written beside it, but for what an engine's kernels
+make of the width of a pass.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ from localspec.backends.sequence_batch import SequenceBatch
 from localspec.errors import LocalspecError
 from localspec.prompts.prompts import Messages
 from localspec.sampling.sampling import Noise, SamplingParams, distribution, top_k_ids
-from localspec.training.formats import NO_FIELD_SHARE, PromptFormat, fields
+from localspec.training.formats import NO_FIELD_SHARE, PromptFormat, ends_a_sentence, fields
 from localspec.training.material import Asked, Material, Read
 from localspec.training.shards import TOP_K, Passage, as_states
 
-N_CTX_EACH = 1024
-"""Room of a sequence: prompt and answer [tokens]."""
+N_CTX_EACH = 512
+"""Room of a sequence [tokens]. Without flash attention every row looks at the cells of all sequences."""
 
 LONGEST_ANSWER = 320
 """Tokens. Longer answers teach no more than more answers do, and a run that is stopped has more of them whole."""
@@ -36,20 +38,21 @@ LONGEST_READ = 512
 ROWS_PER_PASS = 96
 """Tokens in one pass at most, so that a chat that begins waits for a second or two and no longer."""
 
-HELD_OUT = 16
-"""One passage in so many is kept for testing."""
+HELD_OUT = 16  # one passage in so many is kept for testing,
+TEST = "test/"  # and every answer to a question whose name begins so
 
 GREEDY_SHARE = 0.6
 ANSWER_TEMPERATURE = 0.8
 PROMPT_TEMPERATURES = (0.7, 0.9)
 _TOP_P, _TOP_K = 0.95, 200
 
+_GOES_ON_SHARE = 0.6
+"""Of answers that have room for another turn."""
+
 _SHORTEST = 8
 """Places of a passage at least."""
 
-_BLOCK = 1 << 16
-"""Characters of a text that are tokenised at a time."""
-
+_BLOCK = 1 << 16  # characters of a text that are tokenised at a time
 _LOOP, _LONGEST_PERIOD = 64, 16
 """So many tokens that repeat so few end an answer: small models go round in circles, which teaches nothing."""
 
@@ -68,7 +71,8 @@ class _Sequence:
         name, category, temperature: see ``Passage``.
         todo: tokens that the target has to be fed next; the last one is followed by what it says.
         given: tokens that were given; what comes after is the target's own.
-        longest: tokens of its own at most.
+        longest: tokens of its own at most, of this turn.
+        turn: where the turn began.
         about: field of life of a prompt that the target writes.
         messages: the conversation that is answered.
         turns: what the user says after this answer.
@@ -86,6 +90,7 @@ class _Sequence:
     about: str | None = None
     messages: Messages = ()
     turns: Sequence[str] = ()
+    turn: int = 0
     fed: list[int] = field(default_factory=list)
     states: list[npt.NDArray[np.float16]] = field(default_factory=list)
     top_ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
@@ -93,8 +98,8 @@ class _Sequence:
 
     @property
     def own(self) -> list[int]:
-        """What the target said."""
-        return self.fed[self.given :]
+        """What the target said in this turn."""
+        return self.fed[self.turn or self.given :]
 
     def params(self) -> SamplingParams:
         return SamplingParams(temperature=self.temperature, top_k=_TOP_K, top_p=_TOP_P)
@@ -114,9 +119,9 @@ class ExampleMaker:
         longest_answer: tokens.
 
     Attributes:
-        n_own_tokens: tokens that the target has said in answers.
+        n_own_tokens: tokens that the target has said.
         n_read_tokens: tokens of texts that it has read.
-        n_dropped: prompts that it wrote in vain: repeated, empty, or among what heads are tested with.
+        n_dropped: prompts in vain.
         remarks: what of the material was left out, a line each.
     """
 
@@ -256,7 +261,7 @@ class ExampleMaker:
         """Take in what a pass computed for one sequence."""
         sequence.fed += tokens
         del sequence.todo[: len(tokens)]
-        if sequence.stage != "prompt":
+        if sequence.stage != "prompt" or not is_held_out(sequence.name):
             sequence.states.append(as_states(np.stack(states, axis=1)))
             ids, logprobs = likeliest(logits)
             sequence.top_ids.append(ids)
@@ -266,27 +271,62 @@ class ExampleMaker:
             return self._end(i, sequence) if len(sequence.todo) == 1 else None
         if sequence.todo:
             return None
-        noise = Noise(derived(self._seed, f"{sequence.name}/{sequence.stage}"))
+        noise = Noise(derived(self._seed, f"{sequence.name}/{sequence.stage}/{sequence.turn}"))
         said = distribution(logits[-1], (), sequence.params()).sample(noise, len(sequence.fed))
         sequence.todo = [said]
         ended = said in (self._format.ends if sequence.stage == "prompt" else self._vocab.eog)
         n_own = len(sequence.own) + 1
-        if sequence.stage == "prompt":
-            if ended or n_own >= sequence.longest:
-                self._ask(i, sequence, ended)
-            return None
         self.n_own_tokens += 1
+        if sequence.stage == "prompt":
+            whole = 2 * n_own > sequence.longest and ends_a_sentence(self._text([said]))
+            if ended or whole or n_own >= sequence.longest:
+                return self._ask(i, sequence, ended=ended, whole=ended or whole)
+            return None
+        if ended and self._goes_on(sequence):
+            return None
         return self._end(i, sequence) if ended or n_own >= sequence.longest or goes_round(sequence.own) else None
 
-    def _ask(self, i: int, prompt: _Sequence, ended: bool) -> None:
-        """A prompt was written: have it answered, if it is one."""
-        text = self._format.asked(prompt.about, self._text(prompt.own), ended=ended)
-        answer = None
-        if text is not None and text not in self._asked_before and not self._is_tested_with(text):
-            self._asked_before.add(text)
-            answer = self._answer(prompt.name, prompt.category, [{"role": "user", "content": text}])
-        self.n_dropped += answer is None
-        self._follow(i, answer)
+    def _ask(self, i: int, prompt: _Sequence, *, ended: bool, whole: bool) -> Passage | None:
+        """A prompt was written: have it answered, if it is one; else what came before it is a passage."""
+        text = self._format.asked(prompt.about, self._text(prompt.own + ([] if ended else prompt.todo)), ended=whole)
+        tested = text is not None and self._is_tested_with(text)
+        if text is None or text in self._asked_before or tested:
+            self.n_dropped += 1
+            self._follow(i, None)
+            return self._passage(prompt) if prompt.turn and not tested else None
+        self._asked_before.add(text)
+        if whole and not is_held_out(prompt.name) and (self._format.before_answer or not ended):
+            self._turn(prompt, "answer", self._format.before_answer, ended=ended)
+        else:
+            self._follow(i, self._answer(prompt.name, prompt.category, [{"role": "user", "content": text}]))
+        return None
+
+    def _goes_on(self, answer: _Sequence) -> bool:
+        """Whether a conversation goes on with another prompt, in the same sequence."""
+        between = self._format.before_user
+        if between is None or not answer.turn:
+            return False
+        room = self._batch.n_ctx_each - len(answer.fed) - len(between) - self._format.longest_prompt
+        chance = Noise(derived(self._seed, f"{answer.name}/goes on")).uniform(0, len(answer.fed))
+        if room < self._longest_answer // 2 or chance >= _GOES_ON_SHARE:
+            return False
+        self._turn(answer, "prompt", between, ended=True)
+        return True
+
+    def _turn(
+        self, sequence: _Sequence, stage: Literal["prompt", "answer"], between: Sequence[int], *, ended: bool
+    ) -> None:
+        """The other one speaks, after the tokens between."""
+        sequence.todo = [*([] if ended else sequence.todo), *between]
+        sequence.stage = stage
+        sequence.turn = len(sequence.fed) + len(sequence.todo)
+        noise = Noise(derived(self._seed, f"{sequence.name}/{stage}/{sequence.turn}/temperature")).uniform(0, 0)
+        if stage == "prompt":
+            sequence.longest = self._format.longest_prompt
+            sequence.temperature = PROMPT_TEMPERATURES[int(noise * len(PROMPT_TEMPERATURES))]
+        else:
+            sequence.longest = min(self._longest_answer, self._batch.n_ctx_each - sequence.turn)
+            sequence.temperature = 0.0 if noise < GREEDY_SHARE else ANSWER_TEMPERATURE
 
     def _end(self, i: int, sequence: _Sequence) -> Passage | None:
         """A text came to its end; the next turn of its conversation begins, if it has one."""
@@ -329,15 +369,15 @@ class ExampleMaker:
 
     def unfinished(self) -> list[Passage]:
         """What is under way, as far as it is: every place of it is a lesson."""
-        under_way = (each for each in self._at_work if each.stage != "prompt")
-        return [passage for each in under_way if (passage := self._passage(each)) is not None]
+        found = [self._passage(each) for each in self._at_work if each.stage != "prompt"]
+        return [passage for passage in found if passage is not None]
 
 
 def is_held_out(name: str) -> bool:
     """Whether a passage is kept for testing: one in ``HELD_OUT``, the same in every run; conversations as a whole."""
     if name.startswith("own-"):
         return int(name[4:]) % HELD_OUT == HELD_OUT // 4  # so that even a short run has some
-    return derived(0, name.rstrip("+")) % HELD_OUT == 0
+    return name.startswith(f"asked-{TEST}") or derived(0, name.rstrip("+")) % HELD_OUT == 0
 
 
 def likeliest(logits: FloatArray) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float16]]:

@@ -122,6 +122,6 @@ def engine_logits(head: Head, piece: Piece) -> Iterator[FloatArray]:
                 for step in range(steps):
                     forward = context.decode_floats(row[None], [0])
                     found.append(forward.logits[0].copy())
-                    row = forward.hidden[STATE][0] + told[min(place + 1 + step, len(told) - 1)]
+                    row = head.chain(forward.hidden[STATE])[0] + told[min(place + 1 + step, len(told) - 1)]
                 yield np.stack(found)
             context.truncate(place + 1)

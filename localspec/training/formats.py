@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import resources
 
@@ -37,10 +39,14 @@ class PromptFormat(ABC):
         ends: tokens that end what a user says.
         longest_prompt: tokens of it at most; where it goes on, it is cut after a sentence.
         is_chat: whether the target has a chat template.
+        before_answer: tokens between what the user says and the answer.
+        before_user: tokens between an answer and what the user says next; None where there is no such thing.
     """
 
     longest_prompt: int
     is_chat: bool
+    before_answer: Sequence[int] = ()
+    before_user: Sequence[int] | None = None
 
     def __init__(self, encoder: PromptEncoder, model: Model) -> None:
         self._encoder = encoder
@@ -85,13 +91,16 @@ class ChatFormat(PromptFormat):
 
     def __init__(self, encoder: PromptEncoder, model: Model) -> None:
         super().__init__(encoder, model)
-        after = self._rendered([{"role": "user", "content": _MARK}]).partition(_MARK)[2]
-        ends = encoder.tokenize(after, parse_special=True)[:1]
-        self.ends |= {token for token in ends if model.vocab.is_control(token)}
+        turns = [{"role": role, "content": _MARK} for role in ("user", "assistant", "user")]
+        after = self._rendered(turns[:1], answering=True).partition(_MARK)[2]
+        self.before_answer = encoder.tokenize(after, parse_special=True)
+        self.ends |= {token for token in self.before_answer[:1] if model.vocab.is_control(token)}
+        with suppress(TemplateError, IndexError):  # it refuses earlier answers, or leaves them out
+            self.before_user = encoder.tokenize(self._rendered(turns).split(_MARK)[2], parse_special=True)
         self._bos = model.vocab.bos if model.vocab.add_bos else None
 
-    def _rendered(self, messages: Messages) -> str:
-        return self._encoder.template.render(messages, add_generation_prompt=False)
+    def _rendered(self, messages: Messages, *, answering: bool = False) -> str:
+        return self._encoder.template.render(messages, add_generation_prompt=answering)
 
     def opening(self, field: str | None) -> list[int]:
         turn = {"role": "user", "content": _MARK}
@@ -142,6 +151,11 @@ def format_of(model: Model) -> PromptFormat:
 
 def _heading(field: str | None) -> str:
     return "" if field is None else f"{field[0].upper()}{field[1:]}\n\n"
+
+
+def ends_a_sentence(text: str) -> bool:
+    """Whether a text may end here."""
+    return bool(_SENTENCE_END.search(text[-1:]))
 
 
 def _whole_sentences(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The work on a run: examples and training in turns until the time is over, then the head as a file."""
+"""The work on a run: examples, then training until the time is over, then the head as a file."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from localspec.backends.base import Model, SequenceBatch
 from localspec.backends.heads import load_head
+from localspec.backends.trust import check_batch
 from localspec.errors import Cancelled, EngineError, UsageError
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.head_card import HeadCard
@@ -43,15 +44,11 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN_WRITES = 45.0
 """With the pass under way and the writing itself, at most a minute is lost."""
 
-EXAMPLES_SHARE = 0.55
-"""Of the time; the rest trains. On two cores a 1.5B then sees each of its examples three to four times, after which
-seeing them again taught little."""
+EXAMPLES_SHARE = 0.7
+"""Of the time; the rest trains. On two cores a head of a 1.5B then learns each of its examples three to five times."""
 
 FINISHING_SHARE, MOST_FINISHING_SECONDS = 0.15, 300.0
 """Kept for testing the head and measuring what it is worth."""
-
-ROUND_SECONDS = 600.0
-"""About how long a round of examples and training takes."""
 
 MOST_DISK_BYTES = 16 << 30
 _SHARE_OF_FREE_DISK = 0.5
@@ -114,7 +111,6 @@ class HeadMaker:
         self.finishing_seconds = min(FINISHING_SHARE * effort.seconds, MOST_FINISHING_SECONDS)
         work = effort.seconds - self.finishing_seconds
         self._data_seconds, self._training_seconds = EXAMPLES_SHARE * work, (1 - EXAMPLES_SHARE) * work
-        self._n_rounds = 2 if effort.n_places else max(1, min(24, round(work / ROUND_SECONDS)))
         self._learned: list[Passage] = []
         self._held_out: list[Passage] = []
         self._written = 0.0
@@ -169,14 +165,11 @@ class HeadMaker:
                 self._shards.names,
                 longest_answer=self._effort.longest_answer,
             )
-            trainer: Trainer | None = None
-            for number in range(1, self._n_rounds + 1):
-                self._make_examples(maker, number / self._n_rounds)
-                trainer = trainer or self._trainer(file, model)
-                self._train(trainer, number)
+            self._make_examples(maker)
             for remark in maker.remarks:
                 self._say(remark)
-            assert trainer is not None
+            trainer = self._trainer(file, model)
+            self._train(trainer)
             return Made(self._write_head(trainer, file, model, command, n_threads), model.backend)
 
     def _load(self, backend: str, n_threads: int | None) -> Model:
@@ -193,6 +186,12 @@ class HeadMaker:
             model.close()
             raise EngineError(
                 f"{model.engine} returns no hidden states for {model.path.name}, from which a head learns; "
+                "take another --backend"
+            )
+        if not check_batch(model).holds:
+            model.close()
+            raise EngineError(
+                f"{model.engine} computes texts of {model.path.name} otherwise side by side than alone; "
                 "take another --backend"
             )
         return model
@@ -243,14 +242,14 @@ class HeadMaker:
 
     # -- examples ----------------------------------------------------------------------------------------------------
 
-    def _make_examples(self, maker: ExampleMaker, share: float) -> None:
-        """Make examples until so much of their time is over, or there are so many; more, where those do not suffice."""
+    def _make_examples(self, maker: ExampleMaker) -> None:
+        """Make examples until their time is over, or there are enough."""
         finished: list[Passage] = []
         self._written = time.monotonic()
         said, began = maker.n_own_tokens + maker.n_read_tokens, time.monotonic()
         waited = self._courtesy.seconds
         try:
-            while not self._enough(share, finished) and not self.cancel.is_set():
+            while not self._enough(finished) and not self.cancel.is_set():
                 self._courtesy()
                 before = time.monotonic()
                 finished += maker.step()
@@ -269,20 +268,17 @@ class HeadMaker:
                 f"{self._n_places} tokens of examples are too few to learn from; go on with --resume and more --minutes"
             )
 
-    def _enough(self, share: float, finished: list[Passage]) -> bool:
-        passages, n_places = [*self._shards.passages, *finished], self._effort.n_places
+    def _enough(self, finished: list[Passage]) -> bool:
         if self._run.data_seconds >= self._data_seconds or self._shards.n_bytes >= self._most_bytes:
             return True
-        enough = self._run.data_seconds >= share * self._data_seconds
-        if n_places is not None:
-            enough = enough or sum(map(len, passages)) >= share * n_places
-        return enough and self._suffice(passages)
+        passages, n_places = [*self._shards.passages, *finished], self._effort.n_places
+        return n_places is not None and self._suffice(passages, n_places)
 
     @staticmethod
-    def _suffice(passages: Sequence[Passage]) -> bool:
-        """Whether there is something to learn from, and something to test on."""
+    def _suffice(passages: Sequence[Passage], n_places: int = _LEAST_PLACES) -> bool:
+        """Whether there is enough to learn from, and something to test on."""
         n_learned = sum(len(passage) for passage in passages if not passage.held_out)
-        return n_learned >= _LEAST_PLACES and any(passage.held_out for passage in passages)
+        return n_learned >= n_places and any(passage.held_out for passage in passages)
 
     def _write(self, maker: ExampleMaker, finished: list[Passage]) -> None:
         self._shards.append(finished, maker.unfinished())
@@ -319,37 +315,45 @@ class HeadMaker:
 
     def _trainer(self, file: GGUFFile, model: Model) -> Trainer:
         from localspec.training.trainer import Trainer, TrainingSettings
-        from localspec.training.warm_start import starting_weights
+        from localspec.training.warm_start import Start, start
 
         recipe, ids = self._run.recipe, self._folder.token_map()
         if ids is None:
             ids = token_map(self._learned, model, recipe.n_out)
             self._folder.keep_token_map(ids)
         card = self._card(file, ids, self._shards.taps)
-        some = np.concatenate([passage.states for passage in self._learned[:8]])[:2048].astype(np.float32)
-        self._report(replace(self._standing, phase="training", text="preparing to train"))
+        output = tensor_rows(file, _output(file), ids)
+
+        def embed(tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+            some, places = np.unique(tokens, return_inverse=True)
+            return tensor_rows(file, "token_embd.weight", some)[places]
+
+        def embed_or_stop(tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+            self._courtesy()
+            self._check_cancelled()
+            return embed(tokens)
+
+        def begin() -> Start:
+            self._report(replace(self._standing, phase="training", text="fitting where to begin"))
+            return start(file, card, output, embed_or_stop, self._learned, recipe.seed)
+
         return Trainer(
             card,
-            starting_weights(file, card, some, recipe.seed),
-            tensor_rows(file, _output(file), ids),
-            lambda tokens: tensor_rows(file, "token_embd.weight", tokens),
+            begin,
+            output,
+            embed,
             self._learned,
             self._held_out,
             self._folder.checkpoint,
             TrainingSettings(seed=recipe.seed),
         )
 
-    def _train(self, trainer: Trainer, number: int) -> None:
-        """Train until the end of a round. Its part grows with the examples there are."""
-        share = number * (number + 1) / (self._n_rounds * (self._n_rounds + 1))
-        last, n_steps = number == self._n_rounds, self._effort.n_steps
+    def _train(self, trainer: Trainer) -> None:
+        n_steps = self._effort.n_steps
 
         def stopping() -> bool:
             self._courtesy()
-            if n_steps is not None and trainer.progress.step >= share * n_steps:
-                return True
-            over = trainer.progress.seconds >= share * self._training_seconds
-            return self.cancel.is_set() or (over and not last)
+            return self.cancel.is_set() or (n_steps is not None and trainer.progress.step >= n_steps)
 
         def report(progress: TrainingProgress) -> None:
             self._run.training_seconds = progress.seconds

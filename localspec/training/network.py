@@ -154,7 +154,7 @@ class HeadNetwork:
 
     def _chain(self, weights: Weights, batch: Batch) -> list[jax.Array]:
         """The residual stream after the block, step by step."""
-        embedded = weights["head.embed_scale"] * batch.embeddings
+        embedded = self.multiply(batch.embeddings, weights["head.embed.weight"]) + weights["head.embed.bias"]
         z = self.multiply(batch.states.astype(jnp.float32), weights["head.fc.weight"]) + embedded
         normed = self._norm(z, weights["blk.0.attn_norm.weight"])
         keys, values = self._keys_values(weights, normed, batch.position)
@@ -172,7 +172,7 @@ class HeadNetwork:
             if self.card.kind == "parallel":
                 z = jnp.broadcast_to(weights["head.mask.weight"][step - 1], state.shape)
             else:
-                z = state + embedded[_places(batch, step)[0]]
+                z = self.multiply(state, weights["head.chain.weight"]) + embedded[_places(batch, step)[0]]
             normed, position = self._norm(z, weights["blk.0.attn_norm.weight"]), batch.position[first] + step
             key, value = self._keys_values(weights, normed, position)
             own_keys.append(key)

@@ -33,7 +33,7 @@ class Recipe:
     """
 
     kind: Kind = "chained"
-    steps: int = 5
+    steps: int = 4
     n_out: int = 32768
     d_ff: int = 4096
     seed: int = 0
@@ -47,12 +47,13 @@ class Recipe:
         checked_whole("the seed", self.seed, 0, (1 << 48) - 1)
 
     def taps(self, n_layers: int) -> tuple[str, ...]:
-        """The hidden states that the head reads: early, in the middle and late, as EAGLE-3 does; of a medusa head the
-        last one alone."""
-        if self.kind == "medusa":
-            return ("norm",)
-        layers = (min(2, n_layers - 1), n_layers // 2, max(0, n_layers - 3))
-        return (*(f"layer:{layer}" for layer in sorted(set(layers))), "norm")
+        """The hidden states that the head reads: the last one, and but for a medusa head one shortly before it.
+
+        Of a linear head of Qwen2.5-Coder 1.5B, fitted to 18,000 rows, 0.236 of guesses were right with layer 25 and the
+        last, 0.226 with the last alone, 0.212 with layer 2 and the last, 0.209 with layer 14 and the last, 0.218 with
+        all four: more inputs need more examples.
+        """
+        return ("norm",) if self.kind == "medusa" else (f"layer:{max(0, n_layers - 3)}", "norm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,10 @@ class Effort:
 
     Attributes:
         minutes: of work: making examples, training, testing and measuring; not the time that is stepped aside.
-        n_places, n_steps: stop making examples, and training, after so many places and steps of the optimiser; then
-            the same is done however fast the machine is.
+        n_places, n_steps: stop making examples, and training, after so many places to learn from, and so many steps of
+            the optimiser; then the same is done however fast the machine is.
+        n_tests: of our tuning questions, whose answers the head is tested on and never trained on; one for every two
+            minutes at most.
         n_questions: asked at most to measure what the head is worth.
         max_tokens: of an answer then.
         longest_answer: tokens of an example.
@@ -71,6 +74,7 @@ class Effort:
     minutes: float = 60.0
     n_places: int | None = None
     n_steps: int | None = None
+    n_tests: int = 25
     n_questions: int = 12
     max_tokens: int = 96
     longest_answer: int = 320

@@ -41,7 +41,7 @@ class Passage:
         name: unique within a run; says where the text came from.
         category: kind of text: ``own``, ``text``, ``chat``, or a category of the user's questions.
         start: the first token that the target said itself; of a text that was only read, the first one (0).
-        temperature: at which it was drawn; 0 for a text that was only read.
+        temperature: at which its last turn was drawn; 0 for a text that was only read.
         held_out: kept for testing, never trained on.
         tokens: int32 [n + 1]: the text. The last one is what follows the last place, and has no state.
         states: float16 [n, n_taps, n_embd]: hidden states of the target after each token but the last, in the order of

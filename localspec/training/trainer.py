@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -23,20 +23,21 @@ from localspec.training.evaluation import HeldOutTest
 from localspec.training.lessons import Cursor, Embed, Packer, Reading, Size
 from localspec.training.network import HeadNetwork, Weights
 from localspec.training.shards import Passage
+from localspec.training.warm_start import Start
 
 CHECKPOINT_SECONDS = 50.0
 """Between checkpoints: with what a step and the writing take, at most a minute's work is lost."""
 
 _POLL_SECONDS = 0.01
-_FORMAT = 1
+_FORMAT = 2
 
 
 class CheckpointError(LocalspecError):
     """The file is no checkpoint, or one of another head."""
 
 
-DEFAULT_SIZE = Size(n_rows=512, n_lessons=256, n_starts=85, n_candidates=6144)
-"""Less than a second's work on two cores with a target of 1.5B; a third of the places goes on to further steps. Of
+DEFAULT_SIZE = Size(n_rows=512, n_lessons=256, n_starts=64, n_candidates=6144)
+"""Less than a second's work on two cores with a target of 1.5B; a fourth of the places goes on to further steps. Of
 32,768 output rows the loss looks at 6,144: 1.6 times as fast, and gradients differ by 0.10 to 0.16 of their length
 where those of two batches differ by 1.06."""
 
@@ -61,7 +62,7 @@ class TrainingSettings:
     seed: int = 0
     size: Size = DEFAULT_SIZE
     n_batches: int = 2
-    learning_rate: float = 3e-4
+    learning_rate: float = 2e-4
     warm_up: int = 20
     final: float = 0.05
     decay: float = 0.01
@@ -108,7 +109,7 @@ class Trainer:
 
     Args:
         card: the head.
-        weights: what it begins with.
+        begin: what it begins with; asked where there is no checkpoint.
         output: the target's output rows for ``card.token_map`` [n_out, n_embd].
         embed: the target's embeddings.
         passages: what to learn from; may grow while training goes on.
@@ -123,7 +124,7 @@ class Trainer:
     def __init__(
         self,
         card: HeadCard,
-        weights: Mapping[str, npt.NDArray[np.float32]],
+        begin: Callable[[], Start],
         output: npt.NDArray[np.float32],
         embed: Embed,
         passages: Sequence[Passage],
@@ -139,9 +140,10 @@ class Trainer:
         self._passages = passages
         self._test_set = HeldOutTest(held_out, card, embed)
         self._path = checkpoint
-        self._weights: Weights = {name: jnp.array(value) for name, value in weights.items()}
-        self._first = _zeros(self._weights)
-        self._second = _zeros(self._weights)
+        self._weights: Weights = {}
+        self._sizes: Weights = {}
+        self._first: Weights = {}
+        self._second: Weights = {}
         self._cursor = Cursor(self.settings.seed)
         self._step = self._tokens = 0
         self._seconds = self._rate = 0.0
@@ -150,6 +152,12 @@ class Trainer:
         self._saved = time.monotonic()
         if checkpoint.exists():
             self._load()
+        else:
+            start = begin()
+            self._weights = {name: jnp.array(value) for name, value in start.weights.items()}
+            self._sizes = {name: jnp.array(value) for name, value in start.sizes.items()}
+            self._first, self._second = _zeros(self._weights), _zeros(self._weights)
+            self.save()
 
     @property
     def weights(self) -> dict[str, npt.NDArray[np.float32]]:
@@ -188,9 +196,9 @@ class Trainer:
         """
         reading = Reading(self._passages, self._packer, self._cursor)
         while not stopping():
-            tested = self._curve[-1].minutes * 60 if self._curve else -test_every
-            over = self._seconds >= seconds
-            if self._seconds - tested >= test_every or (over and self._seconds > tested):
+            tested = self._curve[-1].minutes if self._curve else -test_every
+            over, minutes = self._seconds >= seconds, self._seconds / 60
+            if 60 * (minutes - tested) >= test_every or (over and minutes > tested):
                 if not self._test(stopping):
                     break
                 report(self.progress)
@@ -221,7 +229,7 @@ class Trainer:
             taught += n
         rate = settings.rate(self._step, self._seconds / seconds)
         state = (self._weights, self._first, self._second, sums)
-        self._weights, self._first, self._second = _adamw(settings, *state, self._step + 1, rate)
+        self._weights, self._first, self._second = _adamw(settings, *state, self._sizes, self._step + 1, rate)
         jax.block_until_ready(self._weights)
         weight = 1.0 if self._step == 0 else max(0.05, 1 / (self._step + 1))
         self._losses += weight * (losses - self._losses)
@@ -258,12 +266,12 @@ class Trainer:
         self._saved = time.monotonic()
 
     def _parts(self) -> list[tuple[str, Weights]]:
-        return [("weights", self._weights), ("first", self._first), ("second", self._second)]
+        parts = {"weights": self._weights, "sizes": self._sizes, "first": self._first, "second": self._second}
+        return list(parts.items())
 
     def _identity(self) -> list[Any]:
         card = self.card
-        shapes = {name: list(value.shape) for name, value in self._weights.items()}
-        return [card.kind, list(card.taps), card.target.fingerprint, int(card.token_map.sum()), shapes]
+        return [card.kind, list(card.taps), card.target.fingerprint, int(card.token_map.sum()), card.shapes()]
 
     def _load(self) -> None:
         try:
@@ -272,7 +280,8 @@ class Trainer:
                 if facts["format"] != _FORMAT or facts["head"] != json.loads(json.dumps(self._identity())):
                     raise CheckpointError(f"{self._path.name} is of another head; remove it, or finish that one first")
                 for part, group in self._parts():
-                    group |= {name: jnp.array(file[f"{part}/{name}"]) for name in group}
+                    names = (name for name in file if name.startswith(f"{part}/"))
+                    group |= {name.partition("/")[2]: jnp.array(file[name]) for name in names}
             self._cursor = Cursor(**facts["cursor"])
             self._step, self._tokens = int(facts["step"]), int(facts["tokens"])
             self._seconds, self._rate = float(facts["seconds"]), float(facts["rate"])
@@ -292,11 +301,19 @@ def _zeros(weights: Weights) -> Weights:
 
 @partial(jax.jit, static_argnums=0, donate_argnums=(1, 2, 3))
 def _adamw(
-    settings: TrainingSettings, weights: Weights, first: Weights, second: Weights, sums: Weights, step: Any, rate: Any
+    settings: TrainingSettings,
+    weights: Weights,
+    first: Weights,
+    second: Weights,
+    sums: Weights,
+    sizes: Weights,
+    step: Any,
+    rate: Any,
 ) -> tuple[Weights, Weights, Weights]:
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) on the mean gradient of the batches, clipped.
 
-    Vectors do not decay.
+    Vectors do not decay. Where inputs are not of about the size 1, the weights that multiply them move as much less or
+    more as if they were.
     """
     norm = jnp.sqrt(sum((gradient**2).sum() for gradient in sums.values())) / settings.n_batches
     scale = jnp.minimum(1.0, settings.clip / (norm + 1e-6)) / settings.n_batches
@@ -307,6 +324,8 @@ def _adamw(
         m = beta1 * first[name] + (1 - beta1) * gradient
         v = beta2 * second[name] + (1 - beta2) * gradient**2
         change = (m / (1 - beta1**step)) / (jnp.sqrt(v / (1 - beta2**step)) + 1e-8)
+        if name in sizes:
+            change /= sizes[name]
         decay = settings.decay if weight.ndim > 1 else 0.0
         for group, value in zip(new, (weight - rate * (change + decay * weight), m, v), strict=True):
             group[name] = value

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
+from localspec.backends.heads import heads_for
 from localspec.commands.questions import in_turns, own_questions
 from localspec.commands.timing.answer import Sample, TimedAnswer
 from localspec.commands.timing.arms import PLAIN, Arm
@@ -19,6 +20,7 @@ from localspec.commands.timing.turns import SLICE_TOKENS, measure, places
 from localspec.llm import LLM
 from localspec.model_files.catalog import Catalog
 from localspec.sampling.sampling import SamplingParams
+from localspec.system.files import is_same_file
 
 _FEWEST = 6
 """Questions that are asked whatever time is left."""
@@ -32,7 +34,7 @@ class Worth:
 
     Attributes:
         plain: without drafting.
-        without: with the drafters that there are without the head.
+        without: with the drafters that there are without the head, another head of the target included.
         head: with the head besides; what ``--draft auto`` does once it is kept.
         gain: speed with the head over the better of the two without it, the median over the questions.
         n_questions: that were asked.
@@ -75,11 +77,13 @@ def measure_worth(
         LocalspecError: the pair cannot be loaded.
     """
     began, draft = time.monotonic(), Catalog.load().draft_for(target)
-    others = ["ngram", *([str(draft)] if draft is not None else [])]
+    heads = [path for path in heads_for(target)[:1] if not is_same_file(path, head)]
+    others = ["ngram", *(f"head:{path}" for path in heads), *([str(draft)] if draft is not None else [])]
     options = {"backend": backend, "n_threads": n_threads, "n_ctx": _N_CTX, "idle": False, "remember": False}
     with LLM(target, [*others, f"head:{head}"], prefix_cache_bytes=0, progress=report, cancel=stop, **options) as llm:  # type: ignore[arg-type]
-        sources = ("ngram", "model") if draft is not None else ("ngram",)
-        without, auto = Arm("without", sources, "auto"), Arm("auto", None, "auto")
+        common = ("ngram", "model") if draft is not None else ("ngram",)
+        without = Arm("without", (*common, "head") if heads else common, "auto")
+        auto = Arm("auto", (*common, "head2" if heads else "head"), "auto")
         subject = EngineUnderTest(llm, [without, auto], stop, in_slices=True)
         try:
             subject.warm_up()

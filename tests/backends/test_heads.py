@@ -54,7 +54,7 @@ class Formula:
         return np.float64(states) @ self.w["head.fc.weight"].T + self.embedded(tokens)
 
     def embedded(self, tokens: list[int]) -> Floats:
-        return self.target["token_embd.weight"][tokens] * self.w["head.embed_scale"]
+        return self.target["token_embd.weight"][tokens] @ self.w["head.embed.weight"].T + self.w["head.embed.bias"]
 
     def norm(self, x: Floats) -> Floats:
         size: Floats = np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + self.card.norm_eps)
@@ -140,11 +140,13 @@ def test_a_chained_head_is_its_formula(
         found = [first.logits.copy()]
         rest = context.decode_floats(rows[1:], tokens[1:])
         found.append(rest.logits.copy())
-        chained = rest.hidden[STATE][-1:] + head.embed([17])
+        chained = head.chain(rest.hidden[STATE][-1:]) + head.embed([17])
         last = context.decode_floats(chained, [17])
         found.append(last.logits.copy())
     wanted = formula.block(formula.rows(tapped, tokens))
-    all_rows = np.concatenate([formula.rows(tapped, tokens), wanted[-1:] + formula.embedded([17])])
+    all_rows = np.concatenate(
+        [formula.rows(tapped, tokens), wanted[-1:] @ formula.w["head.chain.weight"].T + formula.embedded([17])]
+    )
     wanted = formula.block(all_rows)
     tolerance = TOLERANCE[backend.name]
     np.testing.assert_allclose(np.concatenate(found), formula.logits(wanted), atol=tolerance)
@@ -263,10 +265,10 @@ def test_output_rows_and_embeddings_are_the_targets(
         np.testing.assert_array_equal(made["token_embd.weight"], wanted, err_msg=name)
         if kind == "chained":
             with load_head(path, model, "reference") as head:
-                scale = np.float32(tensors(path)["head.embed_scale"])
+                formula = Formula(path, model)
                 for tokens in ([7, 7, 299], [0], []):
-                    np.testing.assert_array_equal(
-                        head.embed(tokens), np.float32(theirs["token_embd.weight"][tokens, :]) * scale, err_msg=name
+                    np.testing.assert_allclose(
+                        head.embed(tokens), formula.embedded(tokens), rtol=1e-4, atol=1e-5, err_msg=name
                     )
 
 
@@ -333,7 +335,7 @@ def test_embeddings_are_right_however_few_are_kept(
     monkeypatch.setattr(heads, "_CACHED_BYTES", 5 * 4 * 128)
     with load_head(path, target, "reference") as head:
         for tokens in ([3, 1, 3, 9, 30, 2, 1, 40, 3], range(50)):
-            np.testing.assert_array_equal(head.embed(tokens), plain[list(tokens)])
+            np.testing.assert_allclose(head.embed(tokens), plain[list(tokens)], rtol=1e-4, atol=1e-6)
         assert len(head._cache) == 5
         for tokens in ([-1], [head.card.target.n_vocab]):
             with pytest.raises(UsageError, match=r"token ids must lie in 0\.\."):
@@ -352,8 +354,7 @@ def test_a_head_for_another_model_is_refused_and_for_a_similar_one_remarked_on(
     similar = ggufs.correlated_pair(tmp_path, seed=9).target
     remarks: list[str] = []
     with load_head(path, similar, "reference", warn=remarks.append) as head:
-        theirs = tensors(similar)["token_embd.weight"][7] * tensors(path)["head.embed_scale"]
-        np.testing.assert_allclose(head.embed([7])[0], theirs, rtol=1e-6)
+        np.testing.assert_allclose(head.embed([7]), Formula(path, similar).embedded([7]), rtol=1e-4, atol=1e-5)
     assert len(remarks) == 1
     assert "another file" in remarks[0]
 

@@ -214,3 +214,18 @@ def test_a_memory_that_cannot_be_rewound_is_one_of_many(engine: str, tiny: TinyF
             context.truncate(0)
             wanted = np.concatenate([wanted, context.decode(texts[1][:12]).logits[9:]])
     assert np.abs(ours - wanted).max() < 0.05
+
+
+def test_rows_are_right_after_other_sequences_were_cut(model: Model) -> None:
+    """ik-llama finds the last cell in use by samples; a gap at one of them hid what lies behind it from a pass."""
+    texts = [some_tokens(96, seed=i) for i in range(4)]
+    for n in (2, 3, 4):
+        singles = [alone(model, texts[i])[0] for i in range(n - 1)]
+        for left in (0, 20):
+            with model.new_batch(n, 96) as batch:
+                for at in range(60):
+                    batch.decode([(i, [texts[i][at]]) for i in range(n)])
+                batch.truncate(n - 1, left)
+                for at in range(60, 80):
+                    forward = batch.decode([(i, [texts[i][at]]) for i in range(n - 1)])
+                    assert agree(model, forward.logits, np.array([rows[at] for rows in singles])), (n, left, at)

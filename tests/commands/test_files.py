@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 
 from localspec.commands import files
+from localspec.commands.cli import parse
 from localspec.commands.files import inspect_command, list_command, pull_command, rm_command
-from localspec.errors import ModelFileError, NotGGUF, UnknownModel
+from localspec.errors import DownloadError, ModelFileError, NotGGUF, UnknownModel
 from localspec.model_files.catalog import Catalog, Entry
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.head_card import CurvePoint, Training
@@ -26,6 +27,7 @@ from tests.conftest import TinyFiles
 from tests.model_files.test_catalog import put
 from tests.support import ggufs
 from tests.support.heads import write_random_head
+from tests.support.standin import Server
 
 CATALOG = Catalog.load()
 SMOL = CATALOG["smollm2-135m"]
@@ -48,7 +50,8 @@ def test_list_as_json(capsys: Out) -> None:
     assert models["gemma3-270m"]["present"] is False
     assert models["qwen2.5-coder-1.5b"]["draft"] == ["qwen2.5-coder-0.5b"]
     assert models["hf:acme/tiny/tiny.gguf"] | {"path": "", "note": ""} == {
-        "name": "hf:acme/tiny/tiny.gguf", "path": "", "bytes": 5, "present": True, "bytes_exact": True, "sha256": None,
+        "name": "hf:acme/tiny/tiny.gguf", "path": "", "bytes": 5, "present": True, "checked": False,
+        "bytes_exact": True, "sha256": None,
         "license": "unknown", "draft": [], "sources": ["hf"], "note": "",
     }  # fmt: skip
 
@@ -58,9 +61,14 @@ def test_list_for_people(capsys: Out) -> None:
     assert list_command() == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
     assert "98.4 MB" in lines["smollm2-135m"]
-    assert " yes " in lines["smollm2-135m"]
-    assert " yes " not in lines["gemma3-270m"]
     assert "~4.68 GB" in lines["qwen2.5-coder-7b"]
+
+    def marked(column: str) -> set[str]:
+        at = lines["NAME"].index(column)
+        return {name for name, line in lines.items() if line[at : at + 3] == "yes"}
+
+    assert marked("ON DISK") == {"smollm2-135m"}
+    assert marked("CHECKED") == {name for name, entry in CATALOG.items() if entry.sha256}
 
 
 # -- rm ---------------------------------------------------------------------------------------------------------------
@@ -139,7 +147,45 @@ def test_progress_without_a_terminal_is_a_line_every_tenth(capsys: Out) -> None:
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "asking"
     assert lines[-1] == "a remark"
-    assert [line.split(",")[0] for line in lines[1:-1]] == [f"downloading x: {i} % of 1 MB" for i in range(0, 101, 10)]
+    assert [line.split(",")[0] for line in lines[1:-1]] == [f"downloading x: {i} %" for i in range(0, 101, 10)]
+
+
+class Clock:
+    """A time that a test moves [s]."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_progress_of_a_slow_download_is_a_line_a_minute_with_the_speed_of_late(capsys: Out) -> None:
+    clock = Clock()
+    with files._PullProgress(clock) as report:
+        for second in range(3601):
+            clock.now = float(second)
+            # 100 kB/s in the first half hour, a tenth of that afterwards.
+            done = 100_000 * min(second, 1800) + 10_000 * max(0, second - 1800)
+            report.watch("downloading x", done, 1_000_000_000)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 61
+    assert lines[1] == "downloading x: 0 %, 6 MB of 1 GB, 100 kB/s, 2 h 46 min left"
+    assert lines[-1] == "downloading x: 19 %, 198 MB of 1 GB, 10 kB/s, 22 h 17 min left"
+
+
+def test_progress_on_a_narrow_terminal_keeps_the_figures(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "60")
+    clock = Clock()
+    with files._PullProgress(clock) as report:
+        for second in (0, 10):
+            clock.now = float(second)
+            report._next = 0.0  # every update is shown
+            report.watch("downloading qwen2.5-coder-1.5b-instruct-q4_k_m.gguf", second * 1_000_000, 20_000_000)
+    line = capsys.readouterr().err.split("\r\x1b[K")[-2]
+    assert line == "downloading qwen2.…: 10 MB of 20 MB, 1 MB/s, 10 s left 50%"
+    assert len(line) < 60
 
 
 def test_progress_on_a_terminal_is_a_line_that_goes_away(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,3 +367,65 @@ def test_rm_removes_what_was_made_of_heads_for_a_model(capsys: Out) -> None:
     made.write_bytes(b"x")
     assert rm_command(["smollm2-135m"]) == 0
     assert not made.exists()
+
+
+# -- pull --check -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A hub on this machine that has nothing yet."""
+    server = Server()
+    monkeypatch.delenv("LOCALSPEC_OFFLINE")
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    yield server
+    server.close()
+
+
+def offer(hub: Server, entry: Entry, n_bytes: int | None = None, digest: str | None = None) -> None:
+    """Let a hub have an entry's file, by what it says of it."""
+    path = f"/{entry.sources[0]['repo']}/resolve/main/{entry.file}"
+    hub.files[path], hub.sizes[path] = b"", entry.bytes if n_bytes is None else n_bytes
+    hub.digests[path] = digest or entry.sha256 or "ab" * 32
+
+
+def test_check_says_of_every_entry_whether_the_hub_still_has_it(hub: Server, capsys: Out) -> None:
+    for entry in CATALOG.values():
+        offer(hub, entry)
+    assert pull_check() == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert list(lines) == list(CATALOG)
+    assert lines["smollm2-135m"] == "holds: 98.4 MB, the file that was checked"
+    assert lines["qwen2.5-coder-7b"] == "holds: 4.68 GB; never fetched by us"
+    assert {method for method, _, _ in hub.requests} == {"HEAD"}
+    assert not models_dir().exists()
+
+
+def test_check_names_what_does_not_hold(hub: Server, capsys: Out) -> None:
+    names = ["smollm2-135m", "qwen2.5-coder-0.5b", "qwen2.5-coder-7b", "qwen3-4b", "qwen3-8b"]
+    offer(hub, CATALOG["smollm2-135m"], digest="cd" * 32)
+    offer(hub, CATALOG["qwen2.5-coder-0.5b"], n_bytes=7)
+    offer(hub, CATALOG["qwen2.5-coder-7b"], n_bytes=5_000_000_000)
+    offer(hub, CATALOG["qwen3-4b"], n_bytes=2_500_000_000)
+    assert pull_check(*names) == 1
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert "it is not the file that was checked" in lines["smollm2-135m"]
+    assert "it has 7 bytes" in lines["qwen2.5-coder-0.5b"]
+    assert "the hub has 5,000,000,000 bytes, the catalogue about 4,683,073,536" in lines["qwen2.5-coder-7b"]
+    assert lines["qwen3-4b"].startswith("holds: 2.5 GB")
+    assert lines["qwen3-8b"].startswith("does not hold: ")
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(hub: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.close()
+    with pytest.raises(DownloadError, match="the hub cannot be reached"):
+        pull_check()
+    monkeypatch.setenv("LOCALSPEC_OFFLINE", "1")
+    with pytest.raises(DownloadError, match="LOCALSPEC_OFFLINE is set"):
+        pull_check()
+
+
+def pull_check(*names: str) -> int:
+    run = parse(["pull", "--check", *names])
+    assert callable(run)
+    return run()

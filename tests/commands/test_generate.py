@@ -41,14 +41,27 @@ STATS = {
 pytestmark = pytest.mark.usefixtures("measured_home")
 
 
-def generate(pair: Any, *options: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    """Forty tokens of the tiny pair on the reference engine, three guesses a round, greedy."""
+def generate(
+    pair: Any, *options: str, stdin: bytes = b"", keep_ngrams: bool = False
+) -> subprocess.CompletedProcess[bytes]:
+    """Forty tokens of the tiny pair on the reference engine, three guesses a round of the draft model, greedy."""
+    only = [] if keep_ngrams else ["--draft-only"]
     result = localspec(
-        "generate", pair.target, "--draft", pair.draft, "--draft-length", "3", "--backend", "reference",
+        "generate", pair.target, "--draft", pair.draft, *only, "--draft-length", "3", "--backend", "reference",
         "--temperature", "0", "--max-tokens", "40", *options, stdin=stdin,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr.decode()
     return result
+
+
+def test_a_named_draft_model_does_not_cost_the_free_ngrams(tiny: TinyFiles) -> None:
+    both, alone = (
+        json.loads(generate(tiny.pair, "-p", "la la la la", "--format", "json", keep_ngrams=keep).stdout)
+        for keep in (True, False)
+    )
+    assert both["draft"] == ["ngram", tiny.pair.draft.stem]
+    assert alone["draft"] == [tiny.pair.draft.stem]
+    assert both["token_ids"] == alone["token_ids"]
 
 
 def test_the_three_formats_say_the_same(tiny: TinyFiles) -> None:

@@ -38,7 +38,10 @@ N_TOKENS = 500
 
 def auto(world: World) -> AutoController:
     models = world.draft_times()
-    priors = {"head": of_a_head(GREEDY)} | {name: COPIED for name in world.sources if name not in models}
+    head = world.sources.get("head")
+    priors = {"head": of_a_head(GREEDY, head and float(head.right.mean()))} | {
+        name: COPIED for name in world.sources if name not in models
+    }
     sources = {name: SourceAcceptance(priors.get(name, GREEDY)) for name in world.sources}
     return AutoController(world.true_times(), models, sources)
 
@@ -103,6 +106,23 @@ def test_a_slower_machine_is_noticed_and_not_mistaken_for_a_bad_draft() -> None:
     plain = World(here.curve, {"model": here.sources["model"]}, slowdown=here.slowdown)
     gain = here.run(auto(here), N_TOKENS) / plain.run(FixedController(0), N_TOKENS)
     assert gain >= 0.9 * steady.run(auto(steady), N_TOKENS) / steady.plain_rate()
+
+
+def test_thinking_and_answer_are_learned_apart() -> None:
+    """Copies that look alike are mostly right in one and mostly wrong in the other, whichever that is."""
+    rng = np.random.default_rng(3)
+    part = np.arange(N_TOKENS) // 50 % 2 == 0
+    right = np.where(part, rng.random(N_TOKENS) < 0.9, rng.random(N_TOKENS) < 0.05)
+    for in_thinking in (True, False):
+        here = World(CURVES["ik"], {"ngram": Source(np.full(N_TOKENS, 0.5), right)})
+        here.thinks = lambda position, good=in_thinking: bool(part[position]) == good
+
+        def rate(*, apart: bool, here: World = here) -> float:
+            answer, thinking = ({"ngram": SourceAcceptance(COPIED)} for _ in range(2))
+            parts = (thinking, {}) if apart else None
+            return here.run(AutoController(here.true_times(), {}, answer, thinking=parts), N_TOKENS)
+
+        assert rate(apart=True) > 1.1 * max(rate(apart=False), here.plain_rate())
 
 
 def test_acceptance_is_learned_and_forgotten() -> None:

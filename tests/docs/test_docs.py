@@ -17,6 +17,11 @@ from localspec import LLM, Draft, DraftToken, EmittedToken, Round, SamplingParam
 from localspec.commands.chat.commands import COMMANDS
 from localspec.commands.chat.views import VIEWS
 from localspec.commands.cli import app
+from localspec.commands.serve import infill, requests, response_store, slots
+from localspec.commands.serve.apis import embeddings
+from localspec.commands.serve.conversations import ConversationLimits
+from localspec.commands.serve.protocol import MAX_CONNECTIONS
+from localspec.commands.serve.settings import ServerSettings
 from scripts import make_docs
 from tests.conftest import TinyFiles
 from tests.test_packaging import tracked_files
@@ -130,6 +135,17 @@ def test_every_address_is_on_the_page_of_the_server() -> None:
         assert f"{address}`" in page or f"{address}NAME`" in page, address
 
 
+def test_the_bounds_of_the_server_are_those_that_hold() -> None:
+    table = text_of("docs/server.md").partition("**Bounds.**")[2].partition("**Who may come in.**")[0]
+    server, conversations = ServerSettings(), ConversationLimits()
+    bounds = [MAX_CONNECTIONS, server.body_bytes >> 20, server.body_seconds, server.bodies_bytes >> 20]
+    bounds += [requests.MAX_MESSAGES, requests.MAX_TOOLS, requests.MAX_CHOICES, requests.MAX_STOPS]
+    bounds += [response_store.MAX_RESPONSES, response_store.MAX_BYTES >> 20]
+    bounds += [conversations.conversations, conversations.bytes_each >> 20, conversations.bytes_together >> 20]
+    bounds += [infill.MAX_FILES, slots.MAX_WINDOWS, slots.MAX_CHARACTERS, embeddings.MAX_INPUTS]
+    assert set(re.findall(r"\d+(?:,\d{3})*", table)) == {f"{bound:,g}" for bound in bounds}
+
+
 def test_every_page_is_linked_from_the_readme() -> None:
     linked = {link.partition("#")[0] for link in links("README.md")}
     assert set(PAGES) - {"README.md"} <= linked
@@ -138,7 +154,8 @@ def test_every_page_is_linked_from_the_readme() -> None:
 def test_no_page_lies_elsewhere() -> None:
     tracked = {path.relative_to(ROOT).as_posix() for path in tracked_files() if path.suffix == ".md"}
     results = {page for page in tracked if page.startswith("benchmarks/results/")}
-    assert tracked - results - {"localspec/commands/bench/SCHEMA.md"} <= set(PAGES)
+    beside_what_it_describes = {"localspec/commands/bench/SCHEMA.md", "localspec/commands/serve/page/vendor/README.md"}
+    assert tracked - results - beside_what_it_describes <= set(PAGES)
 
 
 def test_the_readme_is_short_and_opens_with_two_commands() -> None:

@@ -1,7 +1,7 @@
 """What a client sends: JSON with anything anywhere, bodies that are none, oddities of HTTP.
 
-Refused is refused in OpenAI's form, with a 4xx status; what is answered is well-formed. Afterwards a good request is
-answered as before.
+Refused is refused in the API's own form, with a 4xx status; what is answered is well-formed. Afterwards a good request
+is answered as before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ from tests.support import ggufs
 from tests.support.serving import Server, serve
 
 PATHS = ["/v1/chat/completions", "/v1/completions"]
+TRANSLATED = ["/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/api/chat", "/api/generate", "/api/show"]
 OTHERS = [
+    "/v1/responses/x",
+    "/v1/embeddings",
+    "/api/tags",
+    "/api/ps",
+    "/api/embed",
     "/v1/models",
     "/v1/models/x",
     "/v1/models/%00%ff",
@@ -43,13 +49,16 @@ FIELDS = words(
     max_tokens max_completion_tokens tools tool_choice parallel_tool_calls response_format grammar prediction
     localspec modalities best_of echo presence_penalty frequency_penalty repeat_penalty repetition_penalty
     repeat_last_n top_k min_p suffix functions user ignore_eos metadata store reasoning_effort
+    input instructions previous_response_id max_output_tokens include background conversation system stop_sequences
+    output_config thinking think options format raw images context template keep_alive
     """
 )
 WORDS = words(
     """
     role content type text function name arguments parameters description tool_calls tool_call_id schema
     json_schema strict include_usage localspec_rounds draft draft_length off user system assistant tool 0 1 7
-    299 300 properties enum items
+    299 300 properties enum items input_schema input id call_id output tool_use_id is_error format num_predict
+    mirostat temperature tool_name images
     """
 )
 TEXTS = st.one_of(
@@ -107,11 +116,39 @@ CALLS = st.lists(
     ),
     max_size=2,
 )
+BLOCKS = st.lists(
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(["text", "tool_use", "tool_result", "thinking", "image"])},
+        optional={
+            "text": VALUES,
+            "id": VALUES,
+            "name": TEXTS,
+            "input": VALUES,
+            "content": VALUES,
+            "tool_use_id": TEXTS,
+        },
+    ),
+    max_size=3,
+)
+ITEMS = st.lists(
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(["message", "function_call", "function_call_output", "reasoning", "x"])},
+        optional={
+            "role": st.sampled_from(["user", "system", "assistant", "developer", "x"]),
+            "content": TEXTS | PARTS | VALUES,
+            "name": TEXTS,
+            "call_id": TEXTS,
+            "arguments": TEXTS | VALUES,
+            "output": TEXTS | PARTS | VALUES,
+        },
+    ),
+    max_size=3,
+)
 MESSAGES = st.lists(
     st.fixed_dictionaries(
         {
             "role": st.sampled_from(["user", "system", "assistant", "tool", "developer"]),
-            "content": TEXTS | PARTS | VALUES,
+            "content": TEXTS | PARTS | BLOCKS | VALUES,
         },
         optional={"tool_calls": CALLS | VALUES, "name": VALUES, "tool_call_id": VALUES, "x": VALUES},
     ),
@@ -141,6 +178,12 @@ TOOLS = st.lists(
     max_size=2,
 )
 SHAPED: dict[str, st.SearchStrategy[Any]] = {
+    "input": TEXTS | ITEMS,
+    "system": TEXTS | PARTS,
+    "max_output_tokens": st.integers(1, 12),
+    "options": st.dictionaries(st.sampled_from(["num_predict", "temperature", "mirostat", "stop", "seed"]), VALUES),
+    "format": st.just("json") | SCHEMAS,
+    "raw": st.booleans(),
     "messages": MESSAGES,
     "prompt": TEXTS | st.lists(TEXTS, max_size=3) | st.lists(st.integers(-1, 301), max_size=5),
     "stop": TEXTS | st.lists(TEXTS, max_size=3),
@@ -175,9 +218,11 @@ def objects(draw: Any) -> dict[str, Any]:
     names = draw(st.lists(st.sampled_from(FIELDS), max_size=5, unique=True))
     body = {name: draw(SHAPED[name] if name in SHAPED and draw(st.integers(0, 3)) else VALUES) for name in names}
     if draw(st.integers(0, 9)):
-        body = {"messages": GOOD_CHAT["messages"], "prompt": "the"} | body
+        body = {"messages": GOOD_CHAT["messages"], "prompt": "the", "input": "the", "model": "served-target"} | body
     if not isinstance(body.get("max_tokens"), float):
         body.setdefault("max_tokens", draw(st.integers(1, 12)))
+    body.setdefault("max_output_tokens", 12)
+    body.setdefault("options", {"num_predict": 12})
     return body
 
 
@@ -241,7 +286,9 @@ CASES = st.one_of(
     st.tuples(st.just("json"), st.sampled_from(PATHS), objects()),
     st.tuples(st.just("json"), st.sampled_from(PATHS), objects()),
     st.tuples(st.just("json"), st.sampled_from(PATHS), objects()),
-    st.tuples(st.just("bytes"), st.sampled_from(PATHS), BYTES),
+    st.tuples(st.just("json"), st.sampled_from(TRANSLATED), objects()),
+    st.tuples(st.just("json"), st.sampled_from(TRANSLATED), objects()),
+    st.tuples(st.just("bytes"), st.sampled_from(PATHS + TRANSLATED), BYTES),
     st.tuples(
         st.just("raw"),
         st.sampled_from(PATHS),
@@ -249,7 +296,7 @@ CASES = st.one_of(
     ),
     st.tuples(
         st.just("other"),
-        st.sampled_from(PATHS + OTHERS),
+        st.sampled_from(PATHS + TRANSLATED + OTHERS),
         st.tuples(
             st.sampled_from(["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE", "BREW"]), BYTES
         ),
@@ -257,8 +304,8 @@ CASES = st.one_of(
 )
 
 
-def check_answer(status: int, headers: dict[str, str], body: bytes, *, method: str = "POST") -> None:
-    """Either a well-formed answer or a refusal in OpenAI's form."""
+def check_answer(path: str, status: int, headers: dict[str, str], body: bytes, *, method: str = "POST") -> None:
+    """Either a well-formed answer or a refusal in the API's form."""
     assert status < 500, f"{status}: {body[:300]!r}"
     if method == "HEAD":
         return
@@ -266,18 +313,29 @@ def check_answer(status: int, headers: dict[str, str], body: bytes, *, method: s
     if status >= 400:
         if kind.startswith("application/json"):
             error = json.loads(body)["error"]
-            assert set(error) == {"message", "type", "param", "code"}, error
+            if path.startswith("/api/"):
+                error = {"message": error}
+            elif path.startswith("/v1/messages"):
+                assert set(error) == {"message", "type"}, error
+            else:
+                assert set(error) == {"message", "type", "param", "code"}, error
             assert error["message"].strip(), error
             assert error["message"].isprintable(), error
         return
     if kind.startswith("application/json"):
         json.loads(body, parse_constant=_no_constant)
+    elif kind == "application/x-ndjson":
+        *lines, last = [json.loads(line, parse_constant=_no_constant) for line in body.splitlines()]
+        assert [line["done"] for line in lines] == [False] * len(lines)
+        assert last["done"], last
     elif kind.startswith("text/event-stream"):
         lines = [line for line in body.decode().split("\n") if line.startswith("data: ")]
-        assert lines[-1] == "data: [DONE]", lines[-1:]
-        for line in lines[:-1]:
+        if path in PATHS:
+            assert lines.pop() == "data: [DONE]", lines[-1:]
+        for line in lines:
             event = json.loads(line.removeprefix("data: "), parse_constant=_no_constant)
-            if "error" in event:
+            assert event.get("type") != "error", event
+            if event.get("error"):
                 assert event["error"]["type"] != "server_error", event
 
 
@@ -345,11 +403,11 @@ def _opened(folder: Path) -> Iterator[Check]:
             kind, path, what = case
             with Timed("the request", 60.0):
                 if kind == "json":
-                    check_answer(*server.ask("POST", path, json.dumps(what).encode("utf-8", "surrogatepass")))
+                    check_answer(path, *server.ask("POST", path, json.dumps(what).encode("utf-8", "surrogatepass")))
                 elif kind == "bytes":
-                    check_answer(*server.ask("POST", path, what))
+                    check_answer(path, *server.ask("POST", path, what))
                 elif kind == "other":
-                    check_answer(*server.ask(what[0], path, what[1]), method=what[0])
+                    check_answer(path, *server.ask(what[0], path, what[1]), method=what[0])
                 else:
                     heads, framing, body = what
                     payload = framed(framing, body)

@@ -16,7 +16,8 @@ import pytest
 
 from localspec import LLM, LocalspecError, SamplingParams, UsageError
 from localspec.sampling.sampling import HUGE, MANY, Noise
-from localspec.spec_decode.drafters.names import is_same_file, names_of_files
+from localspec.spec_decode.drafters.names import names_of_files
+from localspec.system.files import is_same_file
 from tests.conftest import TinyFiles
 
 ODD: list[Any] = [

@@ -12,8 +12,11 @@ import pytest
 
 from localspec import LLM, LocalspecError, SamplingParams
 from localspec.backends.base import FloatArray, Forward
+from localspec.controllers.acceptance import GREEDY as GREEDY_PRIOR
+from localspec.controllers.acceptance import SourceAcceptance, of_a_head
 from localspec.controllers.calibration import curve_key, curves
 from localspec.errors import EngineError
+from localspec.model_files.head_card import Training
 from localspec.model_files.head_folders import engine_folder, heads_folder
 from localspec.runtime.pair import Pair
 from localspec.spec_decode.drafters.names import AUTOMATIC
@@ -60,6 +63,19 @@ def test_the_text_does_not_depend_on_it(tiny: TinyFiles, head: Path, engine: str
             assert reply.token_ids == says(llm, params=params, speculate=False)
             sources = {source for source, counts in reply.stats["by_source"].items() if counts["num_draft_tokens"]}
             assert ("head" if draft == "auto" else draft.partition(":")[0]) in sources
+
+
+def test_two_heads_draft_beside_each_other(tiny: TinyFiles, head: Path, tmp_path: Path) -> None:
+    other = write_random_head(tiny.pair.target, tmp_path / "other.gguf", "parallel", taps=("norm",))
+    with open_llm(tiny, ["head", f"head:{head}", f"head:{other}"]) as llm:
+        assert llm.draft_names == ["head", "head2"]
+        for names in (None, ["head"], ["head2"]):
+            reply = llm.generate("one two one two", GREEDY, drafters=names)
+            assert reply.token_ids == says(llm, speculate=False)
+            sources = {source for source, counts in reply.stats["by_source"].items() if counts["num_draft_tokens"]}
+            assert sources & {"head", "head2"} == set(names or ["head"])
+        llm.set_draft(f"head:{other}")
+        assert llm.draft_names == ["head"]
 
 
 def test_drafts_change_in_mid_conversation(tiny: TinyFiles, head: Path, engine: str) -> None:
@@ -210,7 +226,6 @@ def test_auto_goes_on_without_a_head_where_the_target_cannot_return_its_states(
         ("early-exit:99", "after 1 to 3 layers"),
         ("early-exit:x", "takes a number of layers"),
         ("early-exit:٣", "takes a number of layers"),
-        (["head", "head:other.gguf"], "can be named once"),
         (["early-exit:1", "early-exit"], "can be named once"),
         ("heads", "did you mean head"),
     ],
@@ -289,3 +304,18 @@ def test_drafters_that_are_replaced_give_their_memory_back(tiny: TinyFiles, head
         assert len(says(llm)) == 32
     with pytest.raises(LocalspecError, match="was closed"):
         kept.context.decode_floats(np.zeros((1, kept.model.n_embd), dtype=np.float32), [0])
+
+
+def test_a_head_is_expected_to_be_right_as_often_as_its_card_says(tiny: TinyFiles, measured_home: Path) -> None:
+    """On the mean of the kinds of text, until it shows how often it is; where nothing is said, as the usual one is."""
+    heads_folder().mkdir(parents=True)
+    for name, rates in (("good", {"all": (0.9,), "chat": (0.7, 0.4), "code": (0.5, 0.2)}), ("unknown", {})):
+        training = Training(acceptance=rates)
+        write_random_head(tiny.pair.target, heads_folder() / f"{name}.gguf", taps=TAPS, training=training)
+    expected = {}
+    for name in ("good", "unknown"):
+        with open_llm(tiny, f"head:{heads_folder() / name}.gguf", draft_length="auto") as llm:
+            pair = llm._pair
+            expected[name] = pair.controller("auto", GREEDY).estimates.acceptance["head"].mean()  # type: ignore[attr-defined]
+    assert expected["good"] == pytest.approx(0.6, abs=0.005)
+    assert expected["unknown"] == SourceAcceptance(of_a_head(GREEDY_PRIOR)).mean()

@@ -20,15 +20,19 @@ import localspec.spec_decode.decoder
 from localspec.backends import reference
 from localspec.backends.base import Context
 from localspec.controllers.fixed import FixedController, FixedPlan
+from localspec.corpora.index import CorpusIndex
+from localspec.corpora.text_files import PathSource
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.controller import Controller
 from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
+from localspec.spec_decode.drafters.corpus import CorpusDrafter
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.drafters.recycling import RecyclingDrafter
 from localspec.spec_decode.rounds import DraftToken, Round
+from localspec.system.steps import exhaust
 from tests.conftest import TinyFiles
 from tests.spec_decode.test_exactness import EXACT, PROMPT, SAMPLING, Predictions, Tokens, plain_law
 from tests.support.enumeration import Branches, BranchingNoise, branching_samples, explore, largest_difference
@@ -97,15 +101,27 @@ def run(decoder: SpeculativeDecoder, prompt: list[int], params: SamplingParams) 
     return list(decoder.rounds(prompt, params, text))
 
 
+def corpus_of(folder: Path, tokens: Sequence[int]) -> CorpusIndex:
+    """A corpus of one file, whose text is token ids."""
+    (folder / "text").mkdir(parents=True)
+    (folder / "text" / "ids.txt").write_text(" ".join(map(str, tokens)))
+    index = CorpusIndex(
+        PathSource(folder / "text"), folder / "index", "ids", lambda text: [int(each) for each in text.split()]
+    )
+    exhaust(index.update())
+    return index
+
+
 class World:
     """A target that decodes plainly from nothing every time, and one that drafts and never starts afresh."""
 
-    def __init__(self, pair_files: object, rng: random.Random) -> None:
+    def __init__(self, pair_files: object, rng: random.Random, folder: Path) -> None:
         self.rng = rng
         self.target = reference.load(pair_files.target)  # type: ignore[attr-defined]
         self.small = reference.load(pair_files.draft)  # type: ignore[attr-defined]
         self.plain_context = self.target.new_context(N_CTX)
         self.random = RandomDrafter(rng, self.target.n_vocab)
+        self.corpus = corpus_of(folder, [rng.randrange(self.target.n_vocab) for _ in range(2000)])
         groups = self.groups()
         taps = {tap for group in groups for drafter in group for tap in drafter.taps}
         context = self.target.new_context(N_CTX, hidden=sorted(taps))
@@ -119,6 +135,7 @@ class World:
             [DraftModelDrafter(self.small.new_context(N_CTX))],
             [NgramDrafter(), DraftModelDrafter(self.small.new_context(N_CTX))],
             [NgramDrafter(), RecyclingDrafter()],
+            [NgramDrafter(), CorpusDrafter(self.corpus, "corpus", "corpus:x")],
             [DraftModelDrafter(self.small.new_context(N_CTX // 4)), self.random, NgramDrafter(min_match=2)],
         ]
 
@@ -164,8 +181,8 @@ class World:
 
 
 @pytest.fixture
-def world(tiny: TinyFiles, request: pytest.FixtureRequest) -> World:
-    return World(tiny.quick, random.Random(request.node.name))
+def world(tiny: TinyFiles, tmp_path: Path, request: pytest.FixtureRequest) -> World:
+    return World(tiny.quick, random.Random(request.node.name), tmp_path)
 
 
 def check_the_mix(rounds: list[Round], n_answers: int) -> None:
@@ -316,6 +333,32 @@ def test_the_law_with_recycled_tokens(tiny: TinyFiles, monkeypatch: pytest.Monke
         assert sum(law.values()) == pytest.approx(1.0, abs=EXACT)
         assert largest_difference(plain_law(params, target, 4), law) < EXACT
         assert accepted == {"recycled", "target"}
+
+
+def test_the_law_with_a_corpus(tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone and beside n-grams, where the surer of the two is asked first: to 1e-12."""
+    params = replace(SAMPLING, top_k=3, max_tokens=4, ignore_eos=True)
+    branching_samples(monkeypatch)
+    with reference.load(tiny.micro) as model:
+        target = Predictions(model)
+        plain = run(SpeculativeDecoder(TableContext(target), [], FixedController(0)), list(PROMPT), SamplingParams())
+        index = corpus_of(tmp_path, [*PROMPT, *(token.id for round_ in plain for token in round_.emitted)])
+        for others in ([], [NgramDrafter()]):
+            accepted: set[str] = set()
+
+            def program(branches: Branches, others: list[Drafter] = others, accepted: set[str] = accepted) -> Tokens:
+                noise = BranchingNoise(branches)
+                monkeypatch.setattr(localspec.spec_decode.decoder, "Noise", lambda seed: noise)
+                drafters = [*(each.clone(None) for each in others), CorpusDrafter(index, "corpus", "corpus:x")]
+                decoder = SpeculativeDecoder(TableContext(target), drafters, NosyController())
+                rounds = run(decoder, list(PROMPT), params)
+                accepted.update(token.source for round_ in rounds for token in round_.emitted)
+                return tuple(token.id for round_ in rounds for token in round_.emitted)
+
+            law = explore(program)
+            assert sum(law.values()) == pytest.approx(1.0, abs=EXACT)
+            assert largest_difference(plain_law(params, target, 4), law) < EXACT
+            assert "corpus" in accepted
 
 
 @pytest.mark.parametrize("bias", [{}, {5: 4.0, 6: 2.0, 1: 0.5}])

@@ -107,6 +107,16 @@ def bpe_vocab(n_vocab: int = 384, pre: str = "gpt-2") -> TinyVocab:
     )  # fmt: skip
 
 
+QWEN_FIM = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")
+
+
+def fim_vocab(names: Sequence[str] = QWEN_FIM, vocab: TinyVocab | None = None) -> TinyVocab:
+    """A vocabulary (byte-level BPE by default) with control tokens of fill-in-the-middle behind it."""
+    vocab = vocab or bpe_vocab(384 - len(names))
+    scores = [*vocab.scores, *[0.0] * len(names)] if vocab.scores else ()
+    return replace(vocab, tokens=[*vocab.tokens, *names], types=[*vocab.types, *[CONTROL] * len(names)], scores=scores)
+
+
 def micro_vocab(n_vocab: int = 6) -> TinyVocab:
     """As few tokens as can be, so that all continuations can be enumerated; only the reference backend loads it."""
     tokens = ["<unk>", "<s>", "</s>", *"abcdefghijklmnop"][:n_vocab]
@@ -143,3 +153,19 @@ def vocab_metadata(vocab: TinyVocab) -> dict[str, Any]:
         "tokenizer.chat_template": vocab.chat_template,
     }
     return metadata | {key: value for key, value in optional.items() if value is not None}
+
+
+def with_tokens(vocab: TinyVocab, chat_template: str, **types: Sequence[str]) -> TinyVocab:
+    """The vocabulary with more special tokens at its end, and another template.
+
+    Args:
+        vocab: what it begins with.
+        chat_template: the template.
+        types: ``control`` and ``user_defined``: the tokens.
+    """
+    tokens, kinds = list(vocab.tokens), list(vocab.types)
+    for name, texts in types.items():
+        tokens += texts
+        kinds += [{"control": CONTROL, "user_defined": USER_DEFINED}[name]] * len(texts)
+    scores = [*vocab.scores, *[0.0] * (len(tokens) - len(vocab.tokens))] if vocab.scores else ()
+    return replace(vocab, tokens=tokens, types=kinds, scores=scores, chat_template=chat_template)

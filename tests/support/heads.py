@@ -75,8 +75,10 @@ def write_random_head(
 
 
 def _random(name: str, shape: tuple[int, ...], rng: Any) -> npt.NDArray[np.float32]:
-    if "norm" in name or name == "head.embed_scale":
+    if "norm" in name:
         return rng.uniform(0.8, 1.2, shape).astype(np.float32)  # type: ignore[no-any-return]
+    if name in ("head.embed.weight", "head.chain.weight"):
+        return (np.eye(shape[0]) + 0.02 * rng.standard_normal(shape)).astype(np.float32)  # type: ignore[no-any-return]
     scale = 0.1 if name.startswith("head.") else 1.0  # what comes from the target's states only tints the embedding
     values = rng.standard_normal(shape) * scale / np.sqrt(shape[-1] if len(shape) > 1 else 4)
     return values.astype(np.float32)  # type: ignore[no-any-return]

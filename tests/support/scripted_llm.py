@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -46,6 +46,12 @@ def make_round(index: int, guesses: Sequence[Guess], own: str, finish: Any = Non
     )
 
 
+def think_round(text: str) -> Round:
+    """A round of one token that belongs to a thinking block."""
+    token = EmittedToken(0, "plain", text=text, thinking=True)
+    return replace(make_round(0, [], ""), emitted=[token], spans=[Span(text, "plain", "target", "thinking")])
+
+
 def speak(text: str, source: str = "model") -> list[Round]:
     """An answer in words: three guesses a round, of which every other round has the last one wrong."""
     words = [word + " " for word in text.split(" ")]
@@ -70,12 +76,14 @@ class ScriptedLLM(AskingModel):
     gate: Path | None = None
     draft_length: int | str = "auto"
     model_name: str = "scripted"
+    model_path: Path = Path("scripted.gguf")
     draft_names: list[str] = field(default_factory=lambda: ["scripted-draft"])
     backend_name: str = "none"
     n_ctx: int = 4096
     warnings: list[str] = field(default_factory=list)
     chat_defaults: dict[str, Any] = field(default_factory=dict)
     plain_tokens_per_second: float = 12.0
+    thinking: Any = None
     asked: list[Any] = field(default_factory=list)
     options: list[dict[str, Any]] = field(default_factory=list)
     params: list[SamplingParams | None] = field(default_factory=list)
@@ -115,6 +123,9 @@ class ScriptedLLM(AskingModel):
     def _scorer(self, prompt: Any, top: int, deadline: float | None, conversation: Any) -> Submit:
         raise NotImplementedError
 
+    def fill_prompt(self, prefix: str, suffix: str = "", context_files: Any = (), **options: Any) -> Any:
+        raise NotImplementedError
+
     def run(self, work: Callable[[Any], Any], *, conversation: Any = None) -> Any:
         return work(None)
 
@@ -126,11 +137,14 @@ class ScriptedLLM(AskingModel):
         llm: Any = self
         return load(llm, path, memory=memory)
 
-    def read_ahead(self, messages: Any) -> None:
+    def read_ahead(self, messages: Any, *, think: str = "auto") -> None:
         """Nothing reads here."""
 
     def explain(self) -> str:
         return "because the script says so"
+
+    def tokenize(self, text: str) -> list[int]:
+        return [crc32(word.encode()) for word in text.split()]
 
     def detokenize(self, tokens: Sequence[int]) -> str:
         return f"<{tokens[0]}>"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -11,9 +12,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from localspec import LLM
-from localspec.commands.serve.runner import Runner, listen, url_of
+from localspec.commands.serve.apis.embeddings import EmbeddingService
+from localspec.commands.serve.runner import AppRunner, Runner, listen, url_of
 from localspec.commands.serve.service import Service
 from localspec.commands.serve.settings import ServerSettings
+from localspec.runtime.embedding import EmbeddingModel
 from tests.support.waiting import PATIENCE, wait_until
 
 
@@ -60,15 +63,32 @@ def serve(llm: LLM, **settings: Any) -> Iterator[Server]:
     with listen("127.0.0.1", 0) as sock:
         queue_before = llm.max_queue
         runner = Runner(llm, ServerSettings(**settings))
-        thread = threading.Thread(target=runner.run, args=([sock],), daemon=True)
-        thread.start()
-        while not runner.started:
-            assert thread.is_alive(), "the server did not start"
-            time.sleep(0.005)
         try:
-            yield Server(runner, url_of(sock))
+            with _running(runner, sock):
+                yield Server(runner, url_of(sock))
         finally:
-            runner.stop()
             llm.max_queue = queue_before
-            thread.join(PATIENCE)
-            assert not thread.is_alive(), "the server did not stop"
+
+
+@contextmanager
+def serve_embeddings(model: EmbeddingModel, **settings: Any) -> Iterator[str]:
+    """The same with a model that makes embeddings; the server's address."""
+    with listen("127.0.0.1", 0) as sock:
+        service = EmbeddingService(model, ServerSettings(**settings))
+        with _running(AppRunner(service.application(), service.ending), sock):
+            yield url_of(sock)
+
+
+@contextmanager
+def _running(runner: AppRunner, sock: socket.socket) -> Iterator[None]:
+    thread = threading.Thread(target=runner.run, args=([sock],), daemon=True)
+    thread.start()
+    while not runner.started:
+        assert thread.is_alive(), "the server did not start"
+        time.sleep(0.005)
+    try:
+        yield
+    finally:
+        runner.stop()
+        thread.join(PATIENCE)
+        assert not thread.is_alive(), "the server did not stop"

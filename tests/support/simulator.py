@@ -79,6 +79,7 @@ class World:
         n_prompt: tokens before the text, which a draft model has to read.
         burst: how much longer than otherwise the first reading of over 32 tokens takes, as another program has the CPU.
         certainty: the target's probability for its most probable token, along the text; None is unknown.
+        thinks: whether the model thinks at a position.
     """
 
     curve: dict[int, float]
@@ -90,6 +91,7 @@ class World:
     n_prompt: int = 0
     burst: float = 1.0
     certainty: np.ndarray | None = None
+    thinks: Callable[[int], bool] = field(default=lambda position: False)
 
     def true_times(self) -> PassTimes:
         return PassTimes(dict(self.curve))
@@ -109,6 +111,7 @@ class World:
         position, total, burst = 0, 0.0, self.burst
         while position < n_tokens:
             factor = self.slowdown(position)
+            controller.enter(thinks=self.thinks(position))
             plan = controller.plan(room=n_tokens - position, n_past=position)
             draft, ms_draft, alive = Draft(), 0.0, True
             right: list[bool] = []

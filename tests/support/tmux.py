@@ -29,16 +29,18 @@ class Tmux:
     ) -> None:
         if not shutil.which("tmux"):
             pytest.skip("tmux is not installed")
-        self._folder = folder
+        self._folder, self._socket = folder, f"{len(list(folder.glob('*.sock')))}.sock"
         assignments = " ".join(f"{name}={shlex.quote(value)}" for name, value in ({"PYTHONUTF8": "1"} | env).items())
         script = f"env {assignments} {shlex.join(command)}; echo EXIT $?; exec sleep 600"
         size = ["-x", str(columns), "-y", str(lines)]
-        self._run("-f", "/dev/null", "new-session", "-d", "-c", os.getcwd(), *size, script)
+        # Programs may ask for a copy, as in most terminals.
+        copying = ["set-option", "-s", "set-clipboard", "on"]
+        self._run("-f", "/dev/null", *copying, ";", "new-session", "-d", "-c", os.getcwd(), *size, script)
 
     def _run(self, *arguments: str) -> str:
         clean = {name: value for name, value in os.environ.items() if name != "TMUX"}
         # By a relative path: the system allows a socket's no more than some 100 bytes. -u: whatever the locale is.
-        command = ["tmux", "-u", "-S", "tmux.sock", *arguments]
+        command = ["tmux", "-u", "-S", self._socket, *arguments]
         done = subprocess.run(command, check=True, capture_output=True, encoding="utf-8", env=clean, cwd=self._folder)
         return done.stdout
 
@@ -65,6 +67,10 @@ class Tmux:
             if time.monotonic() > deadline:
                 pytest.fail(f"the screen never had {what!r}; it has:\n{screen.rstrip()}")
             time.sleep(0.05)
+
+    def buffer(self) -> str:
+        """What was last copied, with tmux's own command or by a sequence that asks for it."""
+        return self._run("show-buffer")
 
     def close(self) -> None:
         """End the program and its terminal."""

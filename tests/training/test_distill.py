@@ -17,21 +17,23 @@ import pytest
 import localspec
 from localspec import Cancelled, EngineError, UsageError
 from localspec.model_files.head_file import read_card
-from localspec.model_files.head_folders import find_heads
+from localspec.model_files.head_folders import find_heads, heads_folder
 from localspec.training.distill import distill
 from localspec.training.examples import is_held_out
+from localspec.training.lessons import n_lessons
 from localspec.training.recipe import Effort, Recipe, token_map
 from localspec.training.run_folder import RunError
 from localspec.training.shards import Shards
 from localspec.training.standing import Distilled, Standing
 from tests.conftest import Backend, TinyFiles
 from tests.support import ggufs
+from tests.support.heads import write_random_head
 from tests.support.waiting import PATIENCE
 
 pytest.importorskip("jax", reason="heads are trained with JAX")
 
 RECIPE = Recipe(steps=3, n_out=200, d_ff=64, seed=3)
-EFFORT = Effort(1e4, n_places=800, n_steps=4, n_questions=1, max_tokens=8, longest_answer=40)
+EFFORT = Effort(1e4, n_places=800, n_steps=4, n_tests=3, n_questions=1, max_tokens=8, longest_answer=40)
 SHAPE = ggufs.Shape(n_layer=3, n_embd=64, n_head=4, n_head_kv=2, n_ff=96, residual=0.4)
 TAPS = RECIPE.taps(SHAPE.n_layer)
 
@@ -72,8 +74,11 @@ def test_a_run_makes_a_head_and_says_what_it_is_worth(target: Path, isolated_hom
     # Those that were still being written at the end are taken in by the next sitting, or by whoever looks.
     assert 600 <= card.training.data_tokens <= sum(len(each) for each in passages if not each.held_out)
     assert card.training.tokens_seen > 0
-    assert set(card.training.acceptance) >= {"all", "own"}
-    assert {each.category for each in passages} == {"own", "text"}
+    # Answers to questions of each kind of work are what it is tested on, and never learned from.
+    tested = {each.category for each in passages if each.held_out and n_lessons(each) > 0}  # some answers end at once
+    assert set(card.training.acceptance) == {"all"} | tested
+    assert {each.category for each in passages} == {"own", "text", "chat", "code"}
+    assert all(each.held_out for each in passages if each.category in ("chat", "code"))
     assert all(each.held_out == is_held_out(each.name) for each in passages)
     assert (card.taps, card.steps, card.kind, card.n_out) == (TAPS, 3, "chained", 200)
     # It is kept exactly if it pays, and then found by those who look for heads.
@@ -81,10 +86,19 @@ def test_a_run_makes_a_head_and_says_what_it_is_worth(target: Path, isolated_hom
     assert made.worth.n_questions == 1
     assert min(made.worth.plain, made.worth.without, made.worth.head) > 0
     assert (made.kept is not None) == (made.worth.gain > 1) == (made.kept in find_heads())
+    assert made.worth.drafters == ("ngram",)
     with pytest.raises(UsageError, match=r"was made.*--force begins anew"):
         run(target)
     with pytest.raises(UsageError, match="--minutes over 10000"):
         run(target, resume=True)
+
+
+def test_it_is_compared_with_the_head_there_was(target: Path, isolated_home: Path) -> None:
+    heads_folder().mkdir(parents=True)
+    write_random_head(target, heads_folder() / "older.gguf")
+    made = run(target)
+    assert made.worth is not None
+    assert made.worth.drafters == ("ngram", "older")
 
 
 def test_cancelled_at_any_moment_it_goes_on_from_there(target: Path, isolated_home: Path) -> None:
@@ -94,7 +108,7 @@ def test_cancelled_at_any_moment_it_goes_on_from_there(target: Path, isolated_ho
         cancel = threading.Event()
 
         def report(standing: Standing, phase: str = phase, stop: threading.Event = cancel) -> None:
-            if standing.phase == phase and standing.n_places > 0:
+            if standing.phase == phase and (standing.n_places if phase == "examples" else standing.tokens_seen):
                 stop.set()
 
         with pytest.raises(Cancelled):
@@ -137,7 +151,7 @@ def counting(*given, **options):
 
 
 setattr(owner, name, counting)
-effort = Effort(1e4, n_places=800, n_steps=4, n_questions=1, max_tokens=8, longest_answer=40)
+effort = Effort(1e4, n_places=800, n_steps=4, n_tests=3, n_questions=1, max_tokens=8, longest_answer=40)
 distill(target, backend="reference", recipe=Recipe(steps=3, n_out=200, d_ff=64, seed=3), effort=effort)
 """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +32,26 @@ def make(
     return found, maker
 
 
+def turns(format: PromptFormat, passage: Passage) -> list[tuple[str, list[int]]]:
+    """Who says what in a passage; of a prompt that was read again, the answer alone."""
+    tokens, at = passage.tokens.tolist(), passage.start
+    assert format.before_user is not None
+    again = tokens[at - len(format.before_answer) : at] == list(format.before_answer)
+    assert again or not passage.held_out
+    found, role = list[tuple[str, list[int]]](), "answer" if again else "prompt"
+    while True:
+        mark = list(format.before_answer if role == "prompt" else format.before_user)
+        ends = [i for i in range(at, len(tokens)) if tokens[i : i + len(mark)] == mark]
+        found.append((role, tokens[at : ends[0]] if ends else tokens[at:]))
+        if not ends:
+            return found
+        at, role = ends[0] + len(mark), "answer" if role == "prompt" else "prompt"
+
+
+def as_text(model: Model, tokens: list[int]) -> str:
+    return b"".join(map(model.vocab.token_bytes, tokens)).decode("utf-8", "replace")
+
+
 def check_against_a_fresh_context(model: Model, passage: Passage, atol: float) -> None:
     with model.new_context(512, hidden=TAPS) as context:
         forward = context.decode(passage.tokens[:-1].tolist())
@@ -55,14 +74,15 @@ def test_states_and_probabilities_are_those_of_a_fresh_context(backend: Backend,
 
 def test_greedy_answers_are_the_likeliest_tokens_and_the_others_are_not(reference: Backend, tiny: TinyFiles) -> None:
     with reference.load(tiny.quick.target) as model:
-        passages, _ = make(model, 16)
-    kinds = Counter(passage.temperature for passage in passages)
-    assert set(kinds) == {0.0, 0.8}
-    for passage in passages:
-        said = passage.tokens[passage.start :]
-        likeliest = passage.top_ids[passage.start - 1 :, 0]
-        assert len(said) == len(likeliest) == passage.n_own
-        assert (said == likeliest).all() == (passage.temperature == 0 or len(said) < 3)
+        passages, _ = make(model, 24)
+        format = format_of(model)
+    answers = [passage for passage in passages if turns(format, passage)[-1][0] == "answer"]
+    assert {passage.temperature for passage in answers} == {0.0, 0.8}
+    assert {passage.held_out for passage in answers} == {False, True}
+    for passage in answers:
+        said = turns(format, passage)[-1][1]
+        likeliest = passage.top_ids[-len(said) :, 0].tolist()
+        assert (said == likeliest) == (passage.temperature == 0 or len(said) < 3)
 
 
 def test_a_text_does_not_depend_on_what_is_written_beside_it(reference: Backend, tiny: TinyFiles) -> None:
@@ -113,14 +133,32 @@ def test_prompts_that_heads_are_tested_with_are_dropped(reference: Backend, tiny
 
     with reference.load(tiny.quick.target) as model:
         passages, maker = make(model, 10, is_tested_with=tested)
-        vocab = model.vocab
         format = format_of(model)
+        asked = 0
         for passage in passages:
-            text = b"".join(map(vocab.token_bytes, passage.tokens[: passage.start].tolist())).decode("utf-8", "replace")
-            said = text.removeprefix("user\n").removesuffix("\nassistant\n")
-            assert format.answering([{"role": "user", "content": said}]) == passage.tokens[: passage.start].tolist()
-            assert not tested(said)
+            for role, tokens in turns(format, passage):
+                if role == "prompt":
+                    asked += 1
+                    assert not tested(as_text(model, tokens).strip())
+    assert asked > 5
     assert maker.n_dropped >= 3
+
+
+def test_a_conversation_is_one_passage_as_the_chat_template_has_it(reference: Backend, tiny: TinyFiles) -> None:
+    with reference.load(tiny.quick.target) as model:
+        passages, _ = make(model, 12)
+        format = format_of(model)
+        long = [passage for passage in passages if len(turns(format, passage)) > 2]
+        assert long
+        for passage in long:
+            texts = [as_text(model, tokens) for _, tokens in turns(format, passage)]
+            roles = ("user", "assistant") * len(texts)
+            messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+            rendered = format._encoder.template.render(messages, add_generation_prompt=False)
+            said = as_text(model, passage.tokens[passage.start :].tolist())
+            for control in ("<|im_start|>", "<|im_end|>"):  # which are no text
+                rendered = rendered.replace(control, "")
+            assert rendered[rendered.index(texts[0]) :].startswith(said)
 
 
 def test_what_is_under_way_is_a_lesson_too(reference: Backend, tiny: TinyFiles) -> None:

@@ -47,7 +47,7 @@ def model(reference: Backend, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("sequences", "patience", "width", "rate"),
     [
-        (100, 1e9, 32, 32 / 4.1),
+        (100, 1e9, 24, 24 / 3.3),
         (9, 1e9, 8, 8 / 1.7),
         (100, 32 * 1.35, 4, 4 / 1.3),  # four take 1.3 s a token, 32 tokens of each
         (0, 0.0, 1, 1.0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ from tests.support.lessons import written_by
 
 pytest.importorskip("jax", reason="the trainer needs jax: pip install 'localspec[distill]'")
 
-from localspec.training.lessons import Cursor, Packer, Piece, Reading, Size, first_lesson, n_lessons
-from localspec.training.network import HeadNetwork
+from localspec.training import warm_start
+from localspec.training.lessons import Cursor, Packer, Reading, Size, first_lesson, n_lessons
 from localspec.training.trainer import CheckpointError, Trainer, TrainingProgress, TrainingSettings
-from localspec.training.warm_start import neighbours, new_card, starting_weights
+from localspec.training.warm_start import Start, neighbours, new_card, start
 
 TAPS = ("layer:0", "norm")
 STEADY = TrainingSettings(size=Size(210, 64, 20), n_batches=2, learning_rate=3e-3, warm_up=1, final=1.0, half=False)
@@ -36,13 +37,15 @@ def trainer(target: Path, checkpoint: Path, passages: list[Passage], kind: Kind 
     tokens = np.arange(tensor_rows(file, "output.weight", slice(None)).shape[0], dtype=np.int32)
     facts: dict[str, Any] = {"kind": kind, "taps": taps, "token_map": tokens, "steps": 3, "d_ff": 32}
     card = new_card(file, fingerprint(target), **facts)
-    weights = starting_weights(file, card, passages[0].states.astype(np.float32), seed=0)
     output = tensor_rows(file, "output.weight", tokens)
 
     def embed(some: Any) -> Any:
         return tensor_rows(file, "token_embd.weight", some)
 
-    return Trainer(card, weights, output, embed, passages[1:], passages[:1], checkpoint, STEADY)
+    def begin() -> Start:
+        return start(file, card, output, embed, passages[1:], seed=0)
+
+    return Trainer(card, begin, output, embed, passages[1:], passages[:1], checkpoint, STEADY)
 
 
 class Stop:
@@ -201,21 +204,53 @@ def test_queries_in_pairs_half_a_head_apart_score_as_neighbours_do() -> None:
     np.testing.assert_allclose(score(True), score(False))
 
 
-def test_it_begins_as_the_targets_last_block(tmp_path: Path) -> None:
-    """With the state before that block as its only tap and no embedding, it says what the target says."""
-    shape = Shape(n_layer=3, n_embd=32, n_head=2, n_head_kv=1, n_ff=64)
-    target = write_llama(tmp_path / "target.gguf", shape)
-    passages = written_by(target, ("layer:1", "norm"), [120])
+def linear_passages(n: int, lengths: Sequence[int], seed: int) -> tuple[list[Passage], Any, Any]:
+    """Texts of a target whose last state is a linear function of the one before and of the token between."""
+    rng = np.random.default_rng(seed)
+    n_vocab, embeddings = 60, 0.05 * np.random.default_rng(0).standard_normal((60, n))
+    norm, forward = (
+        np.random.default_rng(1).uniform(0.5, 2, n),
+        np.random.default_rng(2).standard_normal((n, n)) / n**0.5,
+    )
+    inward, passages = np.random.default_rng(3).standard_normal((n, n)) * 15 / n**0.5, []
+    for length in lengths:
+        tokens, u = rng.integers(0, n_vocab, length + 1), [rng.standard_normal(n)]
+        for token in tokens[1:-1]:
+            u.append(0.6 * forward @ u[-1] + inward @ embeddings[token] + 0.3)
+        states = np.stack([100.0 * np.roll(u, 1, axis=1), np.array(u) * norm], axis=1)
+        states[0] *= 50  # as the first token's are
+        ids, logprobs = np.zeros((length, 1), np.int32), np.zeros((length, 1), np.float16)
+        passages.append(
+            Passage("p", "own", 2, 0.0, False, tokens.astype(np.int32), states.astype(np.float16), ids, logprobs)
+        )
+    return passages, embeddings.astype(np.float32), norm.astype(np.float32)
+
+
+def test_it_begins_as_the_best_linear_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows are the target's next states before the last norm's weight, and its chain goes on from its own."""
+    n = 32
+    monkeypatch.setattr(warm_start, "_RIDGE", 1e-3)
+    target = write_llama(tmp_path / "target.gguf", Shape(n_layer=3, n_embd=n, n_head=2, n_head_kv=1, n_ff=64))
+    passages, embeddings, norm = linear_passages(n, [90, 200, 150, 120], 4)
+    ids = np.arange(60, dtype=np.int32)
     with GGUFFile(target) as file:
-        tokens = np.arange(file.tensors["output.weight"].shape[1], dtype=np.int32)
-        for d_ff, least in ((64, 1.0), (32, 0.5)):
-            card = new_card(file, "f", kind="chained", taps=("layer:1", "norm"), token_map=tokens, steps=1, d_ff=d_ff)
-            weights = starting_weights(file, card, passages[0].states.astype(np.float32), seed=0)
-            weights["head.embed_scale"][:] = 0
-            network = HeadNetwork(card, tensor_rows(file, "output.weight", tokens))
-            packer = Packer(tokens, lambda some: np.zeros((len(some), 32), np.float32), Size(210, 65, 64), 1)
-            piece = Piece(passages[0], 0, 64)
-            batch = packer.pack([piece], np.arange(64, dtype=np.int32))
-            guessed, _ = network.guesses({name: value for name, value in weights.items()}, batch)
-            said = passages[0].top_ids[:64, 0]
-            assert (np.asarray(guessed)[0] == said).mean() >= least
+        card = new_card(file, "f", kind="chained", taps=("layer:1", "norm"), token_map=ids, steps=2, d_ff=32)
+        monkeypatch.setattr(warm_start, "_whole", lambda file, name: norm)
+        monkeypatch.setattr(warm_start, "_last_block", lambda file, card: None)
+        begun = start(file, card, np.eye(60, n, dtype=np.float32), lambda some: embeddings[some], passages, 0)
+    w = begun.weights
+    (passage,) = linear_passages(n, [80], 5)[0]
+    places = np.arange(4, 70)
+    states = passage.states[places].reshape(len(places), -1).astype(np.float32)
+
+    def embedded(at: Any) -> Any:
+        return embeddings[passage.tokens[at]] @ w["head.embed.weight"].T + w["head.embed.bias"]
+
+    rows = states @ w["head.fc.weight"].T + embedded(places + 1)
+    chained = rows @ w["head.chain.weight"].T + embedded(places + 2)
+    for guess, ahead in ((rows, 1), (chained, 2)):
+        true = passage.states[places + ahead, 1] / norm
+        assert ((guess - true) ** 2).mean() < 1e-3 * (true**2).mean()
+    assert not w["blk.0.attn_output.weight"].any()
+    assert not w["blk.0.ffn_down.weight"].any()
+    assert begun.sizes["head.fc.weight"].shape == (2 * n,)

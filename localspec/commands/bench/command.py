@@ -20,9 +20,10 @@ from localspec.commands.bench.storage import RecordError, read_record, to_json
 from localspec.commands.options import check_text
 from localspec.commands.report.html import html
 from localspec.commands.report.markdown import markdown
-from localspec.commands.report.output import STREAM, checked_output, is_same_file, write_output
+from localspec.commands.report.output import STREAM, checked_output, write_output
 from localspec.commands.report.terminal import Screen
 from localspec.errors import UsageError
+from localspec.system.files import is_same_file
 from localspec.terminal.progress import Progress
 
 INTERRUPTED = 130

@@ -149,7 +149,7 @@ def make_plan(request: BenchRequest, before: Record | None = None) -> BenchPlan:
         sampling.setdefault("top_k", TOP_K)
     settings = Settings(
         model=options.model or "",
-        draft=list(options.draft),
+        draft=(options.drafters() or ["none"]) if options.draft else [],
         backends=backends or ["auto"],
         arms=[arm.name for arm in arms],
         questions=source,
@@ -210,6 +210,7 @@ def _resumed(options: RunOptions, then: Settings) -> RunOptions:
         options,
         model=options.model or then.model,
         draft=options.draft or then.draft,
+        draft_only=options.draft_only or not options.draft,
         load=replace(options.load, **load),
         system=options.system or then.system,
         sampling=sampling | dict(options.sampling),

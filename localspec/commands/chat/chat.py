@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localspec.commands.chat.saved_chat import AnswerRecord
+from localspec.commands.chat.attached import AttachedFile, with_files
+from localspec.commands.chat.kept_chats import make_room, new_file, stamp
+from localspec.commands.chat.saved_chat import AnswerRecord, save
 from localspec.commands.chat.screen import ChatScreen, no_echo
 from localspec.commands.chat.status import AnswerStatus
 from localspec.commands.chat.style import Style
-from localspec.errors import LocalspecError, line_of
+from localspec.errors import LocalspecError, SessionFileError, line_of
 from localspec.model_files.catalog import short_name
 from localspec.sampling.sampling import SamplingParams
+from localspec.spec_decode.drafters.names import NGRAM
 from localspec.system.interrupts import on_interrupt
 from localspec.system.memory import process_bytes
 
@@ -27,9 +32,14 @@ class Chat:
     Attributes:
         session: the conversation.
         records: how each answer in it came about.
-        view: how answers are shown: ``tokens``, ``rounds`` or ``plain``.
+        view: how answers are shown: ``tokens``, ``reading``, ``rounds`` or ``plain``.
         last_question: also kept where no answer came about.
+        attached: files that go with the next message.
+        last_files: those that went with the last question.
+        prepared: what the next prompt's line holds already.
+        keep_in: where the conversation is kept as it goes on; None if it is not. See ``keep_at``.
         races: how many races were run, so that plain and speculative take turns in going first.
+        think, thinking_budget: how questions are asked, see ``LLM.rounds``.
         leaving: set by ``/quit``.
         late: what brings the draft model after the prompt, if anything does.
         loaded: called when a load that the chat asked for is over, to clear its progress from the screen.
@@ -44,7 +54,14 @@ class Chat:
         self.records: list[AnswerRecord] = []
         self.view = view
         self.last_question: str | None = None
+        self.attached: list[AttachedFile] = []
+        self.last_files: tuple[AttachedFile, ...] = ()
+        self.prepared = ""
+        self.keep_in: Path | None = None
+        self._kept_at: int | None = None
         self.races = 0
+        self.think = "auto"
+        self.thinking_budget: int | None = None
         self.leaving = False
         self.status = ""
         self.late: LateDraft | None = None
@@ -60,8 +77,16 @@ class Chat:
     def params(self, params: SamplingParams) -> None:
         self.session.params = params
 
-    def ask(self, question: str) -> bool:
+    def say(self, text: str) -> bool:
+        """``ask`` with the attached files, which stay for the next message if no answer comes about."""
+        return self.ask(with_files(text, self.attached), tuple(self.attached))
+
+    def ask(self, question: str, files: tuple[AttachedFile, ...] = ()) -> bool:
         """Ask, show the answer, and keep both; an error is reported and changes nothing.
+
+        Args:
+            question: what is asked.
+            files: those whose text is in it; n-grams draft from them as from the beginning of the answer.
 
         Returns:
             Whether an answer came about.
@@ -69,14 +94,20 @@ class Chat:
         Raises:
             KeyboardInterrupt: Ctrl-C without a terminal.
         """
-        self.last_question = question
+        self.last_question, self.last_files = question, files
         status = AnswerStatus(self.llm.draft_names, self.llm.draft_length, self.llm.plain_tokens_per_second)
         view = self.screen.view(self.view, status)
         before = list(self.session.messages)
         record = AnswerRecord()
         pieces: list[str] = []
         try:
-            stream = self.session.rounds(question)
+            drafts_from = [file.text for file in files if NGRAM in self.llm.draft_names]
+            stream = self.session.rounds(
+                question,
+                prediction="\n".join(drafts_from) or None,
+                think=self.think,
+                thinking_budget=self.thinking_budget,
+            )
             try:
                 with no_echo(), stream, on_interrupt(stream.close):
                     view.wait("reading")
@@ -103,11 +134,52 @@ class Chat:
         self.status = status.line(record.stats)
         if kept:
             self.records.append(record)
+            self.attached = [file for file in self.attached if file not in files]
+        self.keep()
         self._remark(record, kept)
         self.read_ahead()
         if self.screen.terminal and not self.screen.ansi:
             self.screen.note(f"({self.status})")
         return kept
+
+    def save(self, path: Path, *, rounds: bool = True, **notes: Any) -> None:
+        """Write the conversation, with how its answers came about.
+
+        Args:
+            path: the file.
+            rounds: False leaves the single rounds out, which are most of it.
+            notes: what else to write, as JSON has it.
+
+        Raises:
+            SessionFileError: it cannot be written, or the name belongs to something else.
+        """
+        llm = self.llm
+        records = self.records if rounds else [replace(record, rounds=[]) for record in self.records]
+        made_by = {"model": llm.model_name, "draft": llm.draft_names, "backend": llm.backend_name}
+        save(path, self.session, records, **made_by, view=self.view, draft_length=llm.draft_length, **notes)
+
+    def keep_at(self, path: Path) -> None:
+        """From now on keep the conversation in another file, if it is kept."""
+        if self.keep_in is not None:
+            self.keep_in, self._kept_at = path, stamp(path)
+
+    def keep(self) -> None:
+        """Have the conversation on the disk as it is now; what another chat made of it meanwhile stays too."""
+        if self.keep_in is None:
+            return
+        if stamp(self.keep_in) != self._kept_at:
+            self.keep_at(new_file())
+        try:
+            if self.records:
+                if self._kept_at is None:
+                    make_room()
+                self.save(self.keep_in, rounds=False, file=str(self.llm.model_path.absolute()))
+            else:
+                self.keep_in.unlink(missing_ok=True)
+            self._kept_at = stamp(self.keep_in)
+        except (OSError, SessionFileError) as error:
+            self.keep_in = None
+            self.screen.note(f"note: this conversation is not kept: {line_of(error)}")
 
     def _remark(self, record: AnswerRecord, kept: bool) -> None:
         """Say why the answer ends where it does, if that is not by itself."""
@@ -123,7 +195,7 @@ class Chat:
         """While the person types, the models read what the next question will follow."""
         if self.screen.interactive:
             with suppress(LocalspecError):  # then it is read when it is asked
-                self.llm.read_ahead(self.session.messages)
+                self.llm.read_ahead(self.session.messages, think=self.think)
 
     def _limit(self, stats: dict[str, Any]) -> str:
         budget = self.params.max_tokens

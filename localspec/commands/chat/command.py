@@ -5,30 +5,55 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from localspec.commands.chat.chat import Chat, header
-from localspec.commands.chat.commands import complete, is_command, run_command
+from localspec.commands.chat.commands import complete, is_command, run_command, takes_path
+from localspec.commands.chat.exchange import go_on_with
+from localspec.commands.chat.kept_chats import KeptChat, kept_chats, new_file
 from localspec.commands.chat.late_draft import LateDraft, may_be_drafted_for
 from localspec.commands.chat.line_prompt import PlainPrompt
+from localspec.commands.chat.project import with_project
 from localspec.commands.chat.screen import ChatScreen, no_echo
 from localspec.commands.options import RunOptions
+from localspec.model_files.catalog import Catalog, Entry
 from localspec.system.home import home
 from localspec.terminal.progress import Progress
 from localspec.terminal.stdin import decode
 
 if TYPE_CHECKING:
     from localspec.commands.chat.prompt import LineEditor
-    from localspec.model_files.catalog import Entry
 
 
-def chat_command(options: RunOptions) -> int:
+def chat_command(
+    options: RunOptions,
+    project: str | None = None,
+    *,
+    think: str = "auto",
+    thinking_budget: int | None = None,
+    resume: bool = False,
+    keep: bool = True,
+) -> int:
     """Chat until the person leaves or the input ends.
+
+    Args:
+        options: what to load, and how to sample.
+        project: what to copy from too; None is what was kept for this folder, where someone sits at a terminal.
+        think, thinking_budget: see ``LLM.rounds``.
+        resume: go on with the conversation that was kept last.
+        keep: keep the conversation: of a person at a terminal, or one that is resumed.
 
     Returns:
         The exit status.
     """
     interactive = sys.stdin is not None and sys.stdin.isatty()
+    if interactive or project is not None:
+        options = with_project(options, project)
+    latest = next(kept_chats(), None) if resume else None
+    if latest is not None and options.model is None:
+        options = replace(options, model=_model_of(latest))
     missing: list[Entry] | None = [] if interactive and options.draft_may_come_late else None
     with Progress() as progress:
         llm = options.open(progress.report, late=missing)
@@ -38,22 +63,49 @@ def chat_command(options: RunOptions) -> int:
         system = options.system if options.system is not None else defaults.get("system")
         chat = Chat(llm, screen, params=options.params(defaults), system=system)
         chat.loaded = progress.clear
+        chat.think, chat.thinking_budget = think, thinking_budget
+        chat.keep_in = new_file() if keep and (interactive or resume) else None
+        begin = partial(_resume, chat, options, latest) if resume else None
         if not interactive:
-            return _answer_lines(chat)
+            return _answer_lines(chat, begin)
         # A terminal that is asked through prompt_toolkit never needs the system's echo: what is typed while the program
         # is busy would be printed into its output, and again at the prompt.
         with no_echo() if screen.ansi else nullcontext():
             if missing is None or not (missing or may_be_drafted_for(llm)):
-                return _converse(chat)
-            chat.late = LateDraft(llm, missing)
+                return _converse(chat, begin)
+            chat.late = LateDraft(llm, missing, corpora=options.corpora())
             try:
-                return _converse(chat)
+                return _converse(chat, begin)
             finally:
                 chat.late.stop()
 
 
-def _answer_lines(chat: Chat) -> int:
+def _model_of(kept: KeptChat) -> str | None:
+    """What to load for a conversation where no model is named: its own, if it is still there; None is the default."""
+    catalog = Catalog.load()
+    if kept.model in catalog:
+        return kept.model if catalog[kept.model].present and kept.model != catalog.default_pair()[0].name else None
+    return str(kept.file) if kept.file.is_file() else None
+
+
+def _resume(chat: Chat, options: RunOptions, latest: KeptChat | None) -> None:
+    """Go on with the conversation that was kept last; what the command line says goes before what was kept."""
+    if latest is None:
+        chat.screen.note("note: no conversation is kept yet, so this is a new one")
+        return
+    go_on_with(chat, latest.path)
+    chat.keep_at(latest.path)
+    chat.params = replace(chat.params, **options.sampling)
+    if options.system is not None:
+        chat.session.system = options.system
+    if options.length() != "auto":
+        chat.llm.draft_length = options.length()
+
+
+def _answer_lines(chat: Chat, begin: Callable[[], None] | None = None) -> int:
     """Each line of standard input is a turn; commands are understood, anything else is text."""
+    if begin is not None:
+        begin()
     for warning in chat.llm.warnings:
         chat.screen.note(f"note: {warning}")
     good = True
@@ -61,7 +113,7 @@ def _answer_lines(chat: Chat) -> int:
         if is_command(line):
             good = run_command(chat, line) and good
         elif line.strip():
-            good = chat.ask(line) and good
+            good = chat.say(line) and good
         if chat.leaving:
             break
     return 0 if good else 1
@@ -74,10 +126,12 @@ def _lines() -> Iterator[str]:
         yield decode(line, f"line {number} of standard input").rstrip("\r\n")
 
 
-def _converse(chat: Chat) -> int:
-    """Prompt, answer, repeat."""
+def _converse(chat: Chat, begin: Callable[[], None] | None = None) -> int:
+    """Prompt, answer, repeat; ``begin`` is called below the header."""
     ask = _asker(chat)
     header(chat.llm, chat.screen, follows=chat.late is not None)
+    if begin is not None:
+        begin()
     chat.read_ahead()
     while not chat.leaving:
         chat.show_news()
@@ -89,7 +143,7 @@ def _converse(chat: Chat) -> int:
             if line.startswith("/"):
                 run_command(chat, line)
             elif line.strip():
-                chat.ask(line.strip())
+                chat.say(line.strip())
         except KeyboardInterrupt:  # in a command, or twice during an answer
             chat.loaded()
             chat.screen.note("[stopped]")
@@ -103,14 +157,15 @@ def _asker(chat: Chat) -> Callable[[], str]:
     if screen.ansi:
         from localspec.commands.chat.prompt import LineEditor
 
-        prompt = LineEditor(home() / "history", complete, lambda: chat.toolbar, colour=screen.colour)
+        prompt = LineEditor(home() / "history", complete, takes_path, lambda: chat.toolbar, colour=screen.colour)
         if chat.late is not None:
             chat.late.changed = prompt.redraw
 
     def ask() -> str:
         while True:
             try:
-                return prompt.ask()
+                text, chat.prepared = chat.prepared, ""
+                return prompt.ask(text)
             except KeyboardInterrupt:
                 if not prompt.had_text:
                     screen.note("Ctrl-D or /quit leaves; /help lists the commands")

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localspec.commands.chat.saved_chat import load, save
+from localspec.commands.chat.attached import without_files
+from localspec.commands.chat.exchange import attach, copy_answer, edit_message, load_from, save_to, sessions
+from localspec.commands.chat.project import drafters_with, keep_project, kept_project, named_project
 from localspec.commands.chat.style import Style
 from localspec.commands.chat.views import FORMER_VIEWS, VIEWS
 from localspec.errors import UsageError, line_of
+from localspec.runtime.arguments import THINK, draft_specs, with_free
 from localspec.sampling.sampling import CHAT_SETTINGS, SamplingParams
+from localspec.spec_decode.drafters.names import is_corpus
 from localspec.terminal.text import clip, on_one_line
 
 if TYPE_CHECKING:
     from localspec.commands.chat.chat import Chat
+
+
+ONLY = "only"
+"""Among the names that ``/draft`` takes, what ``--draft-only`` is among options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +37,7 @@ class Command:
         run: does it; an error is raised.
         words: what can be typed as its argument.
         several: whether it takes several of them.
+        takes_path: whether its argument is a path.
     """
 
     usage: str
@@ -38,6 +45,7 @@ class Command:
     run: Callable[[Chat, str], None]
     words: Callable[[], Iterable[str]] = tuple
     several: bool = False
+    takes_path: bool = False
 
 
 def is_command(line: str) -> bool:
@@ -74,13 +82,19 @@ def complete(before: list[str]) -> Iterable[str]:
     return command.words() if command and (len(before) == 1 or command.several) else ()
 
 
+def takes_path(name: str) -> bool:
+    """Whether a path follows a command, which is named with its slash."""
+    return name[1:] in COMMANDS and COMMANDS[name[1:]].takes_path
+
+
 # -- looking ---------------------------------------------------------------------------------------------------------
 
 
 def _help(chat: Chat, argument: str) -> None:
     for name, command in COMMANDS.items():
         chat.screen.line(f"  {f'/{name} {command.usage}':<31} {command.help}")
-    chat.screen.line("Alt-Enter, or a backslash at the end, starts another line; Tab completes.")
+    chat.screen.line('Alt-Enter, a backslash at the end, or """ around all of them: several lines.')
+    chat.screen.line("Tab completes, Ctrl-R searches what was typed before.")
     print(chat.screen.legend(chat.llm.draft_names), file=chat.screen.file)
 
 
@@ -122,12 +136,32 @@ def _draft(chat: Chat, argument: str) -> None:
         if chat.late is not None:
             chat.late.stop()
         try:
-            chat.llm.set_draft(_split(argument) or "auto")
+            words = _split(argument)
+            specs = draft_specs([word for word in words if word != ONLY] or "auto")
+            chat.llm.set_draft(specs if ONLY in words else with_free(specs))
         finally:
             chat.loaded()
         chat.show_news()
     chat.status = ""
     chat.screen.note(f"draft: {' + '.join(chat.llm.draft_names) or 'none'}")
+
+
+def _project(chat: Chat, argument: str) -> None:
+    if argument:
+        project = named_project(argument.strip("\"'"))
+        follows = chat.late is not None and bool(chat.late.status)
+        if chat.late is not None:
+            chat.late.stop()
+        try:
+            names = chat.llm.run(lambda pair: pair.draft_specs)
+            corpora = [name for name in names if is_corpus(name)]
+            chat.llm.set_draft(drafters_with(["auto", *corpora] if follows else names, project))
+            keep_project(project)
+        finally:
+            chat.loaded()
+        chat.show_news()
+    kept = kept_project()
+    chat.screen.note(f"project: {kept or 'none'}; draft: {' + '.join(chat.llm.draft_names) or 'none'}")
 
 
 def _length(chat: Chat, argument: str) -> None:
@@ -173,6 +207,27 @@ def _known(name: str) -> str:
     return name
 
 
+_THINK = (*THINK, "show", "hide")
+
+
+def _think(chat: Chat, argument: str) -> None:
+    if chat.llm.thinking is None:
+        raise UsageError(f"{chat.llm.model_name} is not known to think before it answers")
+    if argument.isdecimal() or argument == "none":
+        chat.thinking_budget = None if argument == "none" else int(argument)
+    elif argument in ("show", "hide"):
+        chat.screen.folded = argument == "hide"
+        thoughts = [message["reasoning_content"] for message in chat.session.messages if "reasoning_content" in message]
+        if argument == "show" and thoughts:
+            chat.screen.line(thoughts[-1], Style.THINKING)
+    elif argument in THINK:
+        chat.think = argument
+    elif argument:
+        raise UsageError(f"/think takes a number of tokens, none, or one of {', '.join(_THINK)}")
+    budget = "any number of" if chat.thinking_budget is None else f"at most {chat.thinking_budget}"
+    chat.screen.note(f"think: {chat.think}, {budget} tokens, {'hidden' if chat.screen.folded else 'shown'}")
+
+
 def _system(chat: Chat, argument: str) -> None:
     if argument:
         chat.session.system = None if argument.lower() == "none" else argument
@@ -185,7 +240,8 @@ def _undo(chat: Chat, argument: str) -> None:
     question = chat.session.messages[-2]["content"]
     chat.session.undo()
     chat.records.pop()
-    chat.screen.note(f"taken back: {clip(on_one_line(question), 60)}")
+    chat.keep()
+    chat.screen.note(f"taken back: {clip(on_one_line(without_files(question)), 60)}")
 
 
 def _retry(chat: Chat, argument: str) -> None:
@@ -194,52 +250,14 @@ def _retry(chat: Chat, argument: str) -> None:
         raise UsageError("there is no question to ask again")
     before, record = chat.session.messages[-2:], chat.records[-1:]
     if not record or before[0]["content"] != question:
-        chat.ask(question)
+        chat.ask(question, chat.last_files)
         return
     chat.session.undo()
     chat.records.pop()
-    if not chat.ask(question):  # the answer that there was is better than none
+    if not chat.ask(question, chat.last_files):  # the answer that there was is better than none
         chat.session.messages += before
         chat.records += record
-
-
-# -- files -----------------------------------------------------------------------------------------------------------
-
-
-def _save(chat: Chat, argument: str) -> None:
-    path, llm = _path(argument, "save"), chat.llm
-    save(
-        path,
-        chat.session,
-        chat.records,
-        model=llm.model_name,
-        draft=llm.draft_names,
-        backend=llm.backend_name,
-        view=chat.view,
-        draft_length=llm.draft_length,
-    )
-    chat.screen.note(f"saved to {path}")
-
-
-def _load(chat: Chat, argument: str) -> None:
-    path = _path(argument, "load")
-    session, records = load(chat.llm, path)
-    view = FORMER_VIEWS.get(name := session.notes.get("view", chat.view), name)
-    if view not in VIEWS:
-        raise UsageError(f"{path} is damaged: there is no view {view!r}")
-    chat.llm.draft_length = session.notes.get("draft_length", chat.llm.draft_length)
-    chat.session, chat.records, chat.view = session, records, view
-    chat.last_question, chat.status = None, ""
-    model = session.notes.get("model", chat.llm.model_name)
-    others = "" if model == chat.llm.model_name else f", said with {model}"
-    chat.screen.note(f"loaded {len(records)} turn{'s' if len(records) != 1 else ''}{others}")
-    if records:
-        question, answer = (message["content"] for message in session.messages[-2:])
-        chat.last_question = question
-        if chat.screen.terminal:
-            chat.screen.line(f"> {question}", Style.PROMPT)
-            chat.screen.line(answer)
-    chat.read_ahead()
+        chat.keep()
 
 
 def _quit(chat: Chat, argument: str) -> None:
@@ -253,37 +271,33 @@ def _split(argument: str) -> list[str]:
         raise UsageError(f"cannot read {argument!r}: {error}") from None
 
 
-def _path(argument: str, name: str) -> Path:
-    if not argument:
-        raise UsageError(f"/{name} needs a file name")
-    return Path(argument.strip("\"'")).expanduser()
-
-
-def _files() -> Iterable[str]:
-    with suppress(OSError):
-        return sorted(entry.name for entry in Path().iterdir() if entry.suffix in (".chat", ".session", ".json"))
-    return ()
-
-
 def _models() -> Iterable[str]:
     from localspec.model_files.catalog import Catalog
 
-    return ["auto", "none", "ngram", "head", "early-exit", *Catalog.load()]
+    return ["auto", "none", "ngram", "head", "early-exit", ONLY, *Catalog.load()]
 
 
 COMMANDS = {
     "view": Command("|".join(VIEWS), "how answers are shown", _view, lambda: VIEWS),
-    "draft": Command("auto|none|ngram|MODEL …", "who guesses", _draft, _models, several=True),
+    "draft": Command(
+        "auto|none|ngram|MODEL … [only]", "who guesses; n-grams too, but for only", _draft, _models, several=True
+    ),
+    "project": Command("[PATH|none]", "a folder to copy guesses from, kept", _project, takes_path=True),
     "length": Command("auto|N", "how many tokens a draft has", _length, lambda: ("auto",)),
     "set": Command("[NAME [VALUE]]", "sampling parameters", _set, lambda: CHAT_SETTINGS),
     "stats": Command("", "figures, and how far guesses reached", _stats),
     "why": Command("", "why it is, or is not, drafting", _why),
     "race": Command("", "the last question plain and speculative", _race),
+    "think": Command("[on|off|auto|show|hide|N]", "thinking before answers", _think, lambda: _THINK),
     "system": Command("[TEXT|none]", "the system prompt", _system),
     "undo": Command("", "take the last turn back", _undo),
     "retry": Command("", "ask the last question again", _retry),
-    "save": Command("FILE", "keep the chat in a file", _save, _files),
-    "load": Command("FILE", "go on with a saved chat", _load, _files),
+    "file": Command("[PATH|none]", "a file for the next message", attach, takes_path=True),
+    "edit": Command("[TEXT]", "write in $EDITOR (Ctrl-X Ctrl-E too)", edit_message),
+    "copy": Command("[N]", "copy the answer, or its Nth code block", copy_answer),
+    "save": Command("FILE", "keep the chat in a file", save_to, takes_path=True),
+    "load": Command("FILE", "go on with a saved chat", load_from, takes_path=True),
+    "sessions": Command("[N|forget]", "the kept chats; go on with the Nth", sessions, lambda: ("forget",)),
     "help": Command("", "this list", _help),
     "quit": Command("", "leave (Ctrl-D does too)", _quit),
 }

@@ -1,6 +1,6 @@
-"""The draft model of a chat comes after the prompt: the target alone, with n-grams, can answer meanwhile.
+"""Head and draft model of a chat come after the prompt: the target alone, with n-grams, can answer meanwhile.
 
-It is fetched where it is not on the disk, then loaded between requests. Whatever is asked goes first.
+A draft model that is not on the disk is fetched first; they are loaded between requests. Whatever is asked goes first.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from localspec.commands.options import has_head
 from localspec.errors import Cancelled, Closed, line_of
 from localspec.model_files.catalog import short_name
 
@@ -21,7 +22,7 @@ LEAVING_S = 5.0
 
 
 class LateDraft:
-    """A thread that brings the draft model into a loaded LLM.
+    """A thread that brings head and draft model into a loaded LLM.
 
     Attributes:
         status: what it is doing, in a few words; empty when it is done.
@@ -31,13 +32,21 @@ class LateDraft:
         llm: loaded with n-grams alone.
         missing: draft models to fetch first.
         changed: called from the thread when ``status`` changes.
+        corpora: names of corpora that draft besides.
     """
 
-    def __init__(self, llm: LLM, missing: Sequence[Entry], changed: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        missing: Sequence[Entry],
+        changed: Callable[[], None] = lambda: None,
+        corpora: Sequence[str] = (),
+    ) -> None:
         self.status = "the draft model follows"
         self.notes: list[str] = []
         self.changed = changed
         self._llm, self._missing = llm, list(missing)
+        self._corpora = corpora
         self._before = llm.draft_names
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._run, name="localspec draft", daemon=True)
@@ -55,9 +64,11 @@ class LateDraft:
 
     def _run(self) -> None:
         try:
+            if self._missing and has_head(self._llm.model_path):
+                self._load("the head")
             for entry in self._missing:
                 self._fetch(entry)
-            self._load()
+            self._load("the draft model")
         except (Cancelled, Closed):
             pass
         except Exception as error:  # whatever it is, the chat goes on
@@ -74,11 +85,13 @@ class LateDraft:
 
         sources.pull(entry, watch=watch)
 
-    def _load(self) -> None:
-        self._say("loading the draft model")
+    def _load(self, what: str) -> None:
+        """Load what ``auto`` finds on the disk by now; ``what`` is said meanwhile."""
+        self._say(f"loading {what}")
         while not self._leaving.is_set() and self._llm.draft_names == self._before:
             try:
-                self._llm.set_draft("auto", gives_way=self._leaving.is_set)
+                self._llm.set_draft(["auto", *self._corpora], gives_way=self._leaving.is_set)
+                self._before = self._llm.draft_names
                 return
             except Cancelled:  # something was asked: try again when it is answered
                 continue
@@ -90,7 +103,7 @@ class LateDraft:
 
 
 def may_be_drafted_for(llm: LLM) -> bool:
-    """Whether there is a draft model on the disk for the target of an LLM."""
+    """Whether there is a head or a draft model on the disk for the target of an LLM."""
     from localspec.model_files.catalog import Catalog
 
-    return Catalog.load().draft_for(llm.model_path) is not None
+    return has_head(llm.model_path) or Catalog.load().draft_for(llm.model_path) is not None

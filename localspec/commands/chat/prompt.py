@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from prompt_toolkit import PromptSession
-from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
-from prompt_toolkit.filters import is_done
+from prompt_toolkit.filters import is_done, is_searching
 from prompt_toolkit.formatted_text import StyleAndTextTuples
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -19,20 +19,28 @@ from prompt_toolkit.output import ColorDepth
 from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.styles import Style
 
+from localspec.commands.chat.line_prompt import is_open, unquoted
 from localspec.terminal.text import clip
 
 PROMPT = "> "
+EDIT = "/edit"
+"""What Ctrl-X Ctrl-E makes of a line."""
 
 
 class _CommandCompleter(Completer):
-    """Completes the last word of a line that is a command."""
+    """Completes the last word of a line that is a command, or the path that follows it."""
 
-    def __init__(self, words: Callable[[list[str]], Iterable[str]]) -> None:
-        self._words = words
+    def __init__(self, words: Callable[[list[str]], Iterable[str]], takes_path: Callable[[str], bool]) -> None:
+        self._words, self._takes_path = words, takes_path
+        self._paths = PathCompleter(expanduser=True)
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
         text = document.text_before_cursor
         if not text.startswith("/") or "\n" in text:
+            return
+        name, space, rest = text.partition(" ")
+        if space and self._takes_path(name):
+            yield from self._paths.get_completions(Document(rest.lstrip()), complete_event)
             return
         *before, current = text.split(" ")
         for word in self._words(before):
@@ -43,18 +51,24 @@ class _CommandCompleter(Completer):
 def _bindings() -> KeyBindings:
     bindings = KeyBindings()
 
-    @bindings.add("enter")
+    @bindings.add("enter", filter=~is_searching)  # Ctrl-R, where it takes what was found
     def _(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
         if buffer.document.text_before_cursor.endswith("\\"):
             buffer.delete_before_cursor()
             buffer.newline(copy_margin=False)
+        elif is_open(buffer.text):
+            buffer.newline(copy_margin=False)
         else:
             buffer.validate_and_handle()
 
-    @bindings.add("escape", "enter")
+    @bindings.add("escape", "enter", filter=~is_searching)
     def _(event: KeyPressEvent) -> None:
         event.current_buffer.newline(copy_margin=False)
+
+    @bindings.add("c-x", "c-e")
+    def _(event: KeyPressEvent) -> None:
+        event.app.exit(result=f"{EDIT} {event.current_buffer.text}")
 
     return bindings
 
@@ -75,6 +89,7 @@ class LineEditor:
     Args:
         history: where earlier lines are kept.
         words: the words that can follow the words of a command so far.
+        takes_path: whether a path follows a command.
         toolbar: the status line.
         colour: whether colours may be used.
     """
@@ -83,6 +98,7 @@ class LineEditor:
         self,
         history: Path,
         words: Callable[[list[str]], Iterable[str]],
+        takes_path: Callable[[str], bool],
         toolbar: Callable[[], str],
         *,
         colour: bool,
@@ -92,7 +108,7 @@ class LineEditor:
 
         self._session: PromptSession[str] = PromptSession(
             history=open_history(history),
-            completer=_CommandCompleter(words),
+            completer=_CommandCompleter(words, takes_path),
             complete_while_typing=False,
             complete_style=CompleteStyle.READLINE_LIKE,
             reserve_space_for_menu=0,
@@ -114,15 +130,18 @@ class LineEditor:
             HSplit([self._session.layout.container, below]), focused_element=self._session.default_buffer
         )
 
-    def ask(self) -> str:
+    def ask(self, text: str = "") -> str:
         """The next message.
+
+        Args:
+            text: what stands in the line already.
 
         Raises:
             EOFError: Ctrl-D on an empty line.
             KeyboardInterrupt: Ctrl-C; ``had_text`` tells whether it threw something away.
         """
         message: Any = [("class:prompt", PROMPT)]
-        return self._session.prompt(message)
+        return unquoted(self._session.prompt(message, default=text))
 
     def redraw(self) -> None:
         """Show the status line anew; from any thread."""

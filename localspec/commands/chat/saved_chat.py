@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from localspec.errors import SessionFileError
 from localspec.runtime import session_file
-from localspec.session import Session, from_text
+from localspec.session import Session, from_text, to_text
 
 if TYPE_CHECKING:
     from localspec.llm import LLM
@@ -47,7 +47,8 @@ def save(path: Path, session: Session, records: Sequence[AnswerRecord], **notes:
         SessionFileError: it cannot be written, or the name belongs to a file that is no session.
     """
     session.notes = notes | {"answers": [asdict(record) for record in records]}
-    session.save(path, memory=False)  # read ahead again when it is loaded, and smaller by megabytes
+    # Without what the models hold of it: that is megabytes, is read ahead again, and would have to wait for the engine.
+    session_file.write(path, to_text(session), [])
 
 
 def load(llm: LLM, path: Path) -> tuple[Session, list[AnswerRecord]]:

@@ -6,13 +6,13 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TextIO
 
 from localspec.commands.chat.status import AnswerStatus
 from localspec.commands.chat.style import Painter, Style
 from localspec.commands.chat.views import RoundsView, TextView, TokensView, View
-from localspec.spec_decode.drafters.names import EARLY_EXIT, HEAD
+from localspec.spec_decode.drafters.names import EARLY_EXIT, HEAD, is_corpus
 from localspec.terminal.text import moves_cursor, terminal_size, visible
 
 
@@ -28,6 +28,7 @@ class ChatScreen:
         ansi: whether the cursor can be moved: a terminal that is not dumb.
         colour: whether colours are welcome (``NO_COLOR`` is not set).
         unicode: whether marks such as ✓ can be shown.
+        folded: whether what is thought before an answer is left out.
     """
 
     def __init__(self, file: TextIO | None = None, errors: TextIO | None = None, *, plain: bool = False) -> None:
@@ -38,6 +39,7 @@ class ChatScreen:
         self.ansi = self.terminal and moves_cursor(self.file)
         self.colour = self.ansi and not os.environ.get("NO_COLOR")
         self.paint = Painter(self.ansi, self.colour)
+        self.folded = False
         self.unicode = (self.file.encoding or "").lower().replace("-", "") in ("utf8", "utf16")
 
     # -- lines ---------------------------------------------------------------------------------------------------
@@ -91,15 +93,16 @@ class ChatScreen:
         """
         if not self.ansi:
             return "guesses are shown by /view rounds; this terminal cannot take text back"
-        bold, line, both = "bold", "underlined", "bold, underlined"
+        bold, line, both, slant = "bold", "underlined", "bold, underlined", "italic, underlined"
         if self.colour:
-            bold, line, both = f"green, {bold}", f"cyan, {line}", "magenta"
+            bold, line, both, slant = f"green, {bold}", f"cyan, {line}", "magenta", "yellow"
         has_head = any(name.partition(":")[0] in (HEAD, EARLY_EXIT) for name in drafters)
         return " · ".join(
             (
                 self.paint(f"draft's ({bold})", Style.MODEL),
                 *([self.paint(f"head's ({both})", Style.STATES)] if has_head else []),
                 self.paint(f"n-gram's ({line})", Style.NGRAM),
+                *([self.paint(f"your files' ({slant})", Style.CORPUS)] if any(map(is_corpus, drafters)) else []),
                 "target's own",
                 self.paint("rejected", Style.REJECTED),
             )
@@ -107,18 +110,42 @@ class ChatScreen:
 
     # -- answers -------------------------------------------------------------------------------------------------
 
+    def answer(self, text: str, view: str) -> None:
+        """Show an answer that is there already."""
+        if not (self.ansi and view == "reading"):
+            self.line(text)
+            return
+        from localspec.commands.chat.markdown import MarkdownLines, whole
+
+        columns, _ = terminal_size()
+        lines = whole(visible(text), columns - 1, MarkdownLines(self.colour, self.unicode))
+        print(*lines, sep="\n", file=self.file, flush=True)
+
     def view(self, name: str, status: AnswerStatus) -> View:
         """A fresh view for an answer."""
         if name == "rounds":
             return RoundsView(self.file, self.paint, unicode=self.unicode)
+        if self.ansi and name == "reading":
+            from localspec.commands.chat.reading import ReadingView
+
+            return ReadingView(self.file, status, colour=self.colour, unicode=self.unicode, folded=self.folded)
         if self.ansi:
-            return TokensView(self.file, status, colour=self.colour, drafts=name == "tokens")
+            return TokensView(self.file, status, colour=self.colour, drafts=name == "tokens", folded=self.folded)
         return TextView(self.file, visible if self.file.isatty() else str)
 
 
-@contextmanager
-def no_echo() -> Iterator[None]:
+def no_echo() -> AbstractContextManager[None]:
     """While an answer streams, what is typed must not be printed into it; the next prompt gets it."""
+    return _echo(on=False)
+
+
+def with_echo() -> AbstractContextManager[None]:
+    """While another program has the terminal, it is as such programs expect it."""
+    return _echo(on=True)
+
+
+@contextmanager
+def _echo(*, on: bool) -> Iterator[None]:
     try:
         import termios
 
@@ -127,9 +154,12 @@ def no_echo() -> Iterator[None]:
     except (ImportError, OSError, ValueError, termios.error):
         yield
         return
-    quiet = list(before)
-    quiet[3] = quiet[3] & ~termios.ECHO | termios.NOFLSH  # and Ctrl-C does not throw it away
-    termios.tcsetattr(handle, termios.TCSANOW, quiet)
+    changed = list(before)
+    if on:
+        changed[3] = changed[3] & ~termios.NOFLSH | termios.ECHO
+    else:
+        changed[3] = changed[3] & ~termios.ECHO | termios.NOFLSH  # and Ctrl-C does not throw it away
+    termios.tcsetattr(handle, termios.TCSANOW, changed)
     try:
         yield
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from localspec.spec_decode.drafters.names import EARLY_EXIT, HEAD, NGRAM, RECYCLED
+from localspec.spec_decode.drafters.names import CORPUS, EARLY_EXIT, HEAD, NGRAM, RECYCLED, kind_of
 from localspec.spec_decode.rounds import TokenKind
 
 
@@ -18,11 +18,15 @@ class Style(Enum):
     """Accepted draft tokens of a model."""
     NGRAM = ("4", "36")
     """Accepted draft tokens that cost nothing: of n-grams, or recycled."""
+    CORPUS = ("3;4", "33")
+    """Accepted draft tokens that were copied from files the user named."""
     STATES = ("1;4", "35")
     """Accepted draft tokens of a head, or of the target's own first layers."""
     REJECTED = ("2;9", "31")
     """Rejected draft tokens: dim and struck through."""
     NOTE = ("2", "")
+    THINKING = ("2;3", "")
+    """What is thought before an answer: dim and slanted."""
     HEAD = ("1", "")
     ERROR = ("", "31")
     PROMPT = ("1", "34")
@@ -51,4 +55,4 @@ def token_style(kind: TokenKind, source: str) -> Style:
     if kind != "accepted":
         return Style.TARGET
     free, states = dict.fromkeys((NGRAM, RECYCLED), Style.NGRAM), dict.fromkeys((HEAD, EARLY_EXIT), Style.STATES)
-    return (free | states).get(source, Style.MODEL)
+    return (free | states | {CORPUS: Style.CORPUS}).get(kind_of(source), Style.MODEL)

@@ -1,18 +1,18 @@
-"""The ways of looking at an answer while it is made: tokens, rounds, plain."""
+"""The ways of looking at an answer while it is made: tokens, rounds, plain; ``reading`` has a module of its own."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from localspec.commands.chat.status import AnswerStatus
 from localspec.commands.chat.style import Painter, Style, token_style
 from localspec.commands.chat.typesetter import Segment, Typesetter
-from localspec.spec_decode.rounds import Round, TokenKind
+from localspec.spec_decode.rounds import Round, Span, TokenKind
 from localspec.terminal.text import clip, on_one_line, terminal_size, visible, width
 
-VIEWS = ("tokens", "rounds", "plain")
+VIEWS = ("tokens", "reading", "rounds", "plain")
 FORMER_VIEWS = {"lane": "rounds"}
 """Names that saved chats may have and people may type, and what they are called now."""
 
@@ -33,12 +33,19 @@ class View(ABC):
 
 
 class TokensView(View):
-    """Verified text in the colours of where it came from; rejected draft tokens in place, until the next round."""
+    """Verified text in the colours of where it came from; rejected draft tokens in place, until the next round.
 
-    def __init__(self, file: TextIO, status: AnswerStatus, *, colour: bool, drafts: bool = True) -> None:
+    What is thought before an answer is dim; folded, only that something is thought is shown, and not for long.
+    """
+
+    def __init__(
+        self, file: TextIO, status: AnswerStatus, *, colour: bool, drafts: bool = True, folded: bool = False
+    ) -> None:
         self._paper = Typesetter(file, colour=colour)
         self._status = status
         self._drafts = drafts
+        self._folded = folded
+        self._thinks = False
         self._pending: list[Segment] = []
 
     def wait(self, what: str) -> None:
@@ -47,13 +54,16 @@ class TokensView(View):
 
     def round(self, round_: Round) -> None:
         self._settle()
-        segments: list[Segment] = [(span.text, self._style(span.kind, span.source)) for span in round_.spans]
+        segments = [segment for span in round_.spans for segment in self._shown(span)]
         tail: list[Segment] = []
-        if self._drafts and round_.verdict.n_accepted < len(round_.draft) and not round_.finish_reason:
+        thinks = round_.emitted[-1].thinking if round_.emitted else False
+        if self._folded and thinks:
+            tail = [(f"thinking, {self._status.stats.thinking_tokens} tokens …", Style.NOTE)]
+        elif self._drafts and round_.verdict.n_accepted < len(round_.draft) and not round_.finish_reason:
             rejected = "".join(round_.draft_texts[round_.verdict.n_accepted :])
             tail = [(rejected, Style.REJECTED)]
             # The token that replaces a rejected one stands behind it until that is gone.
-            if segments and round_.spans[-1].kind == "recovered":
+            if segments and round_.spans[-1].kind == "recovered" and round_.spans[-1].part == "answer":
                 self._pending = [segments.pop()]
         for text, style in segments:
             self._paper.write(text, style)
@@ -70,6 +80,16 @@ class TokensView(View):
         for text, style in self._pending:
             self._paper.write(text, style)
         self._pending = []
+
+    def _shown(self, span: Span) -> Iterator[Segment]:
+        if span.part == "thinking" and not self._folded:
+            self._thinks = True
+            yield span.text, Style.THINKING
+        elif span.part == "answer":
+            if self._thinks:
+                yield "\n\n", Style.TARGET
+                self._thinks = False
+            yield span.text, self._style(span.kind, span.source)
 
     def _style(self, kind: TokenKind, source: str) -> Style:
         return token_style(kind, source) if self._drafts else Style.TARGET

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from localspec.commands.doctor.facts import CostFacts, PayoffFacts, RankFacts, Recommendation
+from localspec.spec_decode.drafters.free import FREE_DRAFTERS
+from localspec.spec_decode.drafters.names import NGRAM, is_corpus
 
 EASY, HARD = 0.55, 0.85
 """Acceptance rate of the draft tokens of a small model of the target's family: what it is on free chat, and on code.
@@ -41,7 +43,7 @@ def recommend(
     if not pays:
         best = min(payoffs, key=lambda found: 2.0 if found.lowest_break_even is None else found.lowest_break_even)
         return Recommendation(False, f"Do not speculate here: {_why_not(best, cost)}.", f"{chat} --draft none")
-    chosen = "".join(f" --draft {drafts.get(found.drafter, found.drafter)}" for found in pays)
+    chosen = _draft_options([found.drafter for found in pays], drafts)
     if automatic and len(pays) == len(payoffs):
         chosen = ""
     return Recommendation(True, " ".join(_sentence(found, cost) for found in payoffs), chat + chosen)
@@ -56,8 +58,10 @@ def _sentence(found: PayoffFacts, cost: CostFacts) -> str:
     need = found.lowest_break_even
     if need is None or not _pays(found):
         return f"Do not draft with {found.drafter} here: {_why_not(found, cost)}."
-    if found.drafter == "ngram":
+    if found.drafter == NGRAM:
         return f"N-grams pay from {need:.0%} acceptance: where a text repeats itself or its prompt."
+    if is_corpus(found.drafter):
+        return f"Copies from {found.drafter} pay from {need:.0%} acceptance: where a text is like that one."
     share = TYPICAL if need <= EASY else HIGH
     gain = f"if {share:.0%} of the guesses are right, expect ×{found.speedup[share]:.2f}"
     if need <= EASY:
@@ -102,8 +106,13 @@ def recommend_ranked(rank: RankFacts, target: str, drafts: Mapping[str, str]) ->
     close = [" + ".join(each.drafters) for each in measured[1:] if (each.speedup or 0.0) > top - margin]
     text = f"{name} was the fastest, ×{top:.2f} of plain"
     text += f"; {' and '.join(close)} cannot be told apart from it." if close else "."
-    chosen = "".join(f" --draft {drafts.get(drafter, drafter)}" for drafter in best.drafters)
-    return Recommendation(True, text, chat + chosen)
+    return Recommendation(True, text, chat + _draft_options(best.drafters, drafts))
+
+
+def _draft_options(drafters: Sequence[str], specs: Mapping[str, str]) -> str:
+    """What makes a command line draft with these and no others."""
+    named = "".join(f" --draft {specs.get(drafter, drafter)}" for drafter in drafters)
+    return named if set(drafters) & set(FREE_DRAFTERS) else f"{named} --draft-only"
 
 
 def noise_margin(rank: RankFacts) -> float:

@@ -20,8 +20,9 @@ from localspec.errors import EngineError, LocalspecError, UsageError
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.sources.base import size_text
 from localspec.spec_decode.drafters.free import FREE_DRAFTERS
-from localspec.spec_decode.drafters.names import EARLY_EXIT, HEAD, NGRAM, is_same_file
+from localspec.spec_decode.drafters.names import EARLY_EXIT, HEAD, NGRAM, is_corpus
 from localspec.system import power
+from localspec.system.files import is_same_file
 from localspec.terminal.progress import Progress
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class ExaminedPair:
         drafts: draft models, in the order in which they were named.
         ngram: whether n-grams draft as well.
         automatic: whether the drafts are ``--draft auto``'s.
-        heads: what ``--draft`` calls the heads and early exits among them.
+        heads: what ``--draft`` calls the heads and early exits among them; ``corpora``: the corpora.
     """
 
     target: ExaminedModel
@@ -45,6 +46,7 @@ class ExaminedPair:
     ngram: bool
     automatic: bool
     heads: tuple[str, ...] = ()
+    corpora: tuple[str, ...] = ()
 
     @property
     def models(self) -> list[ExaminedModel]:
@@ -133,17 +135,18 @@ class Doctor:
             return None
         target = models.find_model(default.name if options.model is None else options.model)
         names = options.drafters()
-        if names == ["auto"]:
+        corpora = tuple(name for name in names if is_corpus(name))
+        if "auto" in names:
             found = catalog.draft_for(target.file)
             known = target.entry.draft[:1] if target.entry is not None else ()
             drafts = (models.of_path(found),) if found is not None else tuple(map(models.find_model, known))
-            return ExaminedPair(target, drafts, True, True, ranking.heads_of(target))
+            return ExaminedPair(target, drafts, True, True, ranking.heads_of(target), corpora)
         named: list[ExaminedModel] = []
         heads = tuple(name for name in names if name.partition(":")[0] in (HEAD, EARLY_EXIT))
-        for each in (models.find_model(name) for name in names if name not in (*FREE_DRAFTERS, *heads)):
+        for each in (models.find_model(name) for name in names if name not in (*FREE_DRAFTERS, *heads, *corpora)):
             if not any(is_same_file(each.file, other.file) for other in named):
                 named.append(each)
-        return ExaminedPair(target, tuple(named), NGRAM in names, False, heads)
+        return ExaminedPair(target, tuple(named), NGRAM in names, False, heads, corpora)
 
     def _first_steps(self) -> Recommendation:
         pair = Catalog.load().default_pair()
@@ -180,12 +183,13 @@ class Doctor:
         if options.load.n_ctx is not None and trained and options.load.n_ctx > trained:
             text = f"{options.load.n_ctx:,} tokens, but it was trained for {trained:,}"
             rows.append(Finding("note", "context", text, f"use --ctx {trained}"))
-        if usable or examined.ngram or examined.heads:
+        if usable or examined.ngram or examined.heads or examined.corpora:
             rows += _rollback(loaded)
         self.found.pair = PairFacts(
             target.facts(), [draft.facts() for draft in drafts], examined.ngram, differences, fitted
         )
-        names = [target.name, *([NGRAM] if examined.ngram else []), *examined.heads, *(draft.name for draft in drafts)]
+        free = [*([NGRAM] if examined.ngram else []), *examined.corpora]
+        names = [target.name, *free, *examined.heads, *(draft.name for draft in drafts)]
         self._find(" + ".join(names), "pair", rows)
 
     def _obstacle(self, examined: ExaminedPair) -> Recommendation | None:
@@ -222,7 +226,8 @@ class Doctor:
         found, watch = self.found, self.watch
         differences = found.pair.vocabulary if found.pair is not None else {}
         drafts = [draft for draft in examined.drafts if draft.present and differences.get(draft.name) is None]
-        specs = [*([NGRAM] if examined.ngram else []), *examined.heads, *(draft.path for draft in drafts)]
+        free = [*([NGRAM] if examined.ngram else []), *examined.corpora]
+        specs = [*free, *examined.heads, *(draft.path for draft in drafts)]
         bandwidth = found.machine.bandwidth_gb_per_s
         with self._open(examined.target, specs) as llm:
             if calibrate:
@@ -230,7 +235,7 @@ class Doctor:
             cost, times = measure_costs(llm, examined.target.name, [draft.name for draft in drafts], bandwidth, watch)
             rows = [cost_finding(cost, bandwidth), *compare_engines(llm, watch)]
             rows += [Finding("info", "engine", warning) for warning in llm.warnings if not _is_shown(warning)]
-        drafters = [(NGRAM, 0.0)] if examined.ngram else []
+        drafters = [(name, 0.0) for name in free]
         drafters += [(draft.name, draft.ms[1]) for draft in cost.drafts]
         payoffs = [payoff.payoff(name, times, step_ms) for name, step_ms in drafters]
         assert found.pair is not None

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from localspec.commands.replay.page import replay_page
 from localspec.commands.replay.recording import RecordingError, read
-from localspec.commands.report.output import STREAM, checked_output, is_same_file, write_output
+from localspec.commands.report.output import STREAM, checked_output, write_output
 from localspec.errors import UsageError
+from localspec.system.files import is_same_file
 
 MAX_BYTES = 1 << 28
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from localspec.errors import LocalspecError, UsageError
@@ -37,13 +36,6 @@ def checked_output(name: str, *, force: bool, otherwise: str = "") -> Path:
     if path.exists() and not force:
         raise UsageError(f"{path} exists: --force replaces it{otherwise}")
     return path
-
-
-def is_same_file(one: str | Path, other: str | Path) -> bool:
-    """Whether two names stand for one place, links followed; neither has to be there."""
-    if os.path.exists(one) and os.path.exists(other):
-        return os.path.samefile(one, other)
-    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def write_output(path: Path, text: str) -> None:

@@ -69,7 +69,11 @@ class ApiAnswer(ABC):
             async for happening in happenings:
                 pieces[happening.index] += [*self._opening(happening.index), *self._choices(happening)]
         choices = [_choice(i, self.whole_choice(said), said[-1]["finish_reason"]) for i, said in enumerate(pieces)]
-        return self._frame(self.kind) | {"choices": choices, "usage": self._usage(), "localspec": self._figures()}
+        return self._frame(self.kind) | {
+            "choices": choices,
+            "usage": self._usage(),
+            "localspec": figures(self._replies),
+        }
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as it comes."""
@@ -89,7 +93,7 @@ class ApiAnswer(ABC):
                 for choice in self._choices(happening):
                     yield chunk(choices=[choice], **usage)
         if self.options.include_usage or self.options.rounds:
-            yield chunk(usage=self._usage(), localspec=self._figures())
+            yield chunk(usage=self._usage(), localspec=figures(self._replies))
 
     def _opening(self, index: int) -> Iterator[dict[str, Any]]:
         if index not in self._begun:
@@ -124,6 +128,7 @@ class ApiAnswer(ABC):
         prompt = sum(prompts.values())
         completion = sum(reply.stats.completion_tokens for reply in self._replies)
         accepted = sum(token.kind == "accepted" for reply in self._replies for token in reply.tokens)
+        thought = sum(reply.stats.thinking_tokens for reply in self._replies)
         rejected = sum(reply.stats.num_draft_tokens - reply.stats.num_accepted_tokens for reply in self._replies)
         return {
             "prompt_tokens": prompt,
@@ -136,22 +141,23 @@ class ApiAnswer(ABC):
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": rejected,
-                "reasoning_tokens": 0,
+                "reasoning_tokens": thought,
                 "audio_tokens": 0,
             },
         }
 
-    def _figures(self) -> dict[str, Any]:
-        """Our own part: the statistics of the answer, or a list of them where there are several."""
-        first, last = self._replies[0], self._replies[-1]
-        stats = [reply.stats.as_dict() for reply in self._replies]
-        return {
-            "stats": stats[0] if len(stats) == 1 else stats,
-            "draft": last.draft,
-            "backend": last.backend,
-            "explanation": last.explanation,
-            "seconds_waited": round(first.seconds_waited, 3),
-        }
+
+def figures(replies: Sequence[Reply]) -> dict[str, Any]:
+    """Our own part of an answer: its statistics, or a list of them where there are several replies."""
+    first, last = replies[0], replies[-1]
+    stats = [reply.stats.as_dict() for reply in replies]
+    return {
+        "stats": stats[0] if len(stats) == 1 else stats,
+        "draft": last.draft,
+        "backend": last.backend,
+        "explanation": last.explanation,
+        "seconds_waited": round(first.seconds_waited, 3),
+    }
 
 
 def _choice(index: int, piece: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:

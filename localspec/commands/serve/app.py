@@ -18,25 +18,37 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from localspec import __version__
-from localspec.commands.serve.answers import ApiAnswer
+from localspec.commands.serve.apis import messages, ollama, responses
+from localspec.commands.serve.apis.ollama import timestamp
+from localspec.commands.serve.apis.ollama_models import OllamaModels
 from localspec.commands.serve.chat import ChatAnswer
 from localspec.commands.serve.completions import CompletionAnswer
+from localspec.commands.serve.conversation_api import ConversationApi
+from localspec.commands.serve.conversations import ConversationStore
 from localspec.commands.serve.disconnects import while_connected
 from localspec.commands.serve.errors import ApiError, on_error
-from localspec.commands.serve.events import EventStream
+from localspec.commands.serve.events import LLAMA_SERVER, OPENAI, EventStream, Wire
 from localspec.commands.serve.fields import Fields
 from localspec.commands.serve.guard import Guard
+from localspec.commands.serve.infill import InfillAnswer, infill_request
 from localspec.commands.serve.requests import chat_request, completion_request
 from localspec.commands.serve.service import Service
 from localspec.errors import LocalspecError
+from localspec.system.home import home
 
 PAGE = Path(__file__).parent / "page"
 
-_ANSWERS: dict[str, Any] = {
-    "chat": (chat_request, ChatAnswer),
-    "completions": (completion_request, CompletionAnswer),
+_ANSWERS: dict[str, tuple[Any, Any, Wire]] = {
+    "chat": (chat_request, ChatAnswer, OPENAI),
+    "completions": (completion_request, CompletionAnswer, OPENAI),
+    "infill": (infill_request, InfillAnswer, LLAMA_SERVER),
+    "responses": (responses.responses_request, responses.ResponsesAnswer, responses.WIRE),
+    "messages": (messages.messages_request, messages.MessagesAnswer, messages.WIRE),
+    "count_tokens": (messages.count_request, messages.CountAnswer, messages.WIRE),
+    "ollama_chat": (ollama.ollama_chat_request, ollama.ollama_chat, ollama.WIRE),
+    "ollama_generate": (ollama.ollama_generate_request, ollama.ollama_generate, ollama.WIRE),
 }
-"""Endpoint -> what checks a request to it, and what answers it."""
+"""Endpoint -> what checks a request to it, what answers it, and how events are sent."""
 
 
 def build(service: Service) -> Starlette:
@@ -45,13 +57,30 @@ def build(service: Service) -> Starlette:
     Args:
         service: what answers.
     """
-    what_is_there = _WhatIsThere(service)
+    what_is_there, ollama_models = _WhatIsThere(service), OllamaModels(service)
+    conversations = ConversationApi(service, ConversationStore(home() / "conversations"))
     routes = [
         Route("/v1/chat/completions", _answer_at(service, "chat"), methods=["POST"]),
         Route("/v1/completions", _answer_at(service, "completions"), methods=["POST"]),
+        Route("/infill", _answer_at(service, "infill"), methods=["POST"]),
+        Route("/v1/responses", _answer_at(service, "responses"), methods=["POST"]),
+        Route("/v1/responses/{id}", what_is_there.response, methods=["GET", "DELETE"]),
+        Route("/v1/messages", _answer_at(service, "messages"), methods=["POST"]),
+        Route("/v1/messages/count_tokens", _answer_at(service, "count_tokens"), methods=["POST"]),
+        Route("/api/chat", _answer_at(service, "ollama_chat"), methods=["POST"]),
+        Route("/api/generate", _answer_at(service, "ollama_generate"), methods=["POST"]),
+        Route("/api/tags", ollama_models.tags, methods=["GET"]),
+        Route("/api/show", ollama_models.show, methods=["POST"]),
+        Route("/api/ps", ollama_models.ps, methods=["GET"]),
+        Route("/api/version", ollama_models.version, methods=["GET"]),
+        *(
+            Route(path, _no_embeddings, methods=["POST"])
+            for path in ("/v1/embeddings", "/api/embed", "/api/embeddings")
+        ),
         Route("/v1/models", what_is_there.models, methods=["GET"]),
         Route("/v1/models/{model:path}", what_is_there.model, methods=["GET"]),
         Route("/v1/localspec/stats", what_is_there.stats, methods=["GET"]),
+        *conversations.routes(),
         Route("/metrics", what_is_there.metrics, methods=["GET"]),
         Route("/health", what_is_there.health, methods=["GET"]),
         Route("/", _page, methods=["GET"]),
@@ -68,15 +97,16 @@ def build(service: Service) -> Starlette:
 
 def _answer_at(service: Service, kind: str) -> Any:
     """The endpoint that answers chats, or continues texts."""
-    check, answer = _ANSWERS[kind]
+    check, answer, wire = _ANSWERS[kind]
 
     async def whole(request: Any) -> dict[str, Any]:
-        prepared: ApiAnswer = await asyncio.to_thread(answer, service, request)
-        return await prepared.whole()
+        prepared = await asyncio.to_thread(answer, service, request)
+        whole: dict[str, Any] = await prepared.whole()
+        return whole
 
     async def events(request: Any, started: float) -> AsyncGenerator[bytes, None]:
         with service.counted(kind, started):
-            prepared: ApiAnswer = await asyncio.to_thread(answer, service, request)
+            prepared = await asyncio.to_thread(answer, service, request)
             async with aclosing(prepared.events()) as encoded:
                 async for event in encoded:
                     yield event
@@ -87,23 +117,17 @@ def _answer_at(service: Service, kind: str) -> Any:
             with service.counted(kind, started, goes_on=True):
                 service.check_open()
                 fields = Fields(await service.bodies.json(http))
-                _check_model(service, fields.text("model"))
+                service.check_model(fields.text("model"))
                 # Grammars are compiled here, and templates rendered above: nothing that others should wait for.
                 request = await asyncio.to_thread(check, fields, service.served())
             if request.options.stream:
-                return EventStream(events(request, started), service.ending)
+                return EventStream(events(request, started), service.ending, wire)
             with service.counted(kind, started):
                 return JSONResponse(await while_connected(http.receive, service.ending, whole(request)))
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
 
     return endpoint
-
-
-def _check_model(service: Service, name: str | None) -> None:
-    if name and name not in service.names:
-        message = f"there is no model {name!r:.80} here; this server answers with {service.names[0]}"
-        raise ApiError(404, message, param="model", code="model_not_found")
 
 
 class _WhatIsThere:
@@ -118,17 +142,31 @@ class _WhatIsThere:
             "id": name,
             "object": "model",
             "created": int(self._service.started),
+            "type": "model",  # from here on, what Anthropic's clients read
+            "display_name": name,
+            "created_at": timestamp(self._service.started),
             "owned_by": "localspec",
             "localspec": {"context": llm.n_ctx, "backend": llm.backend_name, "draft": llm.draft_names},
         }
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._named(name) for name in self._service.names]})
+        names = self._service.names
+        pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return JSONResponse({"object": "list", "data": [self._named(name) for name in names]} | pages)
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
-        _check_model(self._service, name)
+        self._service.check_model(name)
         return JSONResponse(self._named(name))
+
+    async def response(self, request: Request) -> Response:
+        """An answer of ``/v1/responses`` that is kept; or no longer."""
+        name = request.path_params["id"]
+        stored = responses.stored_response(self._service, name)
+        if request.method != "DELETE":
+            return JSONResponse(stored.response)
+        self._service.responses.remove(name)
+        return JSONResponse({"id": name, "object": "response", "deleted": True})
 
     async def stats(self, request: Request) -> Response:
         service, llm = self._service, self._service.llm
@@ -140,6 +178,7 @@ class _WhatIsThere:
                 "drafters": llm.draft_names,
                 "draft_length": llm.draft_length,
                 "context": llm.n_ctx,
+                "thinks": service.served().thinks,
                 "plain_tokens_per_second": llm.plain_tokens_per_second,
                 "explanation": llm.explain(),
                 "uptime_s": round(time.time() - service.started, 3),
@@ -166,6 +205,11 @@ class _WhatIsThere:
         if self._service.ending.is_set():
             return JSONResponse({"status": "shutting down"}, 503)
         return JSONResponse({"status": "ok"})
+
+
+async def _no_embeddings(request: Request) -> Response:
+    message = "this model continues text; it makes no embeddings: that takes a server of an embedding model"
+    raise ApiError(400, message, code="unsupported_endpoint")
 
 
 async def _page(request: Request) -> Response:

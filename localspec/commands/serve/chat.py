@@ -30,6 +30,8 @@ class ChatAnswer(ApiAnswer):
         yield {"delta": {"role": "assistant", "content": "", "refusal": None}}
 
     def pieces(self, index: int, delta: Delta) -> Iterator[dict[str, Any]]:
+        if delta.thinking:
+            yield {"delta": {"reasoning_content": delta.thinking}}
         if delta.text or delta.tokens:
             piece: dict[str, Any] = {"delta": {"content": delta.text}}
             if self.options.logprobs is not None:
@@ -54,7 +56,10 @@ class ChatAnswer(ApiAnswer):
                     calls.append({name: value for name, value in call.items() if name != "index"})
                 else:
                     calls[-1]["function"]["arguments"] += call["function"]["arguments"]
-            message |= delta | {"content": message.get("content", "") + delta.get("content", "")}
+            for name in ("content", "reasoning_content"):
+                if name in delta:
+                    delta[name] = message.get(name, "") + delta[name]
+            message |= delta
         if calls:
             message |= {"tool_calls": calls, "content": message["content"] or None}
         if self.options.logprobs is None:

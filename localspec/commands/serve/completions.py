@@ -1,4 +1,4 @@
-"""``POST /v1/completions``: a text continued as it is."""
+"""``POST /v1/completions``: a text continued as it is, or filled in before a suffix."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from localspec.commands.serve.answers import ApiAnswer, finite
 from localspec.commands.serve.deltas import Delta
 from localspec.commands.serve.requests import CompletionRequest
-from localspec.commands.serve.service import Service, repeated
+from localspec.commands.serve.service import AnswerTask, Service, repeated
 from localspec.spec_decode.rounds import EmittedToken
 
 _LOGPROBS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -18,15 +18,14 @@ class CompletionAnswer(ApiAnswer):
     """The texts continued. Made in a thread: cutting long texts into tokens may take a while.
 
     Raises:
-        UsageError: a prompt is empty, or does not fit into the context.
+        UsageError: a prompt is empty, or does not fit into the context, or the model cannot fill in.
     """
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, service: Service, request: CompletionRequest) -> None:
-        n = request.options.n
-        prompts = request.prompts
-        tasks = [task for p in prompts for task in repeated(service.text_task(p, request.options), n)]
+        n, prompts = request.options.n, request.prompts
+        tasks = [each for task in completion_tasks(service, request) for each in repeated(task, n)]
         super().__init__(service, request.options, tasks)
         self._echoes: list[str] = []
         if request.echo:
@@ -63,3 +62,14 @@ class CompletionAnswer(ApiAnswer):
             rows.append((llm.token_text(token.id), finite(token.logprobs.logprob), top, self._offsets[index]))
             self._offsets[index] += len(token.text)
         return {name: [row[i] for row in rows] for i, name in enumerate(_LOGPROBS)}
+
+
+def completion_tasks(service: Service, request: CompletionRequest) -> list[AnswerTask]:
+    """What to answer, for each prompt.
+
+    Raises:
+        UsageError: a prompt is empty, or does not fit into the context, or the model cannot fill in.
+    """
+    if request.suffix is None:
+        return [service.text_task(prompt, request.options) for prompt in request.prompts]
+    return [service.fill_task(str(prompt), request.suffix, request.options) for prompt in request.prompts]

@@ -17,16 +17,18 @@ class Delta:
 
     Attributes:
         text: verified text that is no tool call.
+        thinking: what was thought before it.
         calls: beginnings and arguments of tool calls.
-        tokens: tokens whose text has been released, calls included.
+        tokens: tokens whose text has been released, calls included, thinking not.
     """
 
     text: str = ""
+    thinking: str = ""
     calls: list[CallStart | CallArguments] = field(default_factory=list)
     tokens: list[EmittedToken] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.text or self.calls or self.tokens)
+        return bool(self.text or self.thinking or self.calls or self.tokens)
 
 
 class DeltaReader:
@@ -51,16 +53,16 @@ class DeltaReader:
 
     def read(self, round_: Round) -> Delta:
         """The delta that a round makes."""
-        self._n_released += len(round_.text)
-        return self._delta(self.calls.push(round_.text), self._released(round_))
+        self._n_released += sum(len(span.text) for span in round_.spans)
+        return self._delta(self.calls.push(round_.text), self._released(round_), round_.thinking)
 
     def finish(self) -> Delta:
         """What was still waiting when the answer ended."""
         return self._delta(self.calls.finish(), [])
 
-    def _delta(self, pieces: Sequence[Piece], tokens: list[EmittedToken]) -> Delta:
+    def _delta(self, pieces: Sequence[Piece], tokens: list[EmittedToken], thinking: str = "") -> Delta:
         text = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
-        return Delta(text, [piece for piece in pieces if not isinstance(piece, TextPiece)], tokens)
+        return Delta(text, thinking, [piece for piece in pieces if not isinstance(piece, TextPiece)], tokens)
 
     def _released(self, round_: Round) -> list[EmittedToken]:
         """The tokens whose text has come out; those of a stop string never do, and an end token has none."""
@@ -75,6 +77,7 @@ class DeltaReader:
             start, token = self._waiting[0]
             if not (start < self._n_released if over else start + len(token.text) <= self._n_released):
                 break
-            released.append(token)
             self._waiting.popleft()
+            if not token.thinking:
+                released.append(token)
         return released

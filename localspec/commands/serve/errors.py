@@ -1,4 +1,4 @@
-"""What goes wrong, in the shape that OpenAI's clients read: ``{"error": {message, type, param, code}}``."""
+"""What goes wrong, in the shape that the clients of each API read; OpenAI's where no other is due."""
 
 from __future__ import annotations
 
@@ -49,13 +49,39 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
 
-    def as_dict(self) -> dict[str, Any]:
-        # A message may quote what the client sent: controls are made visible, and it stays short.
-        message = " ".join(visible(str(self)).split())[:600]
-        return {"error": {"message": message, "type": self.kind, "param": self.param, "code": self.code}}
+    @property
+    def message(self) -> str:
+        """The message as it is sent: it may quote the client, so controls are made visible, and it stays short."""
+        return " ".join(visible(str(self)).split())[:600]
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.as_dict(), self.status, self.headers)
+    def as_dict(self) -> dict[str, Any]:
+        """OpenAI's form: ``{"error": {message, type, param, code}}``."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def as_anthropic(self) -> dict[str, Any]:
+        """Anthropic's form; it has a word for each status."""
+        kind = _ANTHROPIC.get(self.status, INVALID if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def as_ollama(self) -> dict[str, Any]:
+        """Ollama's form."""
+        return {"error": self.message}
+
+    def response(self, path: str) -> JSONResponse:
+        """The refusal in the form of the API that the path belongs to."""
+        form = next((form for prefix, form in _FORMS if path.startswith(prefix)), ApiError.as_dict)
+        return JSONResponse(form(self), self.status, self.headers)
+
+
+_ANTHROPIC = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_FORMS = (("/v1/messages", ApiError.as_anthropic), ("/api/", ApiError.as_ollama))
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -124,4 +150,4 @@ def log_failure(error: Exception) -> None:
 async def on_error(request: Request, error: Exception) -> JSONResponse:
     """Starlette's hook for what an endpoint raised."""
     log_failure(error)
-    return as_api_error(error).response()
+    return as_api_error(error).response(request.url.path)

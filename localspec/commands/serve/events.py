@@ -1,11 +1,12 @@
-"""Server-sent events: an answer as it comes."""
+"""An answer as it comes: server-sent events, or a line of JSON for each piece."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import ClientDisconnect
@@ -13,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from localspec.commands.serve.disconnects import while_connected
-from localspec.commands.serve.errors import as_api_error, log_failure
+from localspec.commands.serve.errors import ApiError, as_api_error, log_failure
 
 KEEP_ALIVE_SECONDS = 10.0
 """Longest silence: proxies commonly give up a connection after 30 to 60 s without a byte."""
@@ -27,6 +28,28 @@ def event(value: Any, name: str | None = None) -> bytes:
     return f"{head}data: {json.dumps(value, allow_nan=False, separators=(',', ':'))}\n\n".encode()
 
 
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """How an API sends events.
+
+    Attributes:
+        media_type: of the response.
+        failed: the event that says that the answer broke off, from the error and the number of events before it.
+        keep_alive: a sign of life, between events.
+        end: what follows the last event.
+    """
+
+    media_type: str
+    failed: Callable[[ApiError, int], bytes]
+    keep_alive: bytes = b""
+    end: bytes = b""
+
+
+OPENAI = Wire("text/event-stream", lambda error, n: event(error.as_dict()), b": waiting\n\n", b"data: [DONE]\n\n")
+LLAMA_SERVER = replace(OPENAI, end=b"")
+"""Of llama-server's own addresses: the last event says ``"stop": true``."""
+
+
 class EventStream(Response):
     """A response made of events.
 
@@ -36,15 +59,16 @@ class EventStream(Response):
     Args:
         events: encoded events; closed when the client leaves.
         ending: set when the server goes down.
+        wire: how the API sends them.
     """
 
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncGenerator[bytes, None], ending: asyncio.Event) -> None:
-        super().__init__(headers=_HEADERS)
+    def __init__(self, events: AsyncGenerator[bytes, None], ending: asyncio.Event, wire: Wire = OPENAI) -> None:
+        super().__init__(headers=_HEADERS, media_type=wire.media_type)
         del self.headers["content-length"]
         self._events = events
         self._ending = ending
+        self._wire = wire
+        self._n_sent = 0
         self._begun = False
         self._ended = False
 
@@ -57,9 +81,9 @@ class EventStream(Response):
             log_failure(error)
             refusal = as_api_error(error)
             if not self._begun:
-                await refusal.response()(scope, receive, send)
+                await refusal.response(scope["path"])(scope, receive, send)
             elif not self._ended:
-                await self._send(send, event(refusal.as_dict()), last=True)
+                await self._send(send, self._wire.failed(refusal, self._n_sent), last=True)
 
     async def _send(self, send: Send, body: bytes, *, last: bool = False) -> None:
         if not self._begun:
@@ -79,13 +103,16 @@ class EventStream(Response):
                     async with asyncio.timeout(KEEP_ALIVE_SECONDS):
                         item = await queue.get()
                 except TimeoutError:
-                    item = b": waiting\n\n"
+                    if self._wire.keep_alive:
+                        await self._send(send, self._wire.keep_alive)
+                    continue
                 if isinstance(item, Exception):
                     raise item
                 if item is None:
-                    await self._send(send, b"data: [DONE]\n\n", last=True)
+                    await self._send(send, self._wire.end, last=True)
                     return
                 await self._send(send, item)
+                self._n_sent += 1
         finally:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from localspec.commands.serve.errors import ApiError, invalid
@@ -44,6 +44,10 @@ class Fields:
         """The field as it was sent; None if absent."""
         return self._value.get(name)
 
+    def those(self, names: Iterable[str]) -> dict[str, Any]:
+        """The fields of these names that are there, as they were sent."""
+        return {name: self._value[name] for name in names if self.has(name)}
+
     def _take(self, name: str, rule: str, fits: Callable[[Any], bool]) -> Any:
         value = self._value.get(name)
         if value is not None and not fits(value):
@@ -80,7 +84,7 @@ class Fields:
 
     def choice(self, name: str, allowed: Sequence[str]) -> str:
         """One of several words; the first if absent."""
-        return self._take(name, " or ".join(allowed), lambda value: value in allowed) or allowed[0]
+        return self._take(name, " or ".join(filter(None, allowed)), lambda value: value in allowed) or allowed[0]
 
     def items(self, name: str, most: int) -> list[Any]:
         """A list of at most so many; empty if absent."""

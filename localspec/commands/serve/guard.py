@@ -39,7 +39,7 @@ PAGE_POLICY = "; ".join(
 )
 
 _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(?::(?P<port>\d{1,5}))?")
-_CORS_HEADERS = "authorization, content-type"
+_CORS_HEADERS = "authorization, content-type, x-api-key, anthropic-version"
 
 
 class Guard:
@@ -85,7 +85,7 @@ class Guard:
             log_failure(error)
             if begun:
                 raise
-            await as_api_error(error).response()(scope, receive, guarded_send)
+            await as_api_error(error).response(path)(scope, receive, guarded_send)
 
     def _check(self, headers: Headers, method: str, path: str, allowed: str | None) -> None:
         host = self._checked_host(headers)
@@ -133,7 +133,9 @@ class Guard:
     def _check_key(self, headers: Headers) -> None:
         assert self._key is not None
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and hmac.compare_digest(given.strip(" \t").encode("latin-1"), self._key):
+        if scheme.lower() != "bearer":
+            given = headers.get("x-api-key", "")  # Anthropic's clients
+        if hmac.compare_digest(given.strip(" \t").encode("latin-1"), self._key):
             return
         message = "this server needs an API key: send it as Authorization: Bearer KEY"
         if given:

@@ -11,6 +11,7 @@ from localspec.commands.serve.errors import invalid
 from localspec.commands.serve.fields import Fields
 from localspec.commands.serve.tools import ToolUse
 from localspec.errors import UsageError
+from localspec.prompts.thinking import THINK
 from localspec.sampling.sampling import SamplingParams
 
 MAX_CHOICES, MAX_STOPS, MAX_MESSAGES, MAX_COUNT = 16, 16, 10_000, 1 << 31
@@ -36,6 +37,10 @@ _INTEGERS = {
 _SYNONYMS = {"max_completion_tokens": "max_tokens", "repetition_penalty": "repeat_penalty"}
 """Name of a field -> what ``SamplingParams`` calls it; it goes before a field of that name."""
 
+SHARED = (*_NUMBERS, "seed", "top_k", "repeat_last_n", "logit_bias", "grammar", "ignore_eos", "prediction", "localspec",
+          "thinking_budget")  # fmt: skip
+"""Fields that other APIs have under the same names, or that we add to all of them."""
+
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _LOCALSPEC_FIELDS = ("draft", "draft_length", "off")
 
@@ -52,6 +57,7 @@ class AnswerOptions:
         prediction: a text that the answer is likely to repeat.
         drafters: those that take part; None is all that are loaded, () is none.
         draft_length: ``auto``, a number, or None for the server's.
+        think, thinking_budget: of a chat, see ``Asking.rounds``.
     """
 
     params: SamplingParams
@@ -63,6 +69,8 @@ class AnswerOptions:
     prediction: str = ""
     drafters: tuple[str, ...] | None = None
     draft_length: int | str | None = None
+    think: str = "auto"
+    thinking_budget: int | None = None
 
     @property
     def speculate(self) -> bool:
@@ -80,11 +88,12 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """The body of ``/v1/completions``; every prompt is a text or token ids."""
+    """The body of ``/v1/completions``; every prompt is a text or token ids, before a suffix a text."""
 
     options: AnswerOptions
     prompts: list[str | list[int]]
     echo: bool
+    suffix: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +103,21 @@ class ServedModel:
     Attributes:
         params: what holds where a request says nothing.
         drafters: names of the drafters that are loaded.
+        on_request: those of them that take part only where a request names them.
         n_vocab: how many tokens there are.
+        thinks: whether the model is known to think before it answers.
     """
 
     params: SamplingParams
     drafters: Sequence[str]
     n_vocab: int
+    on_request: Sequence[str] = ()
+    thinks: bool = False
+
+    @property
+    def usual(self) -> tuple[str, ...]:
+        """The drafters that take part where a request names none."""
+        return tuple(name for name in self.drafters if name not in self.on_request)
 
 
 def chat_request(fields: Fields, served: ServedModel) -> ChatRequest:
@@ -124,6 +142,8 @@ def chat_request(fields: Fields, served: ServedModel) -> ChatRequest:
     if top is not None and not wants:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     options = _answer_options(fields, served, (top or 0) if wants else None)
+    budget = fields.integer("thinking_budget", 0, MAX_COUNT)
+    options = replace(options, think=_think(fields, served), thinking_budget=budget)
     return ChatRequest(options, messages, _tools(fields))
 
 
@@ -133,7 +153,6 @@ def completion_request(fields: Fields, served: ServedModel) -> CompletionRequest
     Raises:
         ApiError: it makes no sense, or asks for what there is not.
     """
-    fields.refuse(suffix="cannot be had: the model continues a text, it does not fill one in")
     best_of = fields.integer("best_of", 1, MAX_CHOICES)
     options = _answer_options(fields, served, fields.integer("logprobs", 0, MAX_TOP_LOGPROBS))
     if best_of is not None and best_of != options.n:
@@ -144,7 +163,10 @@ def completion_request(fields: Fields, served: ServedModel) -> CompletionRequest
     echo = fields.flag("echo")
     if echo and options.logprobs is not None:
         raise invalid("echo with logprobs cannot be had: prompts are not scored", "echo", "unsupported_parameter")
-    return CompletionRequest(options, prompts, echo)
+    suffix = fields.text("suffix") or None  # an empty one asks for what a prompt alone asks for
+    if suffix is not None and not all(isinstance(prompt, str) for prompt in prompts):
+        raise invalid("prompt must be a text where there is a suffix", "prompt")
+    return CompletionRequest(options, prompts, echo, suffix)
 
 
 def _answer_options(fields: Fields, served: ServedModel, logprobs: int | None) -> AnswerOptions:
@@ -240,12 +262,31 @@ def _speculation(fields: Fields, served: ServedModel) -> tuple[tuple[str, ...] |
         raise own.wrong("draft", '"auto", "none", or names of loaded drafters')
     if names and names != ["auto"]:
         drafters = () if names == ["none"] else tuple(names)
+        if "auto" in drafters:
+            drafters = tuple(dict.fromkeys([*served.usual, *(name for name in drafters if name != "auto")]))
         # Only what is loaded: a request cannot make the server open files.
         for name in drafters:
             if name not in served.drafters:
                 there = ", ".join(served.drafters) or "none"
                 raise invalid(f"no drafter {name!r:.80} is loaded; there is {there}", "localspec.draft")
     return () if own.flag("off") else drafters, length
+
+
+def _think(fields: Fields, served: ServedModel) -> str:
+    """Whether, or how much, to think: our own field, OpenAI's, and the variables that vLLM and llama-server pass on."""
+    if fields.has("think"):
+        if not served.thinks and fields.get("think") not in ("auto", "off"):
+            raise invalid("think cannot be had: this model is not known to think before it answers", "think")
+        return fields.choice("think", THINK)
+    effort = fields.choice("reasoning_effort", ("", "none", "minimal", "low", "medium", "high", "xhigh"))
+    variables = fields.object("chat_template_kwargs")
+    if variables is not None:
+        for name in ("enable_thinking", "thinking"):
+            if variables.has(name):
+                effort = "on" if variables.flag(name) else "none"
+    if not served.thinks:  # clients send these to any model
+        return "auto"
+    return {"": "auto", "none": "off", "minimal": "low", "xhigh": "high"}.get(effort, effort)
 
 
 def _tools(fields: Fields) -> ToolUse:

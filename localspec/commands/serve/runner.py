@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import signal
@@ -9,8 +10,10 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import uvicorn
+from starlette.applications import Starlette
 
 from localspec.commands.serve.app import build
 from localspec.commands.serve.protocol import ServerProtocol
@@ -55,12 +58,12 @@ def url_of(sock: socket.socket) -> str:
     return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
 
-class Runner(uvicorn.Server):
-    """Serves an ``LLM`` until a signal stops it, or ``stop`` from any thread.
+class AppRunner(uvicorn.Server):
+    """Serves an application until a signal stops it, or ``stop`` from any thread.
 
     Args:
-        llm: the loaded pair; it is not closed here.
-        settings: how to behave.
+        app: what is served.
+        ending: is set once the server goes down.
         verbose: log every request to standard error.
         on_start: called once clients are answered, and signals heeded.
 
@@ -69,16 +72,21 @@ class Runner(uvicorn.Server):
     """
 
     def __init__(
-        self, llm: LLM, settings: ServerSettings, *, verbose: bool = False, on_start: Callable[[], None] | None = None
+        self,
+        app: Starlette,
+        ending: asyncio.Event,
+        *,
+        verbose: bool = False,
+        on_start: Callable[[], None] | None = None,
     ) -> None:
         if verbose:
             _log_requests()
-        self.service = Service(llm, settings)
+        self._ending = ending
         self._on_start = on_start
         self.signal: int | None = None
         super().__init__(
             uvicorn.Config(
-                build(self.service),
+                app,
                 http=ServerProtocol,
                 ws="none",
                 loop="asyncio",
@@ -105,7 +113,7 @@ class Runner(uvicorn.Server):
             self._on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.service.ending.set()
+        self._ending.set()
         await super().shutdown(sockets)
 
     @contextmanager
@@ -125,6 +133,19 @@ class Runner(uvicorn.Server):
         self.force_exit = self.should_exit  # asked twice
         self.should_exit = True
         self.signal = sig
+
+
+class Runner(AppRunner):
+    """Serves an ``LLM``; options as above.
+
+    Args:
+        llm: the loaded pair; it is not closed here.
+        settings: how to behave.
+    """
+
+    def __init__(self, llm: LLM, settings: ServerSettings, **options: Any) -> None:
+        self.service = Service(llm, settings)
+        super().__init__(build(self.service), self.service.ending, **options)
 
 
 def _log_requests() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,16 +14,19 @@ from starlette.requests import ClientDisconnect
 from localspec import __version__
 from localspec.commands.serve.body import BodyReader
 from localspec.commands.serve.deltas import Delta, DeltaReader
-from localspec.commands.serve.errors import as_api_error, stopping, too_busy, too_late
+from localspec.commands.serve.errors import ApiError, as_api_error, stopping, too_busy, too_late
 from localspec.commands.serve.metrics import Metrics
 from localspec.commands.serve.requests import AnswerOptions, ServedModel
+from localspec.commands.serve.response_store import ResponseStore
 from localspec.commands.serve.settings import ServerSettings
+from localspec.commands.serve.slots import Slots, Windows
 from localspec.commands.serve.tool_calls import MARKERS
 from localspec.commands.serve.tools import ToolUse, forced_call, messages_for
 from localspec.errors import PromptTooLong, QueueFull, UsageError
 from localspec.llm import LLM
 from localspec.runtime.stream import AsyncRoundStream, Reply
 from localspec.sampling.sampling import SamplingParams
+from localspec.sampling.structured.request import grammar_of
 from localspec.spec_decode.rounds import Round
 
 
@@ -37,6 +40,9 @@ class AnswerTask:
         tools: functions that may be called.
         prediction: token ids of a text that the answer is likely to repeat.
         begun: the beginning of the answer that stands at the prompt's end.
+        keep_tokens: see ``Asking.rounds``.
+        enough: asked after every round: whether the answer may end there.
+        think: of a chat, see ``Asking.rounds``; None: a text, of which nothing is told apart.
     """
 
     prompt: list[int]
@@ -44,6 +50,9 @@ class AnswerTask:
     tools: ToolUse = field(default_factory=ToolUse)
     prediction: Sequence[int] = ()
     begun: str = ""
+    keep_tokens: int | None = None
+    enough: Callable[[], bool] = lambda: False
+    think: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +83,8 @@ class Service:
         llm.max_queue = settings.queue
         self.bodies = BodyReader(settings.body_bytes, settings.bodies_bytes, settings.body_seconds)
         self.metrics = Metrics()
+        self.slots, self.windows = Slots(), Windows()
+        self.responses = ResponseStore()
         self.ending = asyncio.Event()
         self.started = time.time()
         self.fingerprint = f"localspec-{__version__}-{llm.backend_name}"
@@ -84,8 +95,16 @@ class Service:
         """What requests may call the model; the first is what answers call it."""
         return list(dict.fromkeys([self.llm.model_name, *self.settings.aliases]))
 
+    def check_model(self, name: str | None) -> None:
+        """Refuse requests to a model that is not this one; Ollama's clients may add ``:latest``."""
+        if name and name.removesuffix(":latest") not in self.names:
+            message = f"there is no model {name!r:.80} here; this server answers with {self.names[0]}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
     def served(self) -> ServedModel:
-        return ServedModel(self.settings.params, self.llm.draft_names, self.llm.vocab.n_tokens)
+        llm, settings = self.llm, self.settings
+        thinks = llm.thinking is not None
+        return ServedModel(settings.params, llm.draft_names, llm.vocab.n_tokens, settings.corpora, thinks)
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 
@@ -95,24 +114,47 @@ class Service:
         Raises:
             UsageError, TemplateError: they cannot be.
         """
-        llm, params = self.llm, options.params
-        prepared = messages_for(llm.template, messages, tools, self.settings.system)
-        begun = ""
+        params, begun, think = options.params, "", options.think
         if tools.required:
-            begun, params = forced_call(llm.template, tools, params)
-        tokens = llm.encode(prepared, tools=list(tools.tools) or None)
+            begun, params = forced_call(self.llm.template, tools, params)
+        is_form = grammar_of(params.response_format, params.grammar) is not None
+        if is_form and think == "auto":  # what has a given form begins at once
+            think = "off"
+        tokens = self.chat_tokens(messages, tools, think)
         if begun:
-            tokens += llm.tokenize(begun, parse_special=True)
-        return AnswerTask(self._fitting(tokens), params, tools, self._prediction(options), begun)
+            tokens += self.llm.tokenize(begun, parse_special=True)
+        return AnswerTask(self._fitting(tokens), params, tools, self._prediction(options), begun, think=think)
+
+    def chat_tokens(self, messages: Sequence[Any], tools: ToolUse, think: str = "auto") -> list[int]:
+        """What the target would read, whether it fits or not; it may take a while too."""
+        prepared = messages_for(self.llm.template, messages, tools, self.settings.system)
+        return self.llm.encode(prepared, tools=list(tools.tools) or None, think=think)
 
     def text_task(self, prompt: str | list[int], options: AnswerOptions) -> AnswerTask:
         """A text to continue as it is, or token ids. It may take a while: not for the event loop.
 
+        Editors write the marks of fill-in-the-middle into the text themselves.
+
         Raises:
             UsageError: it is empty, or too long.
         """
+        prediction = self._prediction(options)
+        marked = self.llm.marked_fill_prompt(prompt) if isinstance(prompt, str) else None
+        if marked is not None:
+            tokens, before = self._fitting(marked.tokens), marked.n_before
+            return AnswerTask(tokens, options.params, prediction=prediction, keep_tokens=before)
         tokens = prompt if isinstance(prompt, list) else self.llm.encode(prompt)
-        return AnswerTask(self._fitting(tokens), options.params, prediction=self._prediction(options))
+        return AnswerTask(self._fitting(tokens), options.params, prediction=prediction)
+
+    def fill_task(self, prefix: str, suffix: str, options: AnswerOptions) -> AnswerTask:
+        """A text to fill in between two. It may take a while: not for the event loop.
+
+        Raises:
+            UsageError: it cannot be.
+        """
+        prompt = self.llm.fill_prompt(prefix, suffix, max_tokens=options.params.max_tokens)
+        prediction = self._prediction(options)
+        return AnswerTask(prompt.tokens, options.params, prediction=prediction, keep_tokens=prompt.n_before)
 
     def _prediction(self, options: AnswerOptions) -> list[int]:
         # No answer is longer than the context, so what lies behind cannot be copied.
@@ -148,6 +190,8 @@ class Service:
                         yield event
 
     def _ask(self, options: AnswerOptions, task: AnswerTask, conversation: object) -> AsyncRoundStream:
+        if options.drafters is None and self.settings.corpora:
+            options = replace(options, drafters=self.served().usual)
         return self.llm.arounds(
             task.prompt,
             task.params,
@@ -158,6 +202,9 @@ class Service:
             logprobs=options.logprobs,
             drafters=options.drafters or None,
             prediction=task.prediction,
+            keep_tokens=task.keep_tokens,
+            think=task.think,
+            thinking_budget=options.thinking_budget,
         )
 
     async def _answer(
@@ -167,7 +214,7 @@ class Service:
         cut = False
         async for round_ in stream:
             yield AnswerEvent(index, reader.read(round_), round_)
-            if reader.calls.n_done and not task.tools.parallel:
+            if (reader.calls.n_done and not task.tools.parallel) or task.enough():
                 cut = True
                 await stream.aclose()
                 break

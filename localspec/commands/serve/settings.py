@@ -25,6 +25,7 @@ class ServerSettings:
         aliases: further names that requests may call the model by.
         origins: web origins, besides the server's own, whose pages may use it.
         hosts: names that requests may be addressed to, besides ``localhost`` and the loopback addresses.
+        corpora: what requests may have copied from, as ``--draft`` calls it; the others do without.
         params: sampling parameters where a request says nothing.
         system: system prompt of chats that bring none.
         body_bytes: largest body; ``bodies_bytes``: of all that are being read at a time.
@@ -43,6 +44,7 @@ class ServerSettings:
     aliases: Sequence[str] = ()
     origins: Sequence[str] = ()
     hosts: Sequence[str] = ()
+    corpora: Sequence[str] = ()
     params: SamplingParams = field(default_factory=SamplingParams)
     system: str | None = None
     body_bytes: int = 8 << 20
@@ -50,7 +52,7 @@ class ServerSettings:
     body_seconds: float = 20.0
 
     def __post_init__(self) -> None:
-        for text in (self.host, self.api_key, *self.aliases, *self.origins, *self.hosts):
+        for text in (self.host, self.api_key, *self.aliases, *self.corpora, *self.origins, *self.hosts):
             check_text(text, "an option")
         for origin in self.origins:
             if "://" not in origin or origin.rstrip("/").count("/") != 2:

@@ -10,7 +10,7 @@ from localspec.errors import UsageError
 from localspec.runtime.arguments import DraftLength
 from localspec.spec_decode.drafters.free import FREE_DRAFTERS
 
-_SOURCE = "|".join((*FREE_DRAFTERS, r"model\d*", "head", "early-exit"))
+_SOURCE = "|".join((*FREE_DRAFTERS, r"model\d*", r"head\d*", "early-exit", r"corpus\d*"))
 _PATTERN = re.compile(rf"(?:(?P<sources>(?:{_SOURCE})(?:\+(?:{_SOURCE}))*):)?(?P<length>auto|\d{{1,4}})")
 
 
@@ -20,7 +20,7 @@ class Arm:
 
     Attributes:
         name: as it was asked for.
-        sources: the drafters that take part (``ngram``, ``head``, ``model``, ``model2``, …); None: all that are loaded.
+        sources: the drafters that take part (``ngram``, ``head``, ``head2``, ``model``, …); None: all that are loaded.
         length: draft tokens a round, or ``auto``; 0 is plain decoding.
     """
 

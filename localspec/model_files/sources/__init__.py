@@ -17,7 +17,7 @@ from typing import Any
 
 from localspec.errors import DigestMismatch, DownloadError, NotEnoughSpace
 from localspec.model_files.catalog import Entry
-from localspec.model_files.sources.base import FULL, RaisedByCaller, Source, Watch, unmistakable
+from localspec.model_files.sources.base import FULL, RaisedByCaller, Source, Watch, size_text, unmistakable
 from localspec.system.home import models_dir, offline, source_order
 
 _SOURCES = {
@@ -74,6 +74,24 @@ def _pull(entry: Entry, watch: Watch, say: Callable[[str], None]) -> Path:
         raise DownloadError(f"cannot write to {models_dir()}: {error.strerror or error}") from None
 
 
+def check(entry: Entry) -> int | None:
+    """Ask the hub whether an entry is there as the catalogue has it; nothing is fetched.
+
+    Returns:
+        Its size as the hub says it [bytes]; None if it is not to be had there.
+
+    Raises:
+        DownloadError: it is not there or not the same, or LOCALSPEC_OFFLINE forbids asking; ``hub.Unreachable`` if
+            the hub does not answer.
+    """
+    from localspec.model_files.sources.hub import Hub
+
+    if offline():
+        raise DownloadError("LOCALSPEC_OFFLINE is set, so the hub is not asked")
+    places = [place for place in entry.sources if place["kind"] == Hub.kind]
+    return sum(Hub().check(entry, place) for place in places[:1]) if places else None
+
+
 def parts_folder(entry: Entry) -> Path:
     """Where unfinished pieces of an entry lie."""
     plain = re.sub(r"[^\w.-]+", "_", entry.name)
@@ -121,7 +139,9 @@ def _fetch(entry: Entry, folder: Path, watch: Watch, say: Callable[[str], None])
     # One failure, or several of one kind, are raised as that kind.
     kind = type(failures[-1]) if len({type(failure) for failure in failures}) == 1 else DownloadError
     reasons = "; ".join(str(failure) for failure in failures) or "no source is known"
-    raise kind(f"{entry.name} cannot be fetched: {reasons}")
+    kept = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    hint = f"; the {size_text(kept)} that arrived are kept, and localspec pull {entry.name} goes on from there"
+    raise kind(f"{entry.name} cannot be fetched: {reasons}{hint if kept else ''}")
 
 
 def _source(where: Mapping[str, Any]) -> Source:

@@ -30,42 +30,79 @@ class Hub(Source):
     kind = "hf"
 
     def fetch(self, entry: Entry, where: Mapping[str, Any], folder: Path, watch: Watch, *, patient: bool) -> list[Path]:
-        first = where.get("file", Path(entry.file).name)
-        # The parts of a split model lie side by side.
-        names = [str(Path(first).with_name(Path(file).name)) if len(entry.files) > 1 else first for file in entry.files]
-        return [self._fetch_one(entry, where["repo"], name, folder / "hub", watch, patient) for name in names]
+        repo, names = where["repo"], _names(entry, where)
+        return [self._fetch_one(entry, repo, name, folder / "hub", watch, patient) for name in names]
+
+    def check(self, entry: Entry, where: Mapping[str, Any]) -> int:
+        """Ask whether an entry's files are there as the catalogue has them; fetches nothing.
+
+        Returns:
+            Their size as the hub says it [bytes].
+
+        Raises:
+            Unreachable: the hub does not answer.
+            DownloadError: a file is not there, or not the one that was checked.
+        """
+        return sum(_offered(entry, where["repo"], name, patient=True).size for name in _names(entry, where))
 
     def _fetch_one(self, entry: Entry, repo: str, name: str, folder: Path, watch: Watch, patient: bool) -> Path:
-        _settle_environment()
-        from huggingface_hub import get_hf_file_metadata, hf_hub_url
-
-        url = hf_hub_url(repo, name, endpoint=os.environ.get("HF_ENDPOINT") or None)
         watch(f"asking the hub for {name}", 0, 0)
+        offered = _offered(entry, repo, name, patient=patient)
+        target = folder / f"{offered.sha256[:12]}-{Path(name).name}"
         try:
-            metadata = get_hf_file_metadata(url, timeout=_SECONDS_TO_ANSWER[patient])
-        except Exception as error:  # the library's own errors and its HTTP client's have no common base
-            raise DownloadError(_reason(error, repo, name)) from None
-        promised = (metadata.etag or "").strip('"')
-        expected = entry.sha256 or (promised if _SHA256.fullmatch(promised) else "")
-        if not expected:
-            raise DownloadError(f"the hub gives no digest for {repo}/{name}, so it could not be checked")
-        if entry.sha256 and _SHA256.fullmatch(promised) and promised != entry.sha256:
-            raise DigestMismatch(f"{repo}/{name} was changed on the hub: it is not the file that was checked")
-        size = metadata.size or 0
-        if entry.sha256:  # then the catalogue knows the size too
-            if size and size != entry.bytes:
-                raise DigestMismatch(
-                    f"{repo}/{name} was changed on the hub: it has {size:,} bytes, and the file that was checked "
-                    f"{entry.bytes:,}"
-                )
-            size = entry.bytes
-        if not size:
-            raise DownloadError(f"the hub does not say how large {repo}/{name} is, so it is not fetched")
-        target = folder / f"{expected[:12]}-{Path(name).name}"
-        try:
-            return _Download(url, target, name, size, expected, watch).run(3 if patient else 2)
+            return _Download(offered.url, target, name, offered.size, offered.sha256, watch).run(3 if patient else 2)
         except _Broken as broken:
             raise DownloadError(_reason(broken.error, repo, name)) from None
+
+
+class Unreachable(DownloadError):
+    """The hub does not answer, so it is no use to ask it for another file."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Offered:
+    """A file as the hub offers it; size in bytes."""
+
+    url: str
+    size: int
+    sha256: str
+
+
+def _names(entry: Entry, where: Mapping[str, Any]) -> list[str]:
+    """An entry's files in the repository."""
+    first: str = where.get("file", Path(entry.file).name)
+    # The parts of a split model lie side by side.
+    return [str(Path(first).with_name(Path(file).name)) if len(entry.files) > 1 else first for file in entry.files]
+
+
+def _offered(entry: Entry, repo: str, name: str, *, patient: bool) -> _Offered:
+    """Ask for a file's size and digest, and hold them against the catalogue's."""
+    _settle_environment()
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    url = hf_hub_url(repo, name, endpoint=os.environ.get("HF_ENDPOINT") or None)
+    try:
+        metadata = get_hf_file_metadata(url, timeout=_SECONDS_TO_ANSWER[patient])
+    except Exception as error:  # the library's own errors and its HTTP client's have no common base
+        answered = getattr(error, "response", None) is not None
+        raise (DownloadError if answered else Unreachable)(_reason(error, repo, name)) from None
+    promised = (metadata.etag or "").strip('"')
+    expected = entry.sha256 or (promised if _SHA256.fullmatch(promised) else "")
+    if not expected:
+        raise DownloadError(f"the hub gives no digest for {repo}/{name}, so it could not be checked")
+    if entry.sha256 and _SHA256.fullmatch(promised) and promised != entry.sha256:
+        raise DigestMismatch(f"{repo}/{name} was changed on the hub: it is not the file that was checked")
+    size = metadata.size or 0
+    if entry.sha256:  # then the catalogue knows the size too
+        if size and size != entry.bytes:
+            raise DigestMismatch(
+                f"{repo}/{name} was changed on the hub: it has {size:,} bytes, and the file that was checked "
+                f"{entry.bytes:,}"
+            )
+        size = entry.bytes
+    if not size:
+        raise DownloadError(f"the hub does not say how large {repo}/{name} is, so it is not fetched")
+    return _Offered(url, size, expected)
 
 
 class _Broken(Exception):
@@ -136,6 +173,7 @@ class _Download:
             failures = 0 if out.n_bytes > before else failures + 1
             if failures >= attempts:
                 break
+            self.watch(f"the connection broke; asking again for {self.label}", out.n_bytes, self.size)
             time.sleep(0.5 * failures)
         raise broken or DownloadError(f"the hub sends {out.n_bytes:,} of the {self.size:,} bytes of {self.label}")
 

@@ -15,6 +15,7 @@ from typing import Protocol
 from localspec.backends.base import Context, Forward
 from localspec.sampling.sampling import Distribution, Ids, Noise, Row, SamplingParams
 from localspec.spec_decode.rounds import DraftToken
+from localspec.system.steps import Steps
 
 
 class DrafterFailed(Exception):
@@ -126,15 +127,24 @@ class Drafter(ABC):
         source: its name in rounds and statistics: ``model``, ``ngram``, …
         context: what it decodes in with a model of its own; None where it runs none.
         copies: whether it copies what it has read, as n-grams do; an unsure copy can give way to a model's token.
+        ranked: whether of it and others that are so the one with most ``confidence`` is asked first.
         taps: names of the target's hidden states that ``process`` is to bring, see ``Context.hidden``.
+        rate: share of places at which its first token is right, so far as its file says; else None.
         failed: whether it has raised ``DrafterFailed``; it is then done without.
     """
 
     source: str
     context: Context | None = None
     copies: bool = False
+    ranked: bool = False
     taps: tuple[str, ...] = ()
+    rate: float | None = None
     failed: bool = False
+
+    @property
+    def name(self) -> str:
+        """What ``--draft`` calls it, where it runs no model."""
+        return self.source
 
     @property
     def runs_model(self) -> bool:
@@ -180,6 +190,22 @@ class Drafter(ABC):
 
     def process(self, tokens: Sequence[int], forward: Forward) -> None:  # noqa: B027 - optional hook
         """The target decoded ``tokens``: in prefill, before ``begin``, or to verify a draft, before ``accept``."""
+
+    def confidence(self, tokens: Sequence[int]) -> float:
+        """Of one that is ``ranked``: its confidence [0, 1] in what it would propose next; 0 where it has nothing.
+
+        Args:
+            tokens: as for ``draft``.
+        """
+        return 0.0
+
+    def idle_work(self) -> Steps[str] | None:
+        """What it has to do while nobody waits, if anything; asked when it is loaded, and with every request.
+
+        Returns:
+            Steps that end with a remark for the user, or with nothing to say.
+        """
+        return None
 
     @abstractmethod
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:

@@ -24,12 +24,13 @@ class EarlyExitDrafter(Drafter):
     Args:
         head: of the kind ``exit``: the layer, the target's last norm, and some rows of its output matrix.
         context: of the head, which multiplies by those rows.
+        source: see ``Drafter``.
     """
 
-    source = "early-exit"
     context: Context
 
-    def __init__(self, head: Head, context: Context) -> None:
+    def __init__(self, head: Head, context: Context, source: str = "early-exit") -> None:
+        self.source = source
         self.head = head
         self.context = context
         self.taps = head.taps
@@ -39,7 +40,7 @@ class EarlyExitDrafter(Drafter):
         self._n_past: int | None = None  # of the target, before this round's draft
 
     def clone(self, context: Context | None) -> Drafter:
-        return EarlyExitDrafter(self.head, context or self.context)
+        return EarlyExitDrafter(self.head, context or self.context, self.source)
 
     def attach(self, target: Context) -> None:
         self._target, self._n_past = target, None

@@ -52,7 +52,7 @@ class DrafterGroup:
         draft = Draft()
         try:
             while plan.room > 0:
-                for drafter in self._in_order(plan):
+                for drafter in self._in_order(tokens, plan):
                     found = _legal(self._ask(drafter, tokens, plan, proposer), proposer)
                     if found:
                         break
@@ -69,11 +69,17 @@ class DrafterGroup:
                 drafter.drafted()
         return draft
 
-    def _in_order(self, plan: Plan) -> list[Drafter]:
+    def _in_order(self, tokens: Sequence[int], plan: Plan) -> list[Drafter]:
         if len(self.drafters) < 2:
             return list(self.drafters)
         place = {source: i for i, source in enumerate(plan.order([drafter.source for drafter in self.drafters]))}
-        return sorted(self.drafters, key=lambda drafter: place[drafter.source])
+        drafters = sorted(self.drafters, key=lambda drafter: place[drafter.source])
+        rivals = [i for i, drafter in enumerate(drafters) if drafter.ranked]
+        if len(rivals) > 1:  # each of these takes a place of theirs, the surest the first
+            surest = sorted((drafters[i] for i in rivals), key=lambda each: -each.confidence(tokens))
+            for i, drafter in zip(rivals, surest, strict=True):
+                drafters[i] = drafter
+        return drafters
 
     def _ask(self, drafter: Drafter, tokens: list[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         try:

@@ -38,15 +38,17 @@ class HeadDrafter(Drafter):
     Args:
         head: the head.
         context: of the head, ``Head.new_context``.
+        source: see ``Drafter``.
     """
 
-    source = "head"
     context: Context
 
-    def __init__(self, head: Head, context: Context) -> None:
+    def __init__(self, head: Head, context: Context, source: str = "head") -> None:
+        self.source = source
         self.head = head
         self.context = context
         self.taps = head.taps
+        self.rate = head.card.training.first_rate
         self._ids = head.token_map.astype(np.int64)
         self._text: list[int] = []  # all that is settled
         self._states = StateWindow(min(MAX_STATES, context.n_ctx // 2))
@@ -55,7 +57,7 @@ class HeadDrafter(Drafter):
         self._first = self._n_true = 0  # the memory holds true rows for positions from _first on
 
     def clone(self, context: Context | None) -> Drafter:
-        return type(self)(self.head, context or self.context)
+        return type(self)(self.head, context or self.context, self.source)
 
     def process(self, tokens: Sequence[int], forward: Forward) -> None:
         states = [forward.hidden[tap] for tap in self.taps]
@@ -142,8 +144,8 @@ class ChainedHead(HeadDrafter):
     were right, and 0.09 of the third.
     """
 
-    def __init__(self, head: Head, context: Context) -> None:
-        super().__init__(head, context)
+    def __init__(self, head: Head, context: Context, source: str = "head") -> None:
+        super().__init__(head, context, source)
         self._judged = 0  # up to this position of the text its guesses were asked for, or are none of its business
 
     def begin(self, tokens: Sequence[int]) -> None:
@@ -170,7 +172,7 @@ class ChainedHead(HeadDrafter):
             if n_pass:
                 plan.spent(self.source, n_pass, (time.perf_counter() - started) * 1e3)
             started, n_pass = time.perf_counter(), 1
-            row = self._keep(self._decode(self._state + self.head.embed([token]), [token], "last"))
+            row = self._keep(self._decode(self.head.chain(self._state) + self.head.embed([token]), [token], "last"))
             self._n_drafted += 1
         confidence = proposer.confidence(row, tokens, ids=self._ids)
         plan.spent(self.source, n_pass, (time.perf_counter() - started) * 1e3)

@@ -1,10 +1,9 @@
-"""What drafters are called, and whether two names are one file."""
+"""What drafters are called."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 NGRAM = "ngram"
@@ -16,17 +15,30 @@ AUTOMATIC = (NGRAM,)
 answers are under 0.97 of plain decoding instead of 7, the slowest 0.86 instead of 0.92; and they keep a file of what
 was said."""
 
+CORPUS = "corpus"
+CHATS = "chats"
+"""What it calls files and folders that n-grams are copied from, ``corpus:PATH``, and the chats saved in this home,
+``corpus:chats``."""
+
 HEAD = "head"
 EARLY_EXIT = "early-exit"
 """What it calls a head, also ``head:FILE``, and the target's own first layers, also ``early-exit:N``. Any other name is
 that of a model."""
 
 
-def is_same_file(path: Path, other: Path) -> bool:
-    """Also by a link, or with other capitals where those make no difference."""
-    with suppress(OSError):  # gone meanwhile: then it is another
-        return path.samefile(other)
-    return False
+def is_corpus(name: str) -> bool:
+    """Whether a name for ``--draft`` is that of a corpus."""
+    return name.partition(":")[0] == CORPUS
+
+
+def kind_of(source: str) -> str:
+    """The kind of a drafter, by its source: of several of a kind the second is ``model2``."""
+    return source.rstrip("0123456789")
+
+
+def source_of(kind: str, n_before: int) -> str:
+    """The source of a drafter that has so many of its kind before it."""
+    return f"{kind}{n_before + 1}" if n_before else kind
 
 
 def names_of_files(paths: Sequence[Path], taken: Collection[str] = ()) -> list[str]:

@@ -22,7 +22,7 @@ _SHARES = (
     (0.29, 0.30, 0.30, 0.32, 0.30, 0.35, 0.35, 0.35, 0.40),
     (0.12, 0.14, 0.15, 0.15, 0.16, 0.18, 0.18, 0.20, 0.20),
 )
-_PRIORS = {(i, j): share for i, shares in enumerate(_SHARES) for j, share in enumerate(shares)}
+PRIORS = {(i, j): share for i, shares in enumerate(_SHARES) for j, share in enumerate(shares)}
 PRIOR_WEIGHT = 12.0
 MEMORY = 100.0
 """A prior counts as so many draft tokens, and the evidence as the last so many. Set by hand; nothing was tuned."""
@@ -48,7 +48,7 @@ class NgramDrafter(Drafter):
     """
 
     source = NGRAM
-    copies = True
+    copies = ranked = True
 
     def __init__(self, min_match: int = 1) -> None:
         self.min_match = max(1, min_match)
@@ -56,7 +56,7 @@ class NgramDrafter(Drafter):
         self._tokens: list[int] = []
         self._expected: list[int] = []
         self._n_ahead = 0
-        self._hits = HitRates(_PRIORS, PRIOR_WEIGHT, MEMORY)
+        self._hits = HitRates(PRIORS, PRIOR_WEIGHT, MEMORY)
 
     def clone(self, context: Context | None) -> Drafter:
         clone = NgramDrafter(self.min_match)
@@ -89,16 +89,25 @@ class NgramDrafter(Drafter):
         for token in emitted:
             found = self._automaton.continuation(*self._automaton.match())
             if found is not None and found[0] != _BREAK:
-                self._hits.learn(_kind(*found[1:]), found[0] == token)
+                self._hits.learn(kind_of_match(*found[1:]), found[0] == token)
             self._automaton.push(token)
             self._tokens.append(token)
+
+    def confidence(self, tokens: Sequence[int]) -> float:
+        found = self._automaton.continuation(*self._after(tokens))
+        return 0.0 if found is None or found[0] == _BREAK else self._hits.rate(kind_of_match(*found[1:]))
+
+    def _after(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """The match of a text that goes on from the settled one."""
+        state, length = self._automaton.match()
+        for token in tokens[len(self._tokens) - self._n_ahead :]:
+            state, length = self._automaton.step(state, length, token)
+        return state, length
 
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         """Draft on from the end of ``tokens``; those after the settled ones are others' drafts of this round."""
         automaton = self._automaton
-        state, length = automaton.match()
-        for token in tokens[len(self._tokens) - self._n_ahead :]:
-            state, length = automaton.step(state, length, token)
+        state, length = self._after(tokens)
         draft: list[DraftToken] = []
         while plan.room > 0 and plan.more(self.source):
             found = automaton.continuation(state, length)
@@ -110,7 +119,7 @@ class NgramDrafter(Drafter):
             if proposer.n_legal(run) < len(run):
                 plan.nothing(self.source)
                 break
-            confidence = self._hits.rate(_kind(*found[1:]))
+            confidence = self._hits.rate(kind_of_match(*found[1:]))
             expected = plan.keep(self.source, confidence)
             if expected is None:
                 break
@@ -123,7 +132,7 @@ class NgramDrafter(Drafter):
         self._n_ahead = 0
 
 
-def _kind(times: int, total: int, length: int) -> tuple[int, int]:
+def kind_of_match(times: int, total: int, length: int) -> tuple[int, int]:
     """The cell of the table for a continuation seen ``times`` of ``total`` after a context of ``length`` tokens."""
     if total == 1:
         row = 0

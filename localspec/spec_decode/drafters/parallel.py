@@ -84,10 +84,10 @@ class MedusaHead(OnePassHead):
             raise DrafterFailed(f"failed: {error}") from error
 
 
-HEAD_DRAFTERS: Mapping[str, Callable[[Head, Context], Drafter]] = {
+HEAD_DRAFTERS: Mapping[str, Callable[[Head, Context, str], Drafter]] = {
     "chained": ChainedHead,
     "parallel": ParallelHead,
     "medusa": MedusaHead,
     "exit": EarlyExitDrafter,
 }
-"""``Head.kind`` -> what makes a drafter of it and a context of its own."""
+"""``Head.kind`` -> what makes a drafter of it, a context of its own and a source."""

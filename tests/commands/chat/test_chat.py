@@ -278,6 +278,14 @@ def test_race_names_who_ran_first_and_takes_turns() -> None:
     assert len(it.chat.records) == 1
 
 
+def test_both_sides_of_a_race_think_as_the_answers_do() -> None:
+    it = Scripted()
+    it.chat.think, it.chat.thinking_budget = "off", 9
+    it.chat.ask("q")
+    it.run("/race")
+    assert [(options["think"], options["thinking_budget"]) for options in it.llm.options] == [("off", 9)] * 3
+
+
 def test_both_sides_of_a_race_get_the_same_dice() -> None:
     it = Scripted()
     it.run("/set temperature 1")
@@ -336,7 +344,7 @@ def test_an_unknown_command_names_the_nearest() -> None:
 
 def test_completion() -> None:
     assert "/race" in complete([])
-    assert list(complete(["/view"])) == ["tokens", "rounds", "plain"]
+    assert list(complete(["/view"])) == ["tokens", "reading", "rounds", "plain"]
     assert "temperature" in complete(["/set"])
     assert "ngram" in complete(["/draft"])
     assert list(complete(["/nonsense"])) == []

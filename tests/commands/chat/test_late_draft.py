@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -180,32 +179,29 @@ def test_only_the_target_is_fetched_before_the_prompt(monkeypatch: pytest.Monkey
     assert (fetched, loaded) == ([target.name, draft.name], [(target.name, ["auto"])])
 
 
-def test_a_head_makes_fetching_a_draft_model_needless(
-    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_head_comes_before_the_draft_model_is_fetched(
+    llm: LLM, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether it is for the default model shows when that was fetched."""
-    monkeypatch.setenv("LOCALSPEC_OFFLINE", "0")
-    monkeypatch.setattr(Entry, "present", property(lambda entry: entry.path.exists()))  # of whatever size
-    loaded: list[Any] = []
-    monkeypatch.setattr("localspec.llm.LLM", lambda *args, **options: loaded.append(args))
-    target, draft = Catalog.load().default_pair()
-
-    def pull(name: str) -> None:
-        assert name == target.name
-        target.path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(tiny.pair.target, target.path)
-
-    monkeypatch.setattr(files, "pull", pull)
     heads_folder().mkdir(parents=True)
-    write_random_head(tiny.pair.target, heads_folder() / "a-head.gguf")
-    for late in (None, []):
-        RunOptions().open(lambda what, fraction: None, late=late)
-        assert not late
-    assert loaded == [(target.name, ["auto"])] * 2
-    assert draft.name not in capsys.readouterr().err
-    shutil.copy(tiny.pair.draft, draft.path)  # one that is there comes after the prompt
-    RunOptions().open(lambda what, fraction: None, late=[])
-    assert loaded[-1] == (target.name, ["ngram"])
+    write_random_head(tiny.quick.target, heads_folder() / "a-head.gguf")
+    fetching = Fetching(monkeypatch)
+    monkeypatch.setattr(Catalog, "draft_for", lambda self, path: tiny.quick.draft if fetching.go_on.is_set() else None)
+    late = LateDraft(llm, [DRAFT])
+    assert fetching.half.wait(SOON)
+    assert llm.draft_names == [*AUTOMATIC, "head"]
+    fetching.go_on.set()
+    assert late.wait(SOON)
+    assert llm.draft_names == [*AUTOMATIC, "head", tiny.quick.draft.stem]
+
+
+def test_a_head_alone_comes_too(llm: LLM, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Catalog, "draft_for", lambda self, path: None)
+    assert not may_be_drafted_for(llm)
+    heads_folder().mkdir(parents=True)
+    write_random_head(tiny.quick.target, heads_folder() / "a-head.gguf")
+    assert may_be_drafted_for(llm)
+    assert LateDraft(llm, []).wait(SOON)
+    assert llm.draft_names == [*AUTOMATIC, "head"]
 
 
 @pytest.mark.parametrize(

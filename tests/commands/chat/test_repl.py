@@ -35,8 +35,8 @@ def open_chat(tmp_path: Path, tiny: TinyFiles) -> Iterator[Open]:
         columns: int = 80, lines: int = 40, command: list[str] | None = None,
     ) -> Tmux:  # fmt: skip
         arguments = [
-            "chat", str(model or tiny.pair.target), "--draft", str(draft or tiny.pair.draft), "--draft-length", "3",
-            "--backend", "reference", "--temperature", "0", "--max-tokens", "30", *options,
+            "chat", str(model or tiny.pair.target), "--draft", str(draft or tiny.pair.draft), "--draft-only",
+            "--draft-length", "3", "--backend", "reference", "--temperature", "0", "--max-tokens", "30", *options,
         ]  # fmt: skip
         terminals.append(
             Tmux(
@@ -57,6 +57,12 @@ def open_chat(tmp_path: Path, tiny: TinyFiles) -> Iterator[Open]:
 def at_empty_prompt(screen: str) -> bool:
     """Whether the chat waits for a line of which nothing was typed yet."""
     return screen.rstrip().splitlines()[-2] == ">"
+
+
+def leave(terminal: Tmux) -> None:
+    """Press Ctrl-D at a prompt; between two of them it would be lost."""
+    terminal.wait(at_empty_prompt)
+    terminal.keys("C-d")
 
 
 def answers(screen: str) -> int:
@@ -84,7 +90,7 @@ def test_a_chat_from_start_to_end(open_chat: Open, tiny: TinyFiles) -> None:
     assert re.search(r"guess  1  [█░]{30} ", screen)
     terminal.type("/why")
     terminal.wait("drafting 3 tokens a round")
-    terminal.keys("C-d")
+    leave(terminal)
     assert "Traceback" not in terminal.wait("EXIT 0")
 
 
@@ -168,6 +174,32 @@ def test_views(open_chat: Open) -> None:
     terminal.wait("no view 'oops'")
 
 
+@pytest.mark.parametrize(("columns", "lines"), [(80, 40), (34, 10)])
+def test_the_reading_view(open_chat: Open, tmp_path: Path, columns: int, lines: int) -> None:
+    terminal = open_chat(command=scripted(0.02, tmp_path / "gate"), columns=columns, lines=lines)
+    terminal.wait("draft auto")
+    terminal.type("/view reading")
+    terminal.wait("view: reading")
+    terminal.type("hello")
+    terminal.wait(lambda s: "\nHere is a" in s and "tok/s" in s)
+    (tmp_path / "gate").touch()
+    screen = terminal.wait(lambda s: "émigré naïve 🙂 too." in s and at_empty_prompt(s))
+    shown = screen.split("> hello\n")[1]
+    assert "WRONG" not in shown
+    assert "```" not in shown
+    assert shown.count("── 1 python ──") == 1
+    assert "Here is a function that reverses a list. It walks from both" in " ".join(shown.split())
+    assert "    while left < right:\n" in shown
+    assert shown.count("tok/s") == 1
+    coloured = terminal.screen(escapes=True).split("── 1 python")[1]
+    assert re.search(r"\x1b\[[0-9;]*(3|9)[1-7]m(def|while)", coloured)
+    # The same again from a file, with what was said by somebody who typed meanwhile.
+    terminal.type(f"/save {tmp_path / 'a.chat'}")
+    terminal.wait("saved to")
+    terminal.type(f"/load {tmp_path / 'a.chat'}")
+    terminal.wait(lambda s: s.count("── 1 python ──") == 2)
+
+
 def test_race(open_chat: Open) -> None:
     terminal = open_chat(lines=60)
     terminal.wait(READY)
@@ -199,6 +231,10 @@ def test_commands_that_change_the_chat(open_chat: Open, tmp_path: Path, tiny: Ti
     terminal.type(f"/draft {tiny.pair.draft} ngram")
     screen = terminal.wait("draft: ngram + pair-draft")
     assert "loading" not in screen
+    terminal.type(f"/draft {tiny.pair.draft} only")
+    terminal.wait("\ndraft: pair-draft")
+    terminal.type(f"/draft {tiny.pair.draft}")
+    terminal.wait(lambda s: s.count("draft: ngram + pair-draft") == 2)
     terminal.type("/length auto")
     terminal.wait("draft length: auto")
     terminal.type("/set max_tokens 3")
@@ -250,7 +286,9 @@ def test_ctrl_c_at_an_empty_prompt_hints_and_ctrl_d_leaves(open_chat: Open) -> N
     terminal = open_chat()
     terminal.wait(READY)
     terminal.keys("C-c")
-    terminal.wait("Ctrl-D or /quit leaves")
+    terminal.wait(
+        lambda s: "Ctrl-D or /quit leaves" in s and at_empty_prompt(s)
+    )  # between prompts it is no end of input
     terminal.keys("C-d")
     terminal.wait("EXIT 0")
 
@@ -295,7 +333,7 @@ def test_the_history_file_is_private_and_is_used_again(open_chat: Open, isolated
     terminal.wait(READY)
     terminal.type("remember me")
     terminal.wait("too.")
-    terminal.keys("C-d")
+    leave(terminal)
     terminal.wait("EXIT 0")
     assert (isolated_home / "history").stat().st_mode & 0o077 == 0
     assert "remember me" in (isolated_home / "history").read_text()
@@ -387,7 +425,7 @@ def test_the_real_pair(open_chat: Open, real_model: Any, tmp_path: Path) -> None
     terminal.wait(lambda s: "```python" in s and ("[cut short" in s or s.count("```") == 2))
     terminal.type("/race")
     terminal.wait("speculative ran at")
-    terminal.keys("C-d")
+    leave(terminal)
     terminal.wait("EXIT 0")
 
 

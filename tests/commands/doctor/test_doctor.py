@@ -418,6 +418,12 @@ def test_what_a_ranking_means(speedup: float, noise: float | None, speculate: bo
     assert found.command == "localspec chat big" + commands[speculate]
 
 
+def test_a_command_for_a_draft_model_alone_says_so() -> None:
+    rows = [facts.RankedFacts(["x"], 4, 1.5, 1.4, 1.6, 20.0, 0.5)]
+    found = recommend_ranked(facts.RankFacts(50.0, 48, ["a", "b"], 0.01, rows), "big", {"x": "small"})
+    assert found.command == "localspec chat big --draft small --draft-only"
+
+
 def test_ranking_prompts_are_those_to_tune_on() -> None:
     prompts = ranking.tuning_questions()
     kinds = [prompt.id.partition("-")[0] for prompt in prompts]

@@ -6,7 +6,6 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,79 +13,15 @@ import pytest
 
 from localspec import LLM, SamplingParams
 from tests.conftest import TinyFiles
-from tests.support.browsing import CONTRAST, PATIENCE, WIDE
+from tests.support.browsing import CONTRAST
 from tests.support.endless import N_CTX, write_endless
 from tests.support.serving import Server, serve
+from tests.support.tabs import Tab
 
 QUESTION = "a"
 """The tiny model's answer to it has tokens of every kind."""
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>&lt;b&gt;\u2028${hacked}"
-
-
-class Tab:
-    """A page in the browser.
-
-    Attributes:
-        page: Playwright's page.
-        asked: the bodies of requests for answers, in order.
-        addresses: what was asked for.
-        complaints: what it wrote to the console or raised; answers with an error status apart, which Chromium notes.
-    """
-
-    def __init__(self, page: Any) -> None:
-        self.page = page
-        self.asked: list[dict[str, Any]] = []
-        self.addresses: list[str] = []
-        self.complaints: list[str] = []
-        page.on("request", self._note)
-        page.on("console", self._complain)
-        page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        page.on("dialog", lambda dialog: (self.complaints.append("dialog"), dialog.dismiss()))
-
-    def _note(self, request: Any) -> None:
-        self.addresses.append(request.url)
-        if request.url.endswith("/completions"):
-            self.asked.append(json.loads(request.post_data))
-
-    def _complain(self, message: Any) -> None:
-        if not message.text.startswith("Failed to load resource"):
-            self.complaints.append(message.text)
-
-    def run(self, script: str, argument: Any = None) -> Any:
-        return self.page.evaluate(script, argument)
-
-    def press(self, *keys: str) -> None:
-        for key in keys:
-            self.page.keyboard.press(key)
-
-    def until(self, script: str, argument: Any = None) -> None:
-        """Wait until a script's result is true."""
-        self.page.wait_for_function(script, arg=argument)
-
-    def say(self, text: str) -> None:
-        """Type a question, and press Enter."""
-        self.page.focus("#question")
-        self.page.keyboard.type(text)
-        self.press("Enter")
-
-    def idle(self) -> None:
-        self.page.wait_for_selector("#stop:disabled", state="attached")
-
-    def ask(self, text: str) -> str:
-        """Ask, and wait for the whole answer; its text as it is copied."""
-        n_before = self.page.locator(".turn").count()
-        self.say(text)
-        self.until("(n) => document.querySelectorAll('.turn').length > n", n_before)
-        self.idle()
-        return self.said()
-
-    def said(self) -> str:
-        """The last answer's text without rejected guesses."""
-        return self.run(
-            "() => [...document.querySelectorAll('.turn:last-of-type .answer .token:not(.rejected)')]"
-            ".map((token) => token.textContent).join('')"
-        )
 
 
 @pytest.fixture(scope="module")
@@ -122,32 +57,6 @@ def endless(tmp_path_factory: pytest.TempPathFactory, home: None) -> Iterator[Se
 
         loaded._pair.context.decode = slowly  # type: ignore[method-assign]
         yield running
-
-
-@pytest.fixture
-def tab(browser: Any) -> Iterator[Callable[..., Tab]]:
-    """Opens tabs; at the end, none of them has reached for another server or complained."""
-    with ExitStack() as stack:
-        tabs: list[tuple[Tab, str]] = []
-
-        def new(url: str, **options: Any) -> Tab:
-            context = browser.new_context(**({"viewport": WIDE} | options))
-            stack.callback(context.close)
-            context.set_default_timeout(PATIENCE)
-            made = Tab(context.new_page())
-            tabs.append((made, url))
-            made.page.goto(url)
-            made.until(
-                "() => document.getElementById('engine').textContent || !document.getElementById('key-form').hidden"
-                " || !document.getElementById('chat-alert').hidden"
-            )
-            return made
-
-        yield new
-        for each, url in tabs:
-            assert [address for address in each.addresses if not address.startswith((url, "data:"))] == []
-            assert each.complaints == []
-            assert each.run("() => window.hacked") is None
 
 
 # -- the chat ----------------------------------------------------------------------------------------------------------
@@ -235,6 +144,8 @@ def test_rejected_guesses_can_be_hidden_and_are_never_copied(tab: Callable[..., 
     said = it.ask(QUESTION)
     rejected = it.page.locator(".answer .rejected")
     assert rejected.count() > 0
+    assert not rejected.first.is_visible()  # the view to read in shows what was said, and nothing else
+    it.page.get_by_label("Tokens", exact=True).check()
     assert rejected.first.is_visible()
     copied = (
         "() => { getSelection().selectAllChildren(document.querySelector('.answer')); return String(getSelection()); }"
@@ -284,20 +195,16 @@ def test_everything_works_from_the_keyboard(tab: Callable[..., Tab], server: Ser
     it.press("Enter")  # nothing was typed: nothing is asked
     assert len(it.asked) == 1
     seen = []
-    for _ in range(9):
+    order = ["question", "add-file", "send", "speculate", "draft-length", "temperature", "max-tokens"]
+    for _ in order:
         seen.append(it.run(focused))
         it.press("Tab")
-    assert seen == [
-        "question",
-        "new-chat",
-        "send",
-        "speculate",
-        "draft-length",
-        "temperature",
-        "max-tokens",
-        "rejects",
-        *seen[8:],
-    ]
+    assert seen == order
+    for key, name in (("Alt+k", "search"), ("Alt+t", "search"), ("Alt+n", "question")):
+        it.press(key)
+        it.until("(name) => document.activeElement.id === name", name)
+    assert it.page.is_checked("#token-view")
+    assert it.page.locator(".turn").count() == 0
     it.page.focus("#speculate")
     it.press("Space")
     assert not it.page.is_checked("#speculate")

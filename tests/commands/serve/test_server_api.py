@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -423,3 +424,36 @@ def test_models(llm: LLM, server: Server, client: openai.OpenAI) -> None:
         openai.OpenAI(base_url=f"{other.url}/v1", api_key="none") as asking,
     ):
         assert asking.chat.completions.create(model="gpt-4o", messages=CHAT, max_tokens=2).model == llm.model_name
+
+
+def test_a_request_can_ask_for_a_corpus_that_was_allowed(
+    tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not otherwise, and for no other path: such a request is refused, and no file is opened."""
+    monkeypatch.setenv("LOCALSPEC_HOME", str(tmp_path / "home"))
+    project = tmp_path / "project"
+    project.mkdir()
+    options: Any = {"backend": "reference", "n_ctx": 1024, "draft_length": 4, "idle": False}
+    with LLM(tiny.quick.target, None, **options) as plain:
+        text = plain.chat(CHAT, SamplingParams(max_tokens=40, ignore_eos=True)).text
+    (project / "a.txt").write_text("assistant\n" + text, encoding="utf-8", newline="")
+    name = f"corpus:{project}"
+    with (
+        LLM(tiny.quick.target, ["ngram", name], **options) as llm,
+        serve(llm, corpora=[name]) as running,
+        openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client,
+    ):
+
+        def sources(own: dict[str, Any] | None) -> set[str]:
+            body = {"localspec": own, "ignore_eos": True}
+            found = client.chat.completions.create(model=model(client), messages=CHAT, max_tokens=40, extra_body=body)
+            assert found.choices[0].message.content == text
+            return set(found.localspec["stats"]["by_source"])  # type: ignore[attr-defined]
+
+        assert sources(None) <= {"ngram"}
+        assert sources({"draft": "auto"}) <= {"ngram"}
+        assert "corpus" in sources({"draft": ["auto", name]})
+        assert sources({"draft": name}) == {"corpus"}
+        for other in (f"corpus:{tmp_path}", f"corpus:{project}/../project", "corpus:/", "corpus"):
+            with pytest.raises(openai.BadRequestError, match="is loaded"):
+                sources({"draft": other})

@@ -112,7 +112,7 @@ def test_wrong_chat_requests_are_told_where(field: str, value: Any, param: str) 
         ("prompt", [-1], "prompt"),
         ("prompt", [[]], "prompt"),
         ("prompt", ["x"] * 17, "prompt"),
-        ("suffix", "end", "suffix"),
+        ("suffix", ["end"], "suffix"),
         ("best_of", 3, "best_of"),
         ("logprobs", True, "logprobs"),
         ("logprobs", 21, "logprobs"),

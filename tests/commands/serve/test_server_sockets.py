@@ -15,9 +15,10 @@ import pytest
 from localspec import LLM
 from localspec.commands.serve import events
 from localspec.commands.serve.protocol import ServerProtocol
+from localspec.runtime import jobs
 from tests.conftest import TinyFiles
 from tests.support.serving import Server, serve
-from tests.support.waiting import PATIENCE, Brake, wait_until
+from tests.support.waiting import PATIENCE, Brake, Clock, wait_until
 
 CHAT = [{"role": "user", "content": "hi"}]
 LONG = {"messages": CHAT, "max_tokens": 600, "ignore_eos": True}
@@ -314,9 +315,19 @@ def test_connections_beyond_the_limit_are_refused(server: Server, monkeypatch: p
     wait_until(lambda: not server.runner.server_state.connections)
 
 
-def test_the_time_of_a_request_is_limited(llm: LLM) -> None:
-    with serve(llm, time_limit=0.3) as other, Brake(llm):
-        status, _, answer = other.ask("POST", "/v1/chat/completions", LONG | {"n": 16})
+def test_the_time_of_a_request_is_limited(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, answers = Clock(), list[tuple[int, dict[str, str], bytes]]()
+    monkeypatch.setattr(jobs, "time", clock)
+    with serve(llm, time_limit=PATIENCE) as other, Brake(llm) as brake:
+        asking = threading.Thread(
+            target=lambda: answers.append(other.ask("POST", "/v1/chat/completions", LONG | {"n": 16}))
+        )
+        asking.start()
+        brake.wait()
+        clock.forward(PATIENCE)
+        brake.release()
+        asking.join(PATIENCE)
+        ((status, _, answer),) = answers
         assert status == 200
         assert {choice["finish_reason"] for choice in json.loads(answer)["choices"]} == {"length"}
         assert json.loads(answer)["usage"]["completion_tokens"] < 600

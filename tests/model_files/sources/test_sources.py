@@ -556,3 +556,31 @@ def test_every_kind_of_source_in_the_catalogue_exists() -> None:
 def test_sizes_for_people() -> None:
     sizes = [size_text(n) for n in (0, 999, 1000, 999_499, 999_600, 1_117_320_768, 19_851_335_840)]
     assert sizes == ["0 B", "999 B", "1 kB", "999 kB", "1 MB", "1.12 GB", "19.9 GB"]
+
+
+# -- pull --check -----------------------------------------------------------------------------------------------------
+
+
+def test_a_check_asks_and_fetches_nothing(hub: Server) -> None:
+    assert sources.check(entry(HUB)) == len(CONTENT)
+    assert sources.check(entry(HUB, digest="")) == len(CONTENT)
+    assert sources.check(entry(WHEELS)) is None
+    assert served(hub) == []
+    assert {method for method, _, _ in hub.requests} == {"HEAD"}
+    hub.digests = dict.fromkeys(hub.files, "ab" * 32)
+    with pytest.raises(DigestMismatch, match="changed on the hub"):
+        sources.check(entry(HUB))
+
+
+def test_what_is_kept_of_a_broken_download_is_said(hub: Server) -> None:
+    hub.short = 1000
+    with pytest.raises(DownloadError, match=r"the 3 MB that arrived are kept, and localspec pull tiny goes on from"):
+        pull(entry(HUB))
+
+
+def test_a_connection_that_broke_is_said_while_it_is_asked_again(hub: Server) -> None:
+    hub.drop_after = 1_200_000
+    seen: list[str] = []
+    pull(entry(HUB), watch=lambda what, done, total: seen.append(what))
+    broken = [what for what in seen if what.startswith("the connection broke")]
+    assert len(broken) == len(served(hub)) - 1 > 0

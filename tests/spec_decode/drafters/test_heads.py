@@ -68,8 +68,12 @@ def open_head(target: Path, folder: Path, kind: str, backend: str = "reference",
     return load_head(path, target, backend)
 
 
+def source_of(kind: str) -> str:
+    return "early-exit" if kind == "exit" else "head"
+
+
 def drafter_of(head: Head, n_ctx: int = N_CTX) -> Any:
-    return HEAD_DRAFTERS[head.kind](head, head.new_context(n_ctx))
+    return HEAD_DRAFTERS[head.kind](head, head.new_context(n_ctx), source_of(head.kind))
 
 
 # -- what is said ------------------------------------------------------------------------------------------------------
@@ -85,7 +89,7 @@ class HeadWorld(World):
             return drafter_of(open_head(pair_files.target, folder, kind, **options))  # type: ignore[no-any-return]
 
         self.head = head
-        super().__init__(pair_files, rng)
+        super().__init__(pair_files, rng, folder)
 
     def groups(self) -> list[list[Drafter]]:
         head, model = self.head, DraftModelDrafter(self.small.new_context(N_CTX))
@@ -165,7 +169,7 @@ def test_rows_of_the_wrong_place_change_guesses_and_nothing_else(
     for wrong in (False, True):
         if wrong:
             monkeypatch.setattr(HeadDrafter, "_true_rows", late)
-        world = HeadWorld(tiny.quick, random.Random(1), tmp_path)
+        world = HeadWorld(tiny.quick, random.Random(1), tmp_path / str(wrong))
         world.decoders = world.decoders[:1]
         shares.append(accepted([round_ for _ in range(100) for round_ in world.compare(SamplingParams())])["head"])
     assert shares[1] < shares[0] / 2
@@ -256,7 +260,7 @@ def law(
             noise = BranchingNoise(branches)
             monkeypatch.setattr(localspec.spec_decode.decoder, "Noise", lambda seed: noise)
             context.truncate(0)
-            drafter = HEAD_DRAFTERS[kind](head, context)
+            drafter = HEAD_DRAFTERS[kind](head, context, source_of(kind))
             decoder = SpeculativeDecoder(StatesContext(states), [drafter], NosyController())
             rounds = run(decoder, list(PROMPT), replace(LAWS, max_tokens=n))
             sources.update((token.source, token.dist is not None) for round_ in rounds for token in round_.draft)
@@ -324,7 +328,7 @@ class Oracle:
             ]
         forward = self.memory.decode_floats(rows, [0] * len(rows))
         for token in text[n_settled:]:
-            forward = self.memory.decode_floats(forward.hidden[STATE][-1:] + head.embed([token]), [0])
+            forward = self.memory.decode_floats(head.chain(forward.hidden[STATE][-1:]) + head.embed([token]), [0])
         return forward.logits[-1]
 
     def agrees(self, asked: Asked) -> bool:
@@ -382,7 +386,7 @@ def test_every_guess_is_made_of_the_states_of_the_text_before_it(
 ) -> None:
     """Prompts that go on from, edit, repeat or replace one another; drafts of every length, others' tokens in them,
     rounds without any, answers without the head between; and what would have been guessed meanwhile."""
-    world = World(tiny.quick, random.Random(kind))
+    world = World(tiny.quick, random.Random(kind), tmp_path)
     taps = {"chained": ("layer:0", "norm"), "parallel": ("layer:0",)}.get(kind)
     with open_head(tiny.quick.target, tmp_path, kind, **({"taps": taps} if taps else {})) as head:
         drafter, oracle = drafter_of(head), Oracle(tiny.quick.target, head)

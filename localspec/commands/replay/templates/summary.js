@@ -66,7 +66,7 @@ function showLegend(answer, inks) {
       if (!guess.accepted) add("rejected", "✗", "rejected", "a guess that the target rejected, or one behind such a guess");
     }
   }
-  const order = ["accepted s0", "accepted s1", "accepted s2", "accepted s3", "recovered", "bonus", "plain", "rejected"];
+  const order = ["accepted s0", "accepted s1", "accepted s2", "accepted s3", "accepted s4", "recovered", "bonus", "plain", "rejected"];
   const entries = [...found.values()].sort((a, b) => order.indexOf(a.ink) - order.indexOf(b.ink));
   $("legend").replaceChildren(...entries.map(({ink, mark, name, means, n}) => {
     const sample = element("span.token", {}, name);

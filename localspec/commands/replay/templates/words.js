@@ -47,11 +47,12 @@ const count = (n, noun) => `${n.toLocaleString("en")} ${noun}${n === 1 ? "" : Ma
 /* Drafters get an underline and a hue each, in the order in which they first appear behind those that are known. */
 class Inks {
   constructor() {
-    this.slots = new Map([["model", 0], ["ngram", 1], ["head", 2]]);
+    this.slots = new Map([["model", 0], ["ngram", 1], ["head", 2], ["corpus", 4]]);
   }
 
-  slot(source) {
-    if (!this.slots.has(source)) this.slots.set(source, 2 + (this.slots.size % 2));
+  slot(drafter) {
+    const source = drafter?.replace(/^(corpus)\d+$/, "$1");  // of several corpora
+    if (!this.slots.has(source)) this.slots.set(source, 2 + ((this.slots.size + 1) % 2));
     return this.slots.get(source);
   }
 

@@ -37,26 +37,45 @@ export async function serverStats() {
   return (await request("/v1/localspec/stats")).json();
 }
 
-/* Answers messages. Yields {round}, {text}, {finish} and {stats, explanation}, as they come.
+async function send(method, path, body = null, signal = undefined) {
+  const options = body ? {headers: {"Content-Type": "application/json"}, body: JSON.stringify(body)} : {};
+  return request(path, {method, signal, ...options});
+}
 
-   settings: speculate, draftLength ("auto" or a number), temperature, maxTokens, seed; undefined leaves it to the server.
+const KEPT = "/v1/localspec/conversations";
+
+/* What the server keeps. The content of a conversation: title, system, settings, messages. */
+export const conversations = {
+  list: async (query) => (await request(`${KEPT}?q=${encodeURIComponent(query)}`)).json(),
+  get: async (id) => (await request(`${KEPT}/${encodeURIComponent(id)}`)).json(),
+  create: async (content) => (await send("POST", KEPT, content)).json(),
+  replace: async ({id, revision}, content) => (await send("PUT", `${KEPT}/${id}`, {...content, revision})).json(),
+  delete: async (id) => send("DELETE", `${KEPT}/${id}`),
+  export: async (id, format) => (await request(`${KEPT}/${id}?format=${format}`)).blob(),
+};
+
+/* Answers messages. Yields {round}, {reasoning}, {text}, {finish} and {stats, explanation}, as they come.
+
+   settings: speculate, draftLength ("auto" or a number), think ("on" or "off"), temperature, topP, topK, minP,
+   repeatPenalty, seed, maxTokens, prediction (a text that the answer is likely to repeat); undefined leaves it to the server.
    Aborting the signal stops the engine within a round. */
 export async function* answer(messages, settings, signal) {
   const body = {
     messages,
     stream: true,
     stream_options: {include_usage: true, localspec_rounds: true},
+    think: settings.think,
     temperature: settings.temperature,
     max_tokens: settings.maxTokens,
+    top_p: settings.topP,
+    top_k: settings.topK,
+    min_p: settings.minP,
+    repeat_penalty: settings.repeatPenalty,
     seed: settings.seed,
+    prediction: settings.prediction && {type: "content", content: settings.prediction},
     localspec: settings.speculate ? {draft_length: settings.draftLength} : {off: true},
   };
-  const response = await request("/v1/chat/completions", {
-    method: "POST",
-    headers: {"Content-Type": "application/json"},
-    body: JSON.stringify(body),
-    signal,
-  });
+  const response = await send("POST", "/v1/chat/completions", body, signal);
   let complete = false;
   for await (const data of events(response.body)) {
     if (data === "[DONE]") {
@@ -68,6 +87,7 @@ export async function* answer(messages, settings, signal) {
     if (chunk.localspec?.round) yield {round: chunk.localspec.round};
     if (chunk.localspec?.stats) yield chunk.localspec;
     for (const choice of chunk.choices || []) {
+      if (choice.delta?.reasoning_content) yield {reasoning: choice.delta.reasoning_content};
       if (choice.delta?.content) yield {text: choice.delta.content};
       if (choice.finish_reason) yield {finish: choice.finish_reason};
     }

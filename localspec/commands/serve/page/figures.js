@@ -7,12 +7,13 @@ const CELLS = 9; // and tokens into a column of it
 
 export class Tally {
   constructor() {
-    this.tokens = this.rounds = this.guesses = this.accepted = this.ms = 0;
+    this.tokens = this.thoughts = this.rounds = this.guesses = this.accepted = this.ms = 0;
   }
 
   add(round) {
     this.rounds += 1;
     this.tokens += round.emitted.length;
+    this.thoughts += round.emitted.filter((token) => token.thinking).length;
     this.guesses += round.draft.length;
     this.accepted += round.draft.filter((guess) => guess.accepted).length;
     this.ms += roundMs(round);

@@ -1,25 +1,14 @@
-/* Puts the page together: views, settings, the API key, and what the server is. */
+/* Puts the page together: views, keys, the API key, and what the server is. */
 
 import {serverStats, useKey} from "./api.js";
 import {Chat} from "./chat.js";
+import {copyOnClick} from "./copying.js";
+import {Conversations} from "./conversations.js";
 import {Figures} from "./figures.js";
 import {Race} from "./race.js";
+import {form, prepareForm, settings} from "./settings.js";
 import {drawLegend} from "./tokens.js";
-import {$, alertIn, element} from "./words.js";
-
-const LONGEST_DRAFT = 16;
-
-const number = (id) => ($(id).value === "" || !$(id).checkValidity() ? undefined : Number($(id).value));
-
-function settings() {
-  const length = $("draft-length").value;
-  return {
-    speculate: $("speculate").checked,
-    draftLength: length === "auto" ? length : Number(length),
-    temperature: number("temperature"),
-    maxTokens: number("max-tokens"),
-  };
-}
+import {$, alertIn} from "./words.js";
 
 function failed(error) {
   if (error.status !== 401) return false;
@@ -29,7 +18,8 @@ function failed(error) {
 }
 
 const figures = new Figures();
-const chat = new Chat(settings, figures, failed);
+const kept = new Conversations(form, failed);
+const chat = new Chat(settings, figures, failed, () => kept.save());
 const race = new Race(settings, failed);
 
 async function introduce() {
@@ -38,8 +28,10 @@ async function introduce() {
     const draft = stats.drafters.join(" + ") || "no draft";
     $("engine").textContent = [stats.model, stats.backend, draft, `context ${stats.context}`].join(" · ");
     document.title = `${stats.model} · localspec`;
+    $("think-field").hidden = !stats.thinks;
     chat.plainSpeed = stats.plain_tokens_per_second;
     $("key-form").hidden = true;
+    await kept.start(chat);
   } catch (error) {
     if (!failed(error)) alertIn($("chat-alert"), error.message);
   }
@@ -56,13 +48,14 @@ $("key-form").addEventListener("submit", (event) => {
   });
 });
 
-for (let length = 1; length <= LONGEST_DRAFT; length++) $("draft-length").append(element("option", {}, String(length)));
-$("speculate").addEventListener("change", () => ($("draft-length").disabled = !$("speculate").checked));
-$("rejects").addEventListener("change", () => document.body.classList.toggle("no-rejects", !$("rejects").checked));
-$("settings-toggle").addEventListener("click", () => {
-  const open = document.body.classList.toggle("settings-open");
-  $("settings-toggle").setAttribute("aria-expanded", String(open));
-});
+function unfold(toggle, name) {
+  $(toggle).addEventListener("click", () => {
+    const open = document.body.classList.toggle(name);
+    $(toggle).setAttribute("aria-expanded", String(open));
+  });
+}
+unfold("settings-toggle", "settings-open");
+unfold("list-toggle", "list-open");
 
 const tabs = [...document.querySelectorAll("[role=tab]")];
 
@@ -87,12 +80,27 @@ for (const [i, tab] of tabs.entries()) {
   });
 }
 
+const KEYS = {
+  KeyN: () => kept.begin(),
+  KeyK: () => {
+    if (!$("search").offsetParent) $("list-toggle").click();
+    $("search").focus();
+  },
+  KeyT: () => $("token-view").click(),
+};
+
 document.addEventListener("keydown", (event) => {
-  if (event.key !== "Escape") return;
-  chat.stop();
-  race.stop();
+  if (event.key === "Escape") {
+    chat.stop();
+    race.stop();
+  } else if (event.altKey && !event.ctrlKey && !event.metaKey && KEYS[event.code] && !$("chat").hidden) {
+    event.preventDefault();
+    KEYS[event.code]();
+  }
 });
 
+prepareForm();
+copyOnClick($("talk"));
 drawLegend($("legend"));
 introduce();
 $("question").focus();

@@ -35,8 +35,9 @@ export class Race {
     if (!prompt || this.running) return;
     const order = this.races++ % 2 ? [this.speculative, this.plain] : [this.plain, this.speculative];
     const [first, second] = order;
-    const messages = [{role: "user", content: prompt}];
-    const settings = {...this.settings(), seed: Math.floor(Math.random() * 2 ** 31)}; // both get the same dice
+    const {system, ...chosen} = this.settings();
+    const messages = [...(system ? [{role: "system", content: system}] : []), {role: "user", content: prompt}];
+    const settings = {...chosen, seed: chosen.seed ?? Math.floor(Math.random() * 2 ** 31)}; // both get the same dice
     for (const lane of this.lanes) lane.reset();
     first.place("runs first");
     second.place("waits for its turn");

@@ -6,8 +6,10 @@ const OWN = {
   recovered: "the target's own, in place of a rejected guess",
   bonus: "the target's own, after all guesses were accepted",
   plain: "the target's own; nothing was guessed",
+  forced: "put there to end the thinking, whose budget was spent",
 };
 
+const thought = (token) => (token.thinking ? ".thought" : "");
 const inLine = (text) => text.replace(/\n/g, "↵").replace(/\t/g, "⇥");
 const expectation = (guess) => (guess ? `, expected to be right with ${percent(guess.expected)}` : "");
 
@@ -28,7 +30,7 @@ export class AnswerText {
     const own = round.emitted.filter((token) => token.kind !== "accepted");
     accepted.forEach((token, i) => {
       const title = `guess of the ${sourceName(token.source)}, accepted${expectation(round.draft[i])}`;
-      this.put(element(`span.token.accepted.s${slot(token.source)}`, {title}, token.text));
+      this.put(element(`span.token.accepted.s${slot(token.source)}${thought(token)}`, {title}, token.text));
     });
     round.draft.forEach((guess, i) => {
       if (guess.accepted) return;
@@ -37,9 +39,9 @@ export class AnswerText {
       this.put(element("del.token.rejected", {title, "aria-hidden": "true"}, inLine(guess.text)));
     });
     for (const token of own) {
-      this.put(element(`span.token.${token.kind}`, {title: OWN[token.kind] || token.kind}, token.text));
+      this.put(element(`span.token.${token.kind}${thought(token)}`, {title: OWN[token.kind] || token.kind}, token.text));
     }
-    this.shown += round.emitted.map((token) => token.text).join("");
+    this.shown += round.emitted.filter((token) => !token.thinking).map((token) => token.text).join("");
     this.released += round.text;
   }
 
@@ -68,6 +70,7 @@ export function drawLegend(list) {
     ["accepted s0", "draft model's guess, accepted"],
     ["accepted s1", "n-gram's guess, accepted"],
     ["accepted s2", "grammar's guess, accepted"],
+    ["accepted s4", "copy from files, accepted"],
     ["rejected", "guess, rejected"],
     ["recovered", "target's own, in its place"],
     ["bonus", "target's own, on top of the guesses"],

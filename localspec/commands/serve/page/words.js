@@ -12,12 +12,13 @@ export function element(name, attributes = {}, ...children) {
   return made;
 }
 
-const SOURCES = {model: "draft model", ngram: "n-gram", grammar: "grammar", prediction: "prediction"};
-export const sourceName = (source) => SOURCES[source] || source;
+const SOURCES = {model: "draft model", ngram: "n-gram", grammar: "grammar", prediction: "prediction", corpus: "copy from files"};
+const kind = (source) => source?.replace(/^(corpus)\d+$/, "$1");  // of several corpora
+export const sourceName = (source) => SOURCES[kind(source)] || source;
 
 /* Each drafter has an ink: an underline and a hue. */
-const SLOTS = {model: 0, ngram: 1, grammar: 2};
-export const slot = (source) => SLOTS[source] ?? 3;
+const SLOTS = {model: 0, ngram: 1, grammar: 2, corpus: 4};
+export const slot = (source) => SLOTS[kind(source)] ?? 3;
 
 export const percent = (share) => `${(100 * share).toFixed(0)} %`;
 export const seconds = (ms) => `${(ms / 1000).toFixed(ms < 100_000 ? 2 : 0)} s`;

@@ -1,0 +1,55 @@
+"""A message written in the person's own editor."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from localspec.commands.chat.screen import with_echo
+from localspec.errors import UsageError
+from localspec.system.interrupts import interrupts_left_to_others
+
+
+def edit(text: str) -> tuple[str, str | None]:
+    """Let the person edit a text.
+
+    Returns:
+        The text as the editor left it, and, if the editor failed, a line that says so.
+
+    Raises:
+        UsageError: there is no editor, or what it left cannot be read; then the file is kept.
+    """
+    command = _editor()
+    handle, name = tempfile.mkstemp(prefix="localspec-", suffix=".md")
+    path = Path(name)
+    with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
+        file.write(text)
+    try:
+        with with_echo(), interrupts_left_to_others():
+            status = subprocess.call([*command, name])
+    except OSError as error:
+        path.unlink()
+        return text, f"cannot run {command[0]}: {error.strerror or error}"
+    try:
+        edited = path.read_text(encoding="utf-8-sig").rstrip("\n")
+    except (OSError, ValueError):
+        raise UsageError(f"{command[0]} left no text in UTF-8; what it wrote is in {path}") from None
+    path.unlink()
+    return edited, f"{command[0]} ended with status {status}; the text is as it left it" if status else None
+
+
+def _editor() -> list[str]:
+    for variable in ("VISUAL", "EDITOR"):
+        if command := os.environ.get(variable, "").strip():
+            try:
+                return shlex.split(command, posix=os.name != "nt")
+            except ValueError as error:
+                raise UsageError(f"cannot read ${variable}: {error}") from None
+    found = next(filter(shutil.which, ("editor", "nano", "vim", "vi", "notepad")), None)
+    if found is None:
+        raise UsageError("no editor was found; set EDITOR to the command of one")
+    return [found]

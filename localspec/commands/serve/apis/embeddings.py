@@ -1,0 +1,186 @@
+"""A server whose file is an embedding model: OpenAI's ``/v1/embeddings``, Ollama's ``/api/embed``."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from localspec import __version__
+from localspec.commands.serve.apis.ollama_models import OLLAMA_VERSION
+from localspec.commands.serve.body import BodyReader
+from localspec.commands.serve.disconnects import while_connected
+from localspec.commands.serve.errors import ApiError, invalid, on_error, stopping, too_busy
+from localspec.commands.serve.fields import Fields
+from localspec.commands.serve.guard import Guard
+from localspec.commands.serve.settings import ServerSettings
+from localspec.errors import LocalspecError
+from localspec.runtime.embedding import EmbeddingModel
+
+Row = npt.NDArray[np.float32]
+
+MAX_INPUTS = 2048  # OpenAI's own limit
+CHATS = (
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/infill", "/api/chat", "/api/generate",
+)  # fmt: skip
+
+
+class EmbeddingService:
+    """What answers.
+
+    Args:
+        model: it is not closed here.
+        settings: how to behave.
+
+    Attributes:
+        ending: set once the server goes down; whatever runs then ends.
+    """
+
+    def __init__(self, model: EmbeddingModel, settings: ServerSettings) -> None:
+        self.settings = settings
+        self.ending = asyncio.Event()
+        self._model = model
+        self._names = list(dict.fromkeys([model.path.stem, *settings.aliases]))
+        self._bodies = BodyReader(settings.body_bytes, settings.bodies_bytes, settings.body_seconds)
+        self._turn = asyncio.Lock()  # a request is answered whole before the next one
+        self._n_asked = 0
+        self._started = time.time()
+
+    def application(self) -> Starlette:
+        """The addresses."""
+        routes = [
+            Route("/v1/embeddings", self._at(self._openai), methods=["POST"]),
+            Route("/api/embed", self._at(self._ollama), methods=["POST"]),
+            Route("/api/embeddings", self._at(self._ollama_of_old), methods=["POST"]),
+            *(Route(path, _no_chat, methods=["POST"]) for path in CHATS),
+            Route("/v1/models", self._models, methods=["GET"]),
+            Route("/api/version", self._version, methods=["GET"]),
+            Route("/health", self._health, methods=["GET"]),
+        ]
+        return Starlette(
+            routes=routes,
+            middleware=[Middleware(Guard, settings=self.settings)],
+            exception_handlers={HTTPException: on_error, ApiError: on_error, LocalspecError: on_error},
+        )
+
+    def _at(
+        self, answer: Callable[[Fields], Coroutine[Any, Any, dict[str, Any]]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(http: Request) -> Response:
+            try:
+                fields = Fields(await self._bodies.json(http))
+                name = fields.text("model")
+                if name and name.removesuffix(":latest") not in self._names:
+                    message = f"there is no model {name!r:.80} here; this server answers with {self._names[0]}"
+                    raise ApiError(404, message, param="model", code="model_not_found")
+                return JSONResponse(await while_connected(http.receive, self.ending, answer(fields)))
+            except ClientDisconnect:
+                return Response(status_code=499)  # nobody reads it
+
+        return endpoint
+
+    async def _openai(self, fields: Fields) -> dict[str, Any]:
+        form = fields.choice("encoding_format", ("float", "base64"))
+        if fields.integer("dimensions", 1, 1 << 20) not in (None, self._model.n_embd):
+            raise invalid(f"dimensions: this model makes {self._model.n_embd} numbers", "dimensions")
+        rows, n_tokens = await self._embedded(fields.get("input"), "input")
+        encoded = [_base64(row) if form == "base64" else row.tolist() for row in rows]
+        return {
+            "object": "list",
+            "data": [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(encoded)],
+            "model": self._names[0],
+            "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens},
+        }
+
+    async def _ollama(self, fields: Fields) -> dict[str, Any]:
+        started = time.monotonic_ns()
+        rows, n_tokens = await self._embedded(fields.get("input"), "input", fields.flag("truncate", True))
+        return {
+            "model": self._names[0],
+            "embeddings": [row.tolist() for row in rows],
+            "total_duration": time.monotonic_ns() - started,
+            "load_duration": 0,
+            "prompt_eval_count": n_tokens,
+        }
+
+    async def _ollama_of_old(self, fields: Fields) -> dict[str, Any]:
+        rows, _ = await self._embedded(fields.required_text("prompt"), "prompt", True)
+        return {"embedding": rows[0].tolist()}
+
+    async def _embedded(self, value: Any, name: str, cut: bool = False) -> tuple[list[Row], int]:
+        """The embeddings of what was sent, and how many tokens that was.
+
+        Args:
+            value: a text, token ids, or a list of either.
+            name: of the field.
+            cut: whether texts that are too long are cut, rather than refused.
+
+        Raises:
+            ApiError: it is something else, or too many wait.
+            LocalspecError: a text does not fit, or the engine failed.
+        """
+        inputs = _inputs(value, name)
+        if self._n_asked > self.settings.queue:
+            raise too_busy(f"{self.settings.queue} requests wait already", 1)
+        self._n_asked += 1
+        try:
+            async with self._turn:
+                rows, n_tokens = [], 0
+                for each in inputs:
+                    if self.ending.is_set():
+                        raise stopping()
+                    row, n = await asyncio.to_thread(self._row, each, cut)
+                    rows.append(row)
+                    n_tokens += n
+                return rows, n_tokens
+        finally:
+            self._n_asked -= 1
+
+    def _row(self, each: str | list[int], cut: bool) -> tuple[Row, int]:
+        tokens = self._model.tokenize(each) if isinstance(each, str) else each
+        if cut and len(tokens) > self._model.n_ctx:
+            tokens = [*tokens[: self._model.n_ctx - 1], tokens[-1]]  # the last one may be the mark of the end
+        return self._model.embed(tokens), len(tokens)
+
+    async def _models(self, request: Request) -> Response:
+        about = {"object": "model", "created": int(self._started), "owned_by": "localspec"}
+        own = {"context": self._model.n_ctx, "backend": self._model.backend, "dimensions": self._model.n_embd}
+        data = [{"id": name} | about | {"localspec": own} for name in self._names]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def _version(self, request: Request) -> Response:
+        return JSONResponse({"version": OLLAMA_VERSION, "localspec": __version__})
+
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+
+async def _no_chat(request: Request) -> Response:
+    raise ApiError(400, "this model makes embeddings; it continues no text", code="unsupported_endpoint")
+
+
+def _inputs(value: Any, name: str) -> list[str | list[int]]:
+    def is_tokens(item: Any) -> bool:
+        return isinstance(item, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in item)
+
+    inputs = [value] if isinstance(value, str) or (value and is_tokens(value)) else value
+    if not isinstance(inputs, list) or not all(isinstance(item, str) or is_tokens(item) for item in inputs):
+        raise invalid(f"{name} must be a text, token ids, or a list of either", name)
+    if not 0 < len(inputs) <= MAX_INPUTS or not all(inputs):
+        raise invalid(f"{name} must hold 1 to {MAX_INPUTS} texts, none empty", name)
+    return inputs
+
+
+def _base64(row: Row) -> str:
+    return base64.b64encode(np.asarray(row, "<f4").tobytes()).decode()

@@ -1,0 +1,248 @@
+"""Ollama's ``POST /api/chat`` and ``/api/generate``."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from localspec.commands.serve.apis.answer import BlockAnswer, merged
+from localspec.commands.serve.apis.blocks import AnswerBlock, Change
+from localspec.commands.serve.completions import completion_tasks
+from localspec.commands.serve.errors import invalid
+from localspec.commands.serve.events import Wire
+from localspec.commands.serve.fields import Fields
+from localspec.commands.serve.requests import (
+    MAX_COUNT,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    SHARED,
+    AnswerOptions,
+    ChatRequest,
+    CompletionRequest,
+    ServedModel,
+    chat_request,
+    completion_request,
+)
+from localspec.commands.serve.service import Service
+
+_ROLES = ("system", "user", "assistant", "tool")
+_NEUTRAL = {"mirostat": 0, "typical_p": 1, "tfs_z": 1}
+"""Samplers that we have not -> the value that turns them off; the other options that we have not are of loading."""
+
+
+def _line(value: Any) -> bytes:
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+
+
+# No sign of life while a request waits: clients take every line for a piece of the answer.
+WIRE = Wire("application/x-ndjson", lambda error, n: _line(error.as_ollama()))
+
+
+@dataclass(frozen=True, slots=True)
+class OllamaRequest:
+    """The body of ``/api/chat`` or ``/api/generate``.
+
+    Attributes:
+        options: of the answer.
+        asked: a chat, or a text to continue or to fill in; None only asks whether the model is loaded.
+    """
+
+    options: AnswerOptions
+    asked: ChatRequest | CompletionRequest | None
+
+
+def ollama_chat_request(fields: Fields, served: ServedModel) -> OllamaRequest:
+    """Check the body of ``/api/chat``.
+
+    Raises:
+        ApiError: it makes no sense, or asks for what there is not.
+    """
+    items = [Fields(item, f"messages[{i}]") for i, item in enumerate(fields.items("messages", MAX_MESSAGES))]
+    body = _body(fields) | {"tools": fields.items("tools", MAX_TOOLS)}
+    return _chat(body, merged(_message(item) for item in items), served)
+
+
+def ollama_generate_request(fields: Fields, served: ServedModel) -> OllamaRequest:
+    """Check the body of ``/api/generate``.
+
+    Raises:
+        ApiError: as above.
+    """
+    fields.refuse(template="cannot be had: the model's own is used")
+    _no_images(fields)
+    if fields.items("context", MAX_COUNT):
+        raise invalid("context cannot be had: send the conversation to /api/chat", "context", "unsupported_parameter")
+    prompt, body = fields.text("prompt") or "", _body(fields)
+    suffix = fields.text("suffix")
+    if suffix or (prompt and fields.flag("raw")):
+        request = completion_request(Fields(body | {"prompt": prompt, "suffix": suffix}), served)
+        return OllamaRequest(request.options, request)
+    system = [{"role": "system", "content": fields.text("system")}] if fields.text("system") else []
+    return _chat(body, [*system, {"role": "user", "content": prompt}] if prompt else [], served)
+
+
+def _chat(body: dict[str, Any], messages: Sequence[Any], served: ServedModel) -> OllamaRequest:
+    if not messages:  # how clients load a model beforehand
+        return OllamaRequest(AnswerOptions(served.params, stream=body["stream"]), None)
+    request = chat_request(Fields(body | {"messages": messages}), served)
+    return OllamaRequest(request.options, request)
+
+
+def _body(fields: Fields) -> dict[str, Any]:
+    """What both have in common, as OpenAI has it."""
+    if fields.flag("logprobs") or fields.integer("top_logprobs", 0, MAX_COUNT):
+        raise invalid("log-probabilities can be had at /v1/chat/completions", "logprobs", "unsupported_parameter")
+    options = fields.object("options") or Fields({}, "options")
+    for name, neutral in _NEUTRAL.items():
+        if options.number(name, 0, MAX_COUNT) not in (None, neutral):
+            raise invalid(f"options.{name} cannot be had", f"options.{name}", "unsupported_parameter")
+    body = options.those((*SHARED, "stop")) | fields.those(("prediction", "localspec"))
+    budget = options.integer("num_predict", -2, MAX_COUNT) or 0
+    if fields.has("think"):  # a switch, or how much
+        think = fields.get("think")
+        body["think"] = ("on" if think else "off") if isinstance(think, bool) else think
+    body |= {"max_tokens": budget if budget > 0 else None, "stream": fields.flag("stream", True)}
+    if options.get("repeat_last_n") == -1:
+        body["repeat_last_n"] = MAX_COUNT
+    form = fields.get("format")
+    if form == "json":
+        body["response_format"] = {"type": "json_object"}
+    elif isinstance(form, dict):
+        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": form}}
+    elif form not in (None, ""):
+        raise fields.wrong("format", '"json" or a JSON schema')
+    return body
+
+
+def _message(item: Fields) -> dict[str, Any]:
+    role = item.required_text("role")
+    if role not in _ROLES:
+        raise item.wrong("role", " or ".join(_ROLES))
+    _no_images(item)
+    message: dict[str, Any] = {"role": role, "content": item.text("content") or ""}
+    if thought := item.text("thinking"):
+        message["reasoning_content"] = thought
+    if calls := item.items("tool_calls", MAX_TOOLS):
+        message["tool_calls"] = calls
+    return message | ({"name": item.text("tool_name")} if item.has("tool_name") else {})
+
+
+def _no_images(fields: Fields) -> None:
+    if fields.items("images", MAX_COUNT):
+        raise invalid(f"{fields.path('images')} cannot be had: text only", fields.path("images"))
+
+
+class OllamaChat(BlockAnswer):
+    """The answer to ``/api/chat``. Made in a thread: templates and grammars may take a while.
+
+    Raises:
+        LocalspecError: the messages do not fit the template or the context.
+    """
+
+    def __init__(self, service: Service, request: OllamaRequest) -> None:
+        asked = request.asked
+        if isinstance(asked, CompletionRequest):
+            task = completion_tasks(service, asked)[0]
+        else:
+            assert asked is not None
+            task = service.chat_task(asked.messages, asked.tools, request.options)
+        super().__init__(service, request.options, task)
+
+    @staticmethod
+    def said(text: str, thinking: str = "", calls: Sequence[AnswerBlock] = ()) -> dict[str, Any]:
+        """What a line says."""
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if thinking:
+            message["thinking"] = thinking
+        if calls:
+            functions = [{"index": i, "name": call.name, "arguments": call.arguments} for i, call in enumerate(calls)]
+            message["tool_calls"] = [
+                {"id": call.id, "function": function} for call, function in zip(calls, functions, strict=True)
+            ]
+        return {"message": message}
+
+    def begin(self) -> Iterable[bytes]:
+        return ()
+
+    def change(self, change: Change) -> Iterator[bytes]:
+        if change.block.kind == "call":
+            if change.what == "end":
+                yield self._piece("", "", [change.block])
+        elif change.what == "piece":
+            yield self._piece(change.piece) if change.block.kind == "text" else self._piece("", change.piece)
+
+    def _piece(self, *said: Any) -> bytes:
+        return _line(_head(self.service) | self.said(*said) | {"done": False})
+
+    def end(self) -> Iterator[bytes]:
+        yield _line(_head(self.service) | self.said("") | self._last())
+
+    def finished(self) -> dict[str, Any]:
+        text, thinking = ("".join(b.text for b in self.blocks if b.kind == kind) for kind in ("text", "thinking"))
+        calls = [block for block in self.blocks if block.kind == "call"]
+        return _head(self.service) | self.said(text, thinking, calls) | self._last()
+
+    def _last(self) -> dict[str, Any]:
+        """Why it ended, and figures; durations in nanoseconds."""
+        stats = self.reply.stats
+        return {
+            "done": True,
+            "done_reason": "length" if self.finish_reason == "length" else "stop",
+            "total_duration": _ns(time.time() - self.created),
+            "load_duration": 0,
+            "prompt_eval_count": len(self.task.prompt),
+            "prompt_eval_duration": _ns(stats.seconds_prompt),
+            "eval_count": stats.completion_tokens,
+            "eval_duration": _ns(stats.seconds_decode),
+            "localspec": self.figures(),
+        }
+
+
+class OllamaGenerate(OllamaChat):
+    """The answer to ``/api/generate``."""
+
+    @staticmethod
+    def said(text: str, thinking: str = "", calls: Sequence[AnswerBlock] = ()) -> dict[str, Any]:
+        return {"response": text} | ({"thinking": thinking} if thinking else {})
+
+
+class _LoadedAnswer:
+    """The answer to a request that asks nothing: the model is there."""
+
+    def __init__(self, service: Service, said: dict[str, Any]) -> None:
+        self._line = _head(service) | said | {"done": True, "done_reason": "load"}
+
+    async def whole(self) -> dict[str, Any]:
+        return self._line
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        yield _line(self._line)
+
+
+def ollama_chat(service: Service, request: OllamaRequest) -> Any:
+    """What answers ``/api/chat``."""
+    return _LoadedAnswer(service, OllamaChat.said("")) if request.asked is None else OllamaChat(service, request)
+
+
+def ollama_generate(service: Service, request: OllamaRequest) -> Any:
+    """What answers ``/api/generate``."""
+    if request.asked is None:
+        return _LoadedAnswer(service, OllamaGenerate.said(""))
+    return OllamaGenerate(service, request)
+
+
+def _head(service: Service) -> dict[str, Any]:
+    return {"model": service.names[0], "created_at": timestamp(time.time())}
+
+
+def timestamp(seconds: float) -> str:
+    """A time since the epoch, as Ollama writes it."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def _ns(seconds: float) -> int:
+    return max(0, round(seconds * 1e9))

@@ -1,0 +1,123 @@
+"""The addresses under which the page keeps conversations: list, search, save, export, delete."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from localspec.commands.serve.conversations import ConversationStore, as_markdown
+from localspec.commands.serve.errors import ApiError, invalid
+from localspec.commands.serve.fields import Fields
+from localspec.commands.serve.requests import MAX_COUNT, MAX_MESSAGES
+from localspec.commands.serve.service import Service
+
+PATH = "/v1/localspec/conversations"
+MAX_FILES, MAX_SETTINGS, MAX_TITLE = 32, 64, 200  # more than a person uses; sizes are bounded by the store
+_STAMPS = ("id", "revision", "title", "created", "updated")
+
+
+class ConversationApi:
+    """The endpoints.
+
+    Args:
+        service: its settings say who may use them, and its reader reads their bodies.
+        store: where conversations are kept.
+    """
+
+    def __init__(self, service: Service, store: ConversationStore) -> None:
+        self._service = service
+        self._store = store
+
+    def routes(self) -> list[Route]:
+        return [
+            Route(PATH, self._all, methods=["GET", "POST"]),
+            Route(PATH + "/{id}", self._one, methods=["GET", "PUT", "DELETE"]),
+        ]
+
+    async def _all(self, http: Request) -> Response:
+        self._check_client(http)
+        if http.method == "POST":
+            return await self._saved(http, None)
+        found = await asyncio.to_thread(self._store.list, http.query_params.get("q", "")[:200])
+        return JSONResponse({"object": "list", "data": found, "limits": dataclasses.asdict(self._store.limits)})
+
+    async def _one(self, http: Request) -> Response:
+        self._check_client(http)
+        name = http.path_params["id"]
+        if http.method == "PUT":
+            return await self._saved(http, name)
+        if http.method == "DELETE":
+            await asyncio.to_thread(self._store.delete, name)
+            return Response(status_code=204)
+        conversation = await asyncio.to_thread(self._store.get, name)
+        if http.query_params.get("format") == "markdown":
+            return PlainTextResponse(as_markdown(conversation), media_type="text/markdown")
+        return JSONResponse(conversation)
+
+    async def _saved(self, http: Request, name: str | None) -> Response:
+        """Save the body as a new conversation, or in the place of one; the answer is what the store says of it."""
+        try:
+            fields = Fields(await self._service.bodies.json(http))
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
+        content = await asyncio.to_thread(conversation_of, fields)
+        if name is None:
+            kept = await asyncio.to_thread(self._store.create, content)
+        else:
+            revision = fields.integer("revision", 1, MAX_COUNT)
+            if revision is None:
+                raise invalid("revision is missing: that of what was changed", "revision")
+            kept = await asyncio.to_thread(self._store.replace, name, revision, content)
+        return JSONResponse({key: kept[key] for key in _STAMPS}, 201 if name is None else 200)
+
+    def _check_client(self, http: Request) -> None:
+        """Conversations are for people at this computer: another computer's, or another site's, may not read them."""
+        if not self._service.settings.local:
+            message = "conversations are kept only by a server that listens on this computer alone"
+            raise ApiError(403, message, kind="permission_error", code="not_loopback")
+        origin = http.headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc.lower() != http.headers["host"].lower():
+            message = "pages of other sites may not use the conversations"  # not even those that --allow-origin lets in
+            raise ApiError(403, message, kind="permission_error", code="origin_not_allowed")
+
+
+def conversation_of(fields: Fields) -> dict[str, Any]:
+    """What a client wants kept, checked.
+
+    Raises:
+        ApiError: it is no conversation.
+    """
+    messages = [
+        _message(Fields(item, f"messages[{i}]")) for i, item in enumerate(fields.items("messages", MAX_MESSAGES))
+    ]
+    if not messages:
+        raise invalid("messages must not be empty", "messages")
+    settings = fields.get("settings") or {}
+    simple = isinstance(settings, dict) and all(
+        isinstance(value, str | int | float | bool) for value in settings.values()
+    )
+    if not simple or len(settings) > MAX_SETTINGS or len(json.dumps(settings)) > 1 << 16:
+        raise fields.wrong("settings", f"at most {MAX_SETTINGS} names with a string, a number, true or false")
+    title = " ".join((fields.text("title") or "").split())[:MAX_TITLE] or "Untitled"
+    return {"title": title, "system": fields.text("system") or "", "settings": settings, "messages": messages}
+
+
+def _message(fields: Fields) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": fields.required_text("role"), "content": fields.required_text("content")}
+    fields.choice("role", ("user", "assistant"))
+    if reasoning := fields.text("reasoning_content"):
+        message["reasoning_content"] = reasoning
+    files = []
+    for i, item in enumerate(fields.items("files", MAX_FILES)):
+        file = Fields(item, fields.path(f"files[{i}]"))
+        files.append(
+            {"name": file.required_text("name"), "text": file.required_text("text"), "edit": file.flag("edit")}
+        )
+    return message | ({"files": files} if files else {})

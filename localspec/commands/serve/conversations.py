@@ -1,0 +1,224 @@
+"""Conversations that the page keeps on this computer's disk: one JSON file each, bounded in number and size."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from localspec.commands.serve.errors import ApiError
+from localspec.system.files import write_atomically
+
+FORMAT = 1
+_LOCK_SECONDS = 10.0  # a write takes milliseconds; a server that was stopped with Ctrl-Z holds its lock for ever
+_ID = re.compile(r"[0-9a-f]{16}")
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationLimits:
+    """How much is kept.
+
+    Attributes:
+        conversations: how many.
+        bytes_each: as JSON. 100,000 tokens of text are about 0.5 MB; files and thinking count too.
+        bytes_together: of all files.
+    """
+
+    conversations: int = 1000
+    bytes_each: int = 4 << 20
+    bytes_together: int = 256 << 20
+
+
+class ConversationStore:
+    """A folder of conversations. Several servers may share it.
+
+    A conversation is a mapping with ``id``, ``revision`` (one more with every change), ``created`` and ``updated``
+    [seconds since 1970], and what the client sent: ``title``, ``system``, ``settings``, ``messages``.
+
+    Args:
+        folder: where the files lie; made when first needed.
+        limits: beyond them nothing is deleted: saving is refused.
+    """
+
+    def __init__(self, folder: Path, limits: ConversationLimits | None = None) -> None:
+        self.folder = folder
+        self.limits = limits or ConversationLimits()
+        self._summaries: dict[str, tuple[tuple[int, int], dict[str, Any] | None]] = {}
+
+    def list(self, query: str = "") -> list[dict[str, Any]]:
+        """``id``, ``title``, ``updated`` and number of ``messages`` of each, the latest first.
+
+        Args:
+            query: words that must all occur in it, in any case; empty lists all.
+        """
+        words = query.casefold().split()
+        found = []
+        for path in self._files():
+            summary = self._summary(path)
+            if summary is not None and (not words or self._has(path, words)):
+                found.append(summary)
+        return sorted(found, key=lambda summary: summary["updated"], reverse=True)
+
+    def get(self, name: str) -> dict[str, Any]:
+        """A conversation.
+
+        Raises:
+            ApiError: there is none of that id (404), or its file cannot be read (500).
+        """
+        path = self._path(name)
+        try:
+            return _read(path)
+        except FileNotFoundError:
+            raise _missing() from None
+        except (OSError, ValueError, RecursionError):
+            raise ApiError(500, "the file of this conversation is damaged", code="conversation_damaged") from None
+
+    def create(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Keep a new one.
+
+        Raises:
+            ApiError: a limit is reached (413, 507), or the disk refuses (507).
+        """
+        with self._writing():
+            present = list(self._files())
+            if len(present) >= self.limits.conversations:
+                raise _full(f"{self.limits.conversations} conversations are kept, which is the most; delete some")
+            stamps = {"id": secrets.token_hex(8), "revision": 1, "created": time.time()}
+            return self._write({**content, **stamps})
+
+    def replace(self, name: str, revision: int, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Change one.
+
+        Args:
+            name: its id.
+            revision: of what the change was made to.
+            content: what takes its place.
+
+        Raises:
+            ApiError: it has been changed since (409), is not there (404), a limit is reached, or the disk refuses.
+        """
+        with self._writing():
+            old = self.get(name)
+            if old["revision"] != revision:
+                message = "this conversation has been changed elsewhere since it was opened"
+                raise ApiError(409, message, code="conversation_changed")
+            stamps = {"id": name, "revision": revision + 1, "created": old["created"]}
+            return self._write({**content, **stamps})
+
+    def delete(self, name: str) -> None:
+        """Delete one, for good.
+
+        Raises:
+            ApiError: there is none of that id (404), or the disk refuses (507).
+        """
+        with self._writing():
+            try:
+                self._path(name).unlink()
+            except FileNotFoundError:
+                raise _missing() from None
+
+    def _write(self, conversation: dict[str, Any]) -> dict[str, Any]:
+        conversation |= {"format": FORMAT, "updated": time.time()}
+        encoded = json.dumps(conversation, ensure_ascii=False, separators=(",", ":")).encode()
+        if len(encoded) > self.limits.bytes_each:
+            message = f"a conversation may take {self.limits.bytes_each / 1e6:.1f} MB, and this one takes more"
+            raise ApiError(413, message, code="conversation_too_large")
+        path = self._path(conversation["id"])
+        others = sum(_size(other) for other in self._files() if other != path)
+        if others + len(encoded) > self.limits.bytes_together:
+            raise _full(f"all conversations may take {self.limits.bytes_together / 1e6:.0f} MB together; delete some")
+        with write_atomically(path, private=True) as file:
+            file.write(encoded)
+        return conversation
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with FileLock(self.folder / ".lock", timeout=_LOCK_SECONDS):
+                yield
+        except Timeout:
+            raise _full("another server is writing to the conversations") from None
+        except OSError as error:
+            raise _full(f"the conversation cannot be written: {error.strerror or 'the disk refuses'}") from error
+
+    def _files(self) -> Iterator[Path]:
+        return (path for path in self.folder.glob("*.json") if _ID.fullmatch(path.stem))
+
+    def _path(self, name: str) -> Path:
+        if not _ID.fullmatch(name):
+            raise _missing()
+        return self.folder / f"{name}.json"
+
+    def _summary(self, path: Path) -> dict[str, Any] | None:
+        """What the list says of a file, read again when it has changed; None of one that cannot be read."""
+        try:
+            stat = path.stat()
+            stamp = (stat.st_mtime_ns, stat.st_size)
+            known = self._summaries.get(path.stem)
+            if known is None or known[0] != stamp:
+                whole = _read(path)
+                summary = {key: whole[key] for key in ("id", "title", "updated")} | {"messages": len(whole["messages"])}
+                known = self._summaries[path.stem] = (stamp, summary)
+            return known[1]
+        except (OSError, ValueError, RecursionError):
+            return None
+
+    def _has(self, path: Path, words: Sequence[str]) -> bool:
+        try:
+            whole = _read(path)
+        except (OSError, ValueError, RecursionError):
+            return False
+        texts = [whole["title"], *(message["content"] for message in whole["messages"])]
+        texts += [file["name"] for message in whole["messages"] for file in message.get("files", ())]
+        text = "\n".join(texts).casefold()
+        return all(word in text for word in words)
+
+
+def as_markdown(conversation: Mapping[str, Any]) -> str:
+    """A conversation to read or to hand on; its files are named, and what was thought is left out."""
+    parts = [f"# {conversation['title']}"]
+    if conversation["system"]:
+        parts.append("\n".join(f"> {line}".rstrip() for line in conversation["system"].splitlines()))
+    for message in conversation["messages"]:
+        names = ", ".join(file["name"] for file in message.get("files", ()))
+        who = "You" if message["role"] == "user" else "Answer"
+        parts.append(f"## {who}" + (f" (with {names})" if names else ""))
+        parts.append(message["content"])
+    return "\n\n".join(parts).rstrip() + "\n"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A file's conversation.
+
+    Raises:
+        OSError: it cannot be read; ValueError: it is none of ours, or of another version.
+    """
+    whole = json.loads(path.read_bytes())
+    if not isinstance(whole, dict) or whole.get("format") != FORMAT or whole.get("id") != path.stem:
+        raise ValueError("not a conversation")
+    return whole
+
+
+def _size(path: Path) -> int:
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return 0  # deleted just now
+
+
+def _missing() -> ApiError:
+    return ApiError(404, "there is no such conversation", code="conversation_not_found")
+
+
+def _full(message: str) -> ApiError:
+    return ApiError(507, message, kind="invalid_request_error", code="conversations_full")

@@ -1,0 +1,134 @@
+/* A question and its answer, on the page. */
+
+import {Tally} from "./figures.js";
+import {composed, fileList} from "./files.js";
+import {ReadingText} from "./reading.js";
+import {AnswerText} from "./tokens.js";
+import {count, element} from "./words.js";
+
+const ENDS = {
+  length: "the answer reached its limit",
+  cancelled: "stopped",
+};
+
+export class Turn {
+  /* actions: edit(turn, content) and regenerate(turn). */
+  constructor(content, files, actions) {
+    this.content = content;
+    this.files = files;
+    this.actions = actions;
+    this.tally = new Tally();
+    this.text = this.reasoning = "";
+    this.finish = null;
+    this.drawing = 0;
+    this.question = element("div.question", {dir: "auto"});
+    this.thinking = element("pre.thoughts", {dir: "auto", tabindex: "0", "aria-label": "Thinking"});
+    this.summary = element("summary", {}, "Thinking …");
+    this.thought = element("details.thinking", {hidden: ""}, this.summary, this.thinking);
+    this.reading = element("div.reading", {dir: "auto"});
+    this.read = new ReadingText(this.reading);
+    const box = element("div.answer", {dir: "auto"});
+    this.answer = new AnswerText(box);
+    this.line = element("p.turn-figures", {}, "reading …");
+    this.buttons = element("div.actions", {},
+      this.button("Copy", "Copy the answer", "copy-answer"),
+      this.button("Edit", "Edit the question", "edit", () => this.edit()),
+      this.button("Regenerate", "Regenerate the answer", "regenerate", () => actions.regenerate(this)));
+    this.element = element("article.turn", {}, element("span.sr", {}, "You: "), this.question, element("span.sr", {}, "Answer: "),
+      this.thought, this.reading, box, this.line, this.buttons);
+    this.element.turn = this;
+    this.showQuestion();
+  }
+
+  /* One that was kept; of its rounds, nothing was. */
+  static kept(question, answer, actions) {
+    const turn = new Turn(question.content, question.files || [], actions);
+    turn.take({text: answer?.content, reasoning: answer?.reasoning_content});
+    turn.end();
+    turn.answer.box.append(turn.text);
+    turn.answer.box.title = "Kept as text: which tokens it was made of is known only while the page stays open";
+    return turn;
+  }
+
+  button(words, label, name, act = null) {
+    const made = element(`button.${name}`, {type: "button", "aria-label": label}, words);
+    if (act) made.addEventListener("click", act);
+    return made;
+  }
+
+  /* What the model reads of it. */
+  get messages() {
+    return [{role: "user", content: composed(this.content, this.files)}, {role: "assistant", content: this.text}];
+  }
+
+  /* What is kept of it. */
+  get record() {
+    const question = {role: "user", content: this.content, ...(this.files.length ? {files: this.files} : {})};
+    const answer = {role: "assistant", content: this.text, ...(this.reasoning ? {reasoning_content: this.reasoning} : {})};
+    return [question, answer];
+  }
+
+  showQuestion() {
+    this.question.replaceChildren(element("p", {}, this.content));
+    if (this.files.length) this.question.append(fileList(this.files));
+  }
+
+  /* Puts the question into a box of its own; what is sent from there takes the place of all that followed. */
+  edit() {
+    const box = element("textarea", {rows: "3", "aria-label": "The question, to be edited"});
+    box.value = this.content;
+    const done = () => {
+      this.showQuestion();
+      this.buttons.querySelector(".edit").focus();
+    };
+    const send = () => {
+      const content = box.value.trim();
+      if (content && this.actions.edit(this, content)) this.showQuestion();
+    };
+    box.addEventListener("keydown", (event) => {
+      if (event.isComposing || !["Enter", "Escape"].includes(event.key) || event.shiftKey) return;
+      event.preventDefault();
+      event.stopPropagation();
+      if (event.key === "Enter") send();
+      else done();
+    });
+    this.question.replaceChildren(box, element("div.buttons", {}, this.button("Cancel", "Cancel the edit", "cancel", done),
+      this.button("Send", "Send the edited question", "primary", send)));
+    box.focus();
+  }
+
+  take(event) {
+    if (event.round) {
+      this.tally.add(event.round);
+      this.answer.add(event.round);
+      this.line.textContent = this.tally.line();
+    }
+    if (event.reasoning) {
+      this.reasoning += event.reasoning;
+      this.thought.hidden = false;
+      this.thinking.append(event.reasoning);
+    }
+    if (event.text) {
+      this.text += event.text;
+    }
+    if (event.finish) this.finish = event.finish;
+  }
+
+  /* Draws the Markdown at most once a frame. within(write): what drawing happens in. */
+  draw(within) {
+    this.drawing ||= requestAnimationFrame(() => {
+      this.drawing = 0;
+      within(() => this.read.set(this.text, false));
+    });
+  }
+
+  end() {
+    cancelAnimationFrame(this.drawing);
+    this.read.set(this.text, true);
+    this.answer.finish();
+    const n = this.tally.thoughts;
+    this.summary.textContent = n ? `Thoughts, ${count(n, "token")}` : "Thoughts";
+    const why = ENDS[this.finish];
+    this.line.textContent = [this.tally.rounds ? this.tally.line() : "", why].filter(Boolean).join(" · ");
+  }
+}

@@ -1,0 +1,144 @@
+"""How a model marks what it thinks before it answers: found in its chat template and its vocabulary.
+
+=====================================================  =========================================================
+``<think>…</think>``                                   Qwen3, DeepSeek, SmolLM3 and most others; often the
+                                                       template opens the block itself, or an empty one
+``<think>…</think><response>…</response>``             Granite 3.3
+``Here is my thought process: … Here is my response:`` Granite 3.2
+``<|channel>thought … <channel|>``                     Gemma 4
+``<|channel|>analysis<|message|>…<|end|>…``            gpt-oss: every message of an answer names its channel
+``[THINK]…[/THINK]``, ``<seed:think>…</seed:think>``   Magistral, Seed-OSS
+=====================================================  =========================================================
+
+Marks that are control tokens are known by their ids, others by their text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from localspec.backends.base import Model
+from localspec.backends.special_tokens import NAMED
+from localspec.model_files.vocab import CONTROL
+
+THINK = ("auto", "on", "off", "low", "medium", "high")
+"""What may be asked for: the template's own way, a switch, or how much, for templates that take an effort."""
+
+ThinkingState = Literal["before", "inside", "over"]
+
+N_TAIL = 32
+"""Tokens at the end of a prompt that show whether it opens a block: the longest known opening takes five."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingFormat:
+    """How one model marks thinking.
+
+    Attributes:
+        opening: what begins a block.
+        closing: what ends one.
+        dropped: what belongs to the format of an answer and is not shown.
+        end: text of what ends a block that is closed for the model.
+        names: token id -> name after ``NAMED``, of the control tokens among the marks.
+        forced: the tokens of ``end``.
+        source: of the chat template.
+    """
+
+    opening: Sequence[str]
+    closing: Sequence[str]
+    end: str
+    dropped: Sequence[str] = ()
+    names: Mapping[int, str] = field(default_factory=dict)
+    forced: Sequence[int] = ()
+    source: str = ""
+
+    @classmethod
+    def found(cls, source: str, model: Model) -> ThinkingFormat | None:
+        """The format of a model, where its template names a mark, or its vocabulary has the marks as tokens.
+
+        Args:
+            source: of the chat template.
+            model: the target.
+        """
+        vocab = model.vocab
+
+        def is_token(text: str) -> bool:
+            found = model.tokenize(text, parse_special=True)
+            return len(found) == 1 and vocab.token_text(found[0]) == text
+
+        for each in _FORMATS:
+            first, last = each.opening[0], each.closing[0]
+            if last in source or (is_token(first) and is_token(last)):
+                break
+        else:
+            return None
+        dropped = tuple(mark for mark in each.dropped if mark.startswith("<|") or mark in source)
+        texts = (*each.opening, *each.closing, *dropped)
+        names = {
+            int(i): NAMED + name
+            for i in np.flatnonzero(vocab.types == CONTROL)
+            if (name := vocab.token_text(int(i))) and any(name in text for text in texts)
+        }
+
+        def spelled(marks: Sequence[str]) -> tuple[str, ...]:
+            for name in names.values():
+                marks = [mark.replace(name[1:], name) for mark in marks]
+            return tuple(marks)
+
+        return replace(
+            each,
+            opening=spelled(each.opening),
+            closing=spelled(each.closing),
+            dropped=spelled(dropped),
+            names=names,
+            forced=tuple(model.tokenize(each.end, parse_special=True)),
+            source=source,
+        )
+
+    def switches(self, think: str) -> dict[str, Any]:
+        """The template's variables that ask for this.
+
+        Args:
+            think: of ``THINK``.
+        """
+        if think == "auto":
+            return {}
+        on = think != "off"
+        switches: dict[str, Any] = {}
+        if "enable_thinking" in self.source:
+            switches["enable_thinking"] = on
+        if _HAS_THINKING.search(self.source):
+            switches["thinking"] = on
+        if "reasoning_effort" in self.source and think != "on":
+            switches["reasoning_effort"] = think if on else "low"
+        return switches
+
+    def state(self, tail: str) -> ThinkingState:
+        """Where the end of a prompt leaves the model: before a block, inside of one, or behind one."""
+        tail = tail.rstrip()
+        if tail.endswith(tuple(mark.replace(NAMED, "") for mark in self.opening)):
+            return "inside"
+        return "over" if tail.endswith(tuple(mark.replace(NAMED, "") for mark in self.closing)) else "before"
+
+
+_HAS_THINKING = re.compile(r"\b(if|and|or|not)\s+thinking\b|\bthinking is defined")
+"""A template's own variable ``thinking``, as DeepSeek 3.1 and Granite have it; a message's is ``message.thinking``."""
+
+_FORMATS = (
+    ThinkingFormat(
+        ("<|channel|>analysis<|message|>",),
+        ("<|end|>",),
+        "<|end|><|start|>assistant<|channel|>final<|message|>",
+        ("<|end|>", "<|start|>assistant", "<|channel|>final<|message|>", "<|channel|>commentary<|message|>"),
+    ),
+    ThinkingFormat(("<|channel>thought",), ("<channel|>",), "<channel|>"),
+    ThinkingFormat(("<think>",), ("</think>",), "\n</think>\n\n", ("<response>", "</response>")),
+    ThinkingFormat(("[THINK]",), ("[/THINK]",), "[/THINK]"),
+    ThinkingFormat(("<seed:think>",), ("</seed:think>",), "</seed:think>"),
+    ThinkingFormat(("Here is my thought process:",), ("Here is my response:",), "\nHere is my response:\n"),
+)

@@ -1,0 +1,65 @@
+"""Conversations that were saved in this home."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from localspec.corpora.text_files import TextFile, TextSource
+from localspec.errors import SessionFileError
+from localspec.runtime import session_file
+from localspec.system.home import home
+from localspec.system.steps import Steps
+
+_OTHERS = ("models", "heads", "distill", "repacked", "engines", "corpora")
+"""Folders of a home with large files that are no chats."""
+
+
+def chat_files(folder: Path) -> Iterator[Path]:
+    """The session files under a folder of a home."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.is_dir() and not path.is_symlink() and path.name not in _OTHERS:
+            yield from chat_files(path)
+        elif path.is_file() and _is_session(path):
+            yield path
+
+
+def messages_in(path: Path) -> list[dict[str, Any]] | None:
+    """The messages that were saved in a file; None if it is no such file, or damaged."""
+    try:
+        messages = session_file.read(path, memory=False)[0].get("messages")
+    except (OSError, SessionFileError):
+        return None
+    if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
+        return None
+    return messages
+
+
+def _is_session(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(session_file.MAGIC)) == session_file.MAGIC
+    except OSError:
+        return False
+
+
+class SavedChats(TextSource):
+    """What was said in the chats saved in this home, as text for a corpus."""
+
+    def __init__(self) -> None:
+        self._home = home()
+        self.key = f"chats in {self._home}"
+
+    def files(self) -> Steps[list[TextFile]]:
+        found = []
+        for path in chat_files(self._home):
+            facts = path.stat()
+            found.append(TextFile(path.relative_to(self._home).as_posix(), facts.st_size, facts.st_mtime_ns))
+            yield
+        return found
+
+    def text(self, name: str) -> str | None:
+        said = [message.get("content") for message in messages_in(self._home / name) or ()]
+        text = "\n".join(text for text in said if isinstance(text, str))
+        return text.encode(errors="replace").decode() or None  # JSON can hold half a character

@@ -1,0 +1,246 @@
+"""What the reading view leaves on a screen, as a terminal emulator sees it."""
+
+from __future__ import annotations
+
+import io
+import random
+import re
+
+import pyte
+import pytest
+
+from localspec.commands.chat import reading
+from localspec.commands.chat.markdown import MarkdownLines, blocks, code_blocks, whole
+from localspec.commands.chat.reading import ReadingView
+from localspec.commands.chat.status import AnswerStatus
+from localspec.spec_decode.rounds import Round
+from localspec.terminal.text import visible
+from tests.support.scripted_llm import make_round, think_round
+
+CODE = "\n".join(f'line_{i} = f"{{{i}}}" if {i} else None  # {"long " * (i % 7)}' for i in range(40))
+ANSWER = f"""# A title
+
+Some **bold words** and `code`, a [link](http://example.com/a) and \\(a_1 * b_2 * c\\) in a long paragraph that wraps.
+
+2. second
+3. third
+   - nested *item*
+   ```sh
+   ls -l
+   ```
+
+| a | b |
+|---|--:|
+| one | 2 |
+| three four five six | 40000 |
+
+```python
+def f():
+    \"\"\"A docstring
+    of two lines.\"\"\"
+{CODE}
+```
+
+> quoted <b>html</b>
+lazily
+
+宽字符也必须保持可读，不能在行尾被切成两半。 🙂 done
+
+[1]: http://example.com/definition
+"""
+
+SIZES = [(80, 24), (33, 10), (12, 7), (40, 3)]
+
+
+class Terminal:
+    """A reading view on an emulated screen; every round is drawn."""
+
+    def __init__(self, columns: int, lines: int, monkeypatch: pytest.MonkeyPatch, **look: bool) -> None:
+        monkeypatch.setattr(reading, "PAUSE", -1.0)
+        self.columns, self.lines = columns, lines
+        self.screen = pyte.HistoryScreen(columns, lines, history=5000, ratio=0.5)
+        self._stream = pyte.Stream(self.screen)
+        self.file, self.written = io.StringIO(), ""
+        look = {"colour": True, "unicode": True} | look
+        self.status = AnswerStatus(["d"], 3)
+        self.view = ReadingView(self.file, self.status, size=lambda: (self.columns, self.lines), **look)
+        self.view.wait("reading")
+        self.all_lines()
+
+    def say(self, text: str) -> list[str]:
+        """Stream a piece; the lines on the screen, those that scrolled off it too."""
+        return self.show(make_round(0, [], text))
+
+    def show(self, round_: Round) -> list[str]:
+        self.status.add(round_)
+        self.view.round(round_)
+        return self.all_lines()
+
+    def finish(self) -> list[str]:
+        self.view.finish()
+        return self.all_lines()
+
+    def all_lines(self) -> list[str]:
+        self.written = self.file.getvalue()
+        self.file.seek(0)
+        self.file.truncate()
+        self._stream.feed(self.written)
+        above = ["".join(row[x].data for x in range(self.screen.columns)) for row in self.screen.history.top]
+        return [line.rstrip() for line in above + self.screen.display]
+
+    @property
+    def n_settled(self) -> int:
+        """Lines above the cursor, which rests where the part that may change begins."""
+        return len(self.screen.history.top) + self.screen.cursor.y
+
+
+def wanted(text: str, columns: int) -> list[str]:
+    """The text rendered at once, as the emulator shows it."""
+    height = 4000
+    screen = pyte.Screen(columns, height)
+    pyte.Stream(screen).feed("\r\n".join(whole(visible(text), columns - 1, MarkdownLines())))
+    return "\n".join(line.rstrip() for line in screen.display).rstrip().split("\n")
+
+
+def pieces(text: str, seed: int, longest: int = 60) -> list[str]:
+    rng, at, cut = random.Random(seed), 0, []
+    while at < len(text):
+        cut.append(text[at : at + rng.randint(1, longest)])
+        at += len(cut[-1])
+    return cut
+
+
+@pytest.mark.parametrize(("columns", "lines"), SIZES)
+def test_what_is_printed_stays_and_the_end_is_the_text_rendered_at_once(
+    columns: int, lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal, final = Terminal(columns, lines, monkeypatch), wanted(ANSWER, columns)
+    for piece in pieces(ANSWER, seed=columns, longest=90):
+        shown = terminal.say(piece)
+        n = terminal.n_settled
+        assert shown[:n] == final[:n]
+        assert terminal.written.count("\x1b[J") == 1  # and what is below is erased after it was replaced
+        assert "\x1b[2J" not in terminal.written
+    shown = terminal.finish()
+    assert "\n".join(shown).rstrip().split("\n") == final
+    assert "tok/s" not in "\n".join(shown)
+    assert not terminal.screen.cursor.hidden
+
+
+def test_the_status_is_below_and_the_text_above_it_is_all_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal(60, 20, monkeypatch)
+    shown = terminal.say("A paragraph with **bo")
+    assert [line for line in shown if line][:1] == ["A paragraph with **bo"]
+    assert "draft 3 · d" in [line for line in shown if line][1]
+    shown = terminal.say("ld** words")
+    assert [line for line in shown if line][:1] == ["A paragraph with bold words"]
+
+
+def test_code_longer_than_the_screen_can_be_scrolled_back_to_while_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal(100, 12, monkeypatch)
+    shown: list[str] = []
+    for piece in pieces("```python\n" + CODE + "\n", seed=1):
+        shown = terminal.say(piece)
+        assert terminal.screen.cursor.y <= 11
+    text = "\n".join(shown)
+    assert [int(number) for number in re.findall(r"^line_(\d+)", text, re.MULTILINE)] == list(range(40))
+    assert shown[0] == "── 1 python ──"
+
+
+def test_a_window_that_is_resized_gets_whole_lines_of_the_new_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal(60, 12, monkeypatch)
+    cut = pieces(ANSWER, seed=3)
+    for piece in cut[: len(cut) // 2]:
+        terminal.say(piece)
+    terminal.columns, terminal.lines = 34, 9
+    terminal.screen.resize(9, 34)
+    for piece in cut[len(cut) // 2 :]:
+        terminal.say(piece)
+    shown = terminal.finish()
+    numbers = [int(n) for line in shown for n in re.findall(r"^line_(\d+) =", line)]
+    assert numbers[-20:] == list(range(20, 40))
+
+
+def test_a_text_cannot_act_on_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal(70, 20, monkeypatch)
+    evil = '\x1b]0;title\x07 \x1b[2J [a](http://e.example "t") ![i](http://e.example/i.png) <script>x</script>\n\n'
+    evil += "```\x1b[31m\n\x9b2J\n```\n\n| \x1b[H |\n|---|\n| \x07 |\n"
+    for piece in pieces(evil, seed=2):
+        terminal.say(piece)
+        sequences = set(re.findall(r"\x1b(?:\[[?0-9;]*[A-Za-z]|.)", terminal.written))
+        assert all(re.fullmatch(r"\x1b\[(\?(25|7)[hl]|K|J|\d+A|[0-9;]*m)", each) for each in sequences), sequences
+        assert not set("\x07\x9b") & set(terminal.written)
+    shown = "\n".join(terminal.finish())
+    for words in ("<script>x</script>", "http://e.example", "␛]0;title␇"):
+        assert words in shown
+
+
+def test_without_colours_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal(70, 20, monkeypatch, colour=False)
+    terminal.say("`code` and **bold**\n\n```python\nif True: pass\n```\n")
+    terminal.view.finish()
+    written = terminal.written + terminal.file.getvalue()
+    assert "\x1b[1m" in written
+    assert not re.search(r"\x1b\[(?:[0-9;]*;)?(3[0-7]|4[0-7]|9[0-7])m", written)
+
+
+def test_nothing_of_a_text_is_lost_between_blocks() -> None:
+    assert "\n".join(blocks(ANSWER)) == ANSWER
+    assert [code.split("\n")[0] for code in code_blocks(ANSWER)] == ["ls -l", "def f():"]
+    shown = "\n".join(wanted(ANSWER, 100))
+    for words in ("\\(a_1 * b_2 * c\\)", "<b>html</b>", "[1]: http://example.com/definition", "── 2 python ──"):
+        assert words in shown
+
+
+def test_an_answer_of_no_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal(70, 20, monkeypatch)
+    terminal.say("\n \n")
+    assert not any(terminal.finish())
+
+
+THOUGHT = "\nFirst *this*, which is a line that a narrow window cannot hold.\n\n1. 宽字符也必须保持可读\n- that\n"
+
+
+@pytest.mark.parametrize(("columns", "lines"), SIZES)
+def test_thinking_is_dim_text_above_the_answer(columns: int, lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal(columns, lines, monkeypatch)
+    settled: list[str] = []
+    written = ""
+    for piece in pieces(THOUGHT, seed=4, longest=9):
+        shown = terminal.show(think_round(piece))
+        assert shown[: len(settled)] == settled
+        settled = shown[: terminal.n_settled]
+        written += terminal.written
+    terminal.say("\n\nThe **ans")
+    written += terminal.written
+    assert "- that" in re.findall(r"\x1b\[2;3m(.*?)\x1b\[0m", written)
+    terminal.say("wer**")
+    shown = terminal.finish()
+    thought, answer = "\n".join(shown).rstrip().rsplit("\n\n", 1)
+    assert answer == "The answer"
+    assert "".join(thought.split()) == "".join(THOUGHT.split())
+    assert thought.count("\n\n") == 1
+
+
+def test_folded_thinking_is_counted_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal(60, 10, monkeypatch, folded=True)
+    for i in range(3):
+        shown = terminal.show(think_round("secret\n\nthoughts "))
+        assert shown[0] == f"thinking, {i + 1} tokens …"
+    assert terminal.say("Said.")[0] == "Said."
+    assert [line for line in terminal.finish() if line] == ["Said."]
+
+
+def test_thinking_that_is_stopped_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal(60, 10, monkeypatch)
+    terminal.show(think_round("half a"))
+    assert [line for line in terminal.finish() if line] == ["half a"]
+
+
+def test_nothing_is_cut_off_where_there_is_little_room() -> None:
+    text = "| method | example |\n|---|---|\n| `list.sort(reverse=True)` | `items.sort(reverse=True)` and more |\n"
+    cells = "".join(wanted(text, 30))
+    assert sorted(filter(str.isalpha, cells)) == sorted(filter(str.isalpha, text))
+    assert wanted("![alt](http://e.example/i.png) <http://e.example>", 80) == [
+        "!alt (http://e.example/i.png) <http://e.example>"
+    ]

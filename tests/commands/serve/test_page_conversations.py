@@ -1,0 +1,315 @@
+"""Leading conversations on the page of ``localspec serve``, in a real Chromium: kept, found, edited, with files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localspec import LLM, SamplingParams
+from tests.conftest import TinyFiles
+from tests.support.browsing import WIDE
+from tests.support.serving import Server, serve
+from tests.support.tabs import Tab
+from tests.support.thinkers import write_thinker
+
+AXE = os.environ.get("LOCALSPEC_TEST_AXE", "")
+"""axe.min.js of npm's axe-core; .ci/run fetches it where there is an npm."""
+
+TABLE = """\
+## Two ways
+
+1. `sum`, see [the manual](https://docs.example/sum)
+2. a loop
+
+```python
+def total(numbers):  # slow
+    return sum(numbers)
+```
+
+| way | steps |
+|-----|------:|
+| sum | 1 |
+
+> The sum is $n(n+1)/2$.
+"""
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: TinyFiles, shared_home: Path) -> Iterator[LLM]:
+    with LLM(tiny.quick.target, draft=["ngram", tiny.quick.draft], backend="reference", n_ctx=2048) as loaded:
+        yield loaded
+
+
+@pytest.fixture
+def server(llm: LLM) -> Iterator[Server]:
+    with serve(llm) as running:
+        yield running
+
+
+def titles(it: Tab) -> list[str]:
+    return it.page.locator("#list button").all_text_contents()
+
+
+def saved(it: Tab, *expected: str) -> None:
+    """Wait until the list shows these."""
+    script = "() => [...document.querySelectorAll('#list button')].map((it) => it.textContent).join()"
+    it.until(f"(expected) => ({script})() === expected", ",".join(expected))
+
+
+def test_conversations_survive_a_restart_of_the_server(tab: Callable[..., Tab], llm: LLM) -> None:
+    with serve(llm) as first:
+        it = tab(first.url)
+        it.page.fill("#system", "Be brief.")
+        it.page.fill("#temperature", "0.5")
+        it.page.fill("#question", "one question\n")
+        said = it.ask("of two lines")
+        saved(it, "one question")
+        it.press("Alt+n")
+        it.until("() => !document.querySelectorAll('.turn').length")
+        it.ask("another")
+        saved(it, "another", "one question")
+    with serve(llm) as second:
+        it = tab(second.url)
+        saved(it, "another", "one question")
+        it.page.fill("#temperature", "")
+        it.page.get_by_role("button", name="one question").click()
+        it.until("() => document.querySelectorAll('.turn').length")
+        assert it.said() == ""  # its tokens are not kept
+        assert it.page.locator(".answer").text_content() == said
+        assert it.page.locator(".question p").inner_text() == "one question\nof two lines"
+        assert it.page.input_value("#system") == "Be brief."
+        assert it.page.input_value("#temperature") == "0.5"
+        it.page.reload()  # the address names it
+        it.until("() => document.querySelectorAll('.turn').length")
+        it.ask("and more")
+        sent = it.asked[-1]["messages"]
+        assert sent[0] == {"role": "system", "content": "Be brief."}
+        assert [message["content"] for message in sent[1:]] == ["one question\nof two lines", said, "and more"]
+        saved(it, "one question", "another")
+
+
+def test_find_rename_export_delete_and_undo(tab: Callable[..., Tab], server: Server) -> None:
+    it = tab(server.url, accept_downloads=True)
+    said = it.ask("about apples")
+    saved(it, "about apples")
+    it.press("Alt+n")
+    it.until("() => !document.querySelectorAll('.turn').length")
+    it.ask("about pears")
+    saved(it, "about pears", "about apples")
+    it.page.fill("#search", "APPLES")
+    saved(it, "about apples")
+    it.page.fill("#search", "plums")
+    saved(it)
+    assert it.page.text_content("#list-note") == "None has all of these words."
+    it.page.fill("#search", "")
+    saved(it, "about pears", "about apples")
+    it.page.focus("#list button")
+    it.press("ArrowDown", "Enter")
+    it.until("() => document.getElementById('title').value === 'about apples'")
+    it.page.fill("#title", "Fruit <b>")
+    it.press("Enter")
+    saved(it, "Fruit <b>", "about pears")
+    with it.page.expect_download() as download:
+        it.page.get_by_role("button", name="Export as Markdown").click()
+    assert download.value.suggested_filename == "Fruit-b.md"
+    text = Path(download.value.path()).read_text("utf-8")
+    assert text == f"# Fruit <b>\n\n## You\n\nabout apples\n\n## Answer\n\n{said}".rstrip() + "\n"
+    it.page.get_by_role("button", name="Delete").click()
+    saved(it, "about pears")
+    assert it.page.locator(".turn").count() == 0
+    it.page.get_by_role("button", name="Undo").click()
+    saved(it, "Fruit <b>", "about pears")
+    assert it.page.locator(".question p").text_content() == "about apples"
+
+
+def test_a_message_is_edited_and_an_answer_made_anew(tab: Callable[..., Tab], server: Server) -> None:
+    it = tab(server.url)
+    first = it.ask("first")
+    it.ask("second")
+    it.ask("third")
+    it.page.locator(".turn").nth(1).get_by_role("button", name="Edit the question").click()
+    box = it.page.get_by_label("The question, to be edited")
+    assert box.input_value() == "second"
+    it.press("Escape")
+    assert box.count() == 0
+    assert it.page.locator(".turn").count() == 3
+    it.press("Enter")  # the focus is back on the button
+    box.fill("second, better")
+    it.press("Enter")
+    it.until("() => document.querySelectorAll('.turn').length === 2")
+    it.idle()
+    assert [message["content"] for message in it.asked[-1]["messages"]] == ["first", first, "second, better"]
+    it.page.get_by_role("button", name="Regenerate").click()
+    it.until("() => document.querySelector('.turn:last-child .turn-figures').textContent.includes('tok/s')")
+    it.idle()
+    assert len(it.asked) == 5
+    assert it.asked[-1]["messages"] == it.asked[-2]["messages"]
+    assert it.page.locator(".turn").count() == 2
+    it.press("ArrowUp")  # in the empty box for questions: edits the last
+    assert box.input_value() == "second, better"
+    box.fill("word " * 3000)  # does not fit: all is as it was
+    it.press("Enter")
+    it.page.wait_for_selector("#chat-alert:not([hidden])")
+    it.idle()
+    assert it.page.locator(".question p").all_text_contents()[0] == "first"
+    assert it.page.locator(".turn").count() == 2
+    it.page.reload()
+    it.until("() => document.querySelectorAll('.turn').length === 2")
+    assert it.page.locator(".question p").all_text_contents() == ["first", "second, better"]
+
+
+def test_every_setting_reaches_the_model(tab: Callable[..., Tab], server: Server) -> None:
+    it = tab(server.url)
+    it.page.get_by_text("More sampling").click()
+    fields = {
+        "temperature": "0.7",
+        "top-p": "0.9",
+        "top-k": "20",
+        "min-p": "0.05",
+        "repeat-penalty": "1.1",
+        "seed": "7",
+    }
+    for name, value in fields.items():
+        it.page.fill(f"#{name}", value)
+    it.page.fill("#max-tokens", "9")
+    it.ask("hello")
+    sent = it.asked[0]
+    for name, value in (fields | {"max-tokens": "9"}).items():
+        assert sent[name.replace("-", "_")] == float(value)
+
+
+def test_a_dropped_file_becomes_part_of_the_message_and_a_prediction(
+    tab: Callable[..., Tab], server: Server, tmp_path: Path
+) -> None:
+    it = tab(server.url)
+    code = "def f():\n    return '''```'''\n"
+    (tmp_path / "a.py").write_text(code)
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\x00\xff")
+    drop = """([name, text]) => {
+        const data = new DataTransfer();
+        data.items.add(new File([text], name));
+        const event = (kind) => new DragEvent(kind, {dataTransfer: data, bubbles: true, cancelable: true});
+        for (const kind of ["dragover", "drop"]) document.getElementById("talk").dispatchEvent(event(kind));
+    }"""
+    it.run(drop, ["a.py", code])
+    it.page.locator("#attached li").wait_for()
+    it.page.set_input_files("#file", [tmp_path / "picture.png"])
+    it.page.wait_for_selector("#chat-alert:not([hidden])")
+    assert it.page.text_content("#chat-alert") == "picture.png is not a text in UTF-8."
+    it.page.set_input_files("#file", [tmp_path / "a.py"])
+    it.until("() => document.querySelectorAll('#attached li').length === 2")
+    it.page.get_by_role("button", name="Take a.py out").last.click()
+    assert it.page.locator("#attached li").count() == 1
+    it.ask("rename f to g")
+    sent = it.asked[0]
+    assert sent["messages"][0]["content"] == f"a.py:\n````\n{code}````\n\nrename f to g"
+    assert sent["prediction"] == {"type": "content", "content": code}
+    assert it.page.locator(".question .files").text_content().startswith("a.py")
+    assert it.page.locator("#attached li").count() == 0
+    it.page.reload()
+    it.until("() => document.querySelectorAll('.question .files li').length === 1")
+    it.page.set_input_files("#file", [tmp_path / "a.py"])
+    it.page.get_by_label("to be changed").uncheck()
+    it.ask("what does it do?")
+    assert "prediction" not in it.asked[-1]
+    assert it.asked[-1]["messages"][0] == sent["messages"][0]
+
+
+def test_two_tabs_lose_nothing(tab: Callable[..., Tab], server: Server) -> None:
+    one = tab(server.url)
+    one.ask("begin")
+    saved(one, "begin")
+    two = tab(one.page.url)
+    two.until("() => document.querySelectorAll('.turn').length")
+    two.ask("from two")
+    saved(two, "begin")
+    one.ask("from one")
+    saved(one, "begin (from another tab)", "begin")
+
+
+def test_thinking_is_folded_and_not_sent_back(tab: Callable[..., Tab], shared_home: Path, tmp_path: Path) -> None:
+    def budgeted(route: Any) -> None:  # this model would think until its context is full
+        route.continue_(post_data=json.dumps(json.loads(route.request.post_data) | {"thinking_budget": 12}))
+
+    path = write_thinker(tmp_path, "deepseek")
+    with LLM(path, draft="ngram", backend="reference", n_ctx=512, idle=False) as llm, serve(llm) as server:
+        it = tab(server.url)
+        it.page.route("**/v1/chat/completions", budgeted)
+        it.page.get_by_text("More sampling").click()
+        for name, value in {"max-tokens": "40", "temperature": "1", "seed": "1"}.items():
+            it.page.fill(f"#{name}", value)
+        it.ask("in the and")
+        thoughts = it.page.get_by_label("Thinking", exact=True)
+        assert not thoughts.is_visible()
+        it.page.get_by_text("Thoughts, ").click()
+        thought = thoughts.text_content()
+        assert thought
+        assert thought not in it.page.locator(".reading").text_content()
+        assert it.page.locator(".answer .thought").count() > 0
+        it.ask("go on")
+        assert [set(message) for message in it.asked[-1]["messages"]] == [{"role", "content"}] * 3
+        it.page.reload()
+        it.until("() => document.querySelectorAll('.turn').length === 2")
+        assert it.page.locator(".thinking:not([hidden])").count() == 2
+        assert it.page.locator(".thoughts").first.text_content() == thought
+        it.page.get_by_label("Thinking").last.select_option("off")
+        it.ask("and off")
+        assert it.asked[-1]["think"] == "off"
+        assert it.page.locator(".turn").last.locator(".thinking:not([hidden])").count() == 0
+
+
+def test_a_server_that_others_reach_keeps_no_conversations(tab: Callable[..., Tab], llm: LLM) -> None:
+    with serve(llm, host="0.0.0.0", api_key="key") as server:
+        it = tab(server.url)
+        it.page.fill("#key", "key")
+        it.press("Enter")
+        it.until("() => document.getElementById('list-note').textContent.includes('this computer alone')")
+        it.ask("hello")
+        it.ask("again")
+        assert len(it.asked[-1]["messages"]) == 3
+        assert not it.page.is_visible("#chat-alert")
+
+
+APPEARING = """() => {
+    document.getElementById("token-view").click();
+    for (const it of document.querySelectorAll("#key-form, #think-field, #deleted, .thinking")) it.hidden = false;
+    for (const it of document.querySelectorAll("details")) it.open = true;
+    document.querySelector(".thoughts").append("Let me see.");
+    const alert = document.getElementById("chat-alert");
+    alert.hidden = false;
+    alert.append("Something is wrong.");
+}"""
+
+
+@pytest.mark.skipif(not Path(AXE).is_file() or not AXE, reason="axe-core is not here: LOCALSPEC_TEST_AXE=axe.min.js")
+def test_axe_finds_nothing(tab: Callable[..., Tab], llm: LLM) -> None:
+    with serve(llm, params=SamplingParams(grammar=f"root ::= {json.dumps(TABLE)}")) as server:
+        it = tab(server.url)
+        it.page.set_input_files("#file", {"name": "a.py", "mimeType": "text/plain", "buffer": b"x = 1\n"})
+        it.ask("say it")
+        saved(it, "say it")
+        it.page.set_input_files("#file", {"name": "b.py", "mimeType": "text/plain", "buffer": b"x = 1\n"})
+        it.page.get_by_text("More sampling").click()
+        it.run(Path(AXE).read_text("utf-8") + ";0")
+        views = {
+            "reading": lambda: None,
+            "editing": lambda: it.page.get_by_role("button", name="Edit the question").click(),
+            "tokens": lambda: it.page.get_by_label("Tokens", exact=True).check(),
+            "all that may appear": lambda: it.run(APPEARING),
+            "race": lambda: it.page.click("#race-tab"),
+        }
+        for view, show in views.items():
+            show()
+            for scheme in ("light", "dark"):
+                it.page.select_option("#theme", scheme)
+                for size in (WIDE, {"width": 360, "height": 640}):
+                    it.page.set_viewport_size(size)
+                    found = it.run("async () => (await axe.run()).violations")
+                    shown = [(one["id"], [node["html"] for node in one["nodes"]][:3]) for one in found]
+                    assert shown == [], (view, scheme, size)
+                it.page.set_viewport_size(WIDE)

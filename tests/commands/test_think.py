@@ -1,0 +1,69 @@
+"""``--think``, ``--think-budget`` and ``/think``: what is thought is apart, dim, folded away or not done at all."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from localspec import LLM, SamplingParams
+from localspec.commands.chat.chat import Chat
+from localspec.commands.chat.commands import run_command
+from localspec.commands.chat.screen import ChatScreen
+from localspec.commands.chat.status import AnswerStatus
+from localspec.commands.chat.style import Style
+from localspec.commands.chat.views import TokensView
+from localspec.spec_decode.rounds import Draft, EmittedToken, Round, Span, Verdict
+from tests.commands.test_cli import localspec
+from tests.support.thinkers import write_thinker
+
+
+def test_generate_prints_the_answer_and_its_json_has_both(tmp_path: Path) -> None:
+    path = write_thinker(tmp_path, "deepseek")
+    command = ["generate", path, "--draft", "none", "--backend", "reference", "--temperature", "1", "--seed", "1"]
+    command += ["--max-tokens", "40", "-p", "in the and"]
+    result = localspec(*command, "--think-budget", "9", "--format", "json")
+    reply = json.loads(result.stdout)
+    assert reply["thinking"]
+    assert reply["stats"]["num_forced_tokens"] > 0
+    assert "thinking" not in json.loads(localspec(*command, "--think", "off", "--format", "json").stdout)
+    assert localspec(*command, "--raw", "--think", "off").returncode == 2
+    refused = localspec(*command, "--think", "much")
+    assert refused.returncode == 2
+    assert b"one of auto, on, off" in refused.stderr
+
+
+@pytest.mark.parametrize("folded", [False, True])
+def test_thinking_is_dim_or_folded_away(folded: bool) -> None:
+    file, nothing = io.StringIO(), Verdict(0, 0, "plain")
+    view = TokensView(file, AnswerStatus(["none"], 0), colour=True, folded=folded)
+    said = [("musing", "thinking"), ("</think>", "mark"), ("said", "answer")]
+    for i, (text, part) in enumerate(said):
+        token = EmittedToken(i, "plain", text=text, thinking=part != "answer")
+        spans = [Span(text, "plain", "target", part)]  # type: ignore[arg-type]
+        view.round(Round(i, Draft(), nothing, [token], 0.0, 0.0, spans=spans))
+    view.finish()
+    shown = file.getvalue()
+    assert ((Style.THINKING.sgr(True) + "musing") in shown) is not folded
+    assert ("thinking, " in shown) is folded
+    assert "</think>" not in shown
+    assert "said" in shown
+
+
+def test_think_changes_how_the_next_question_is_asked(tmp_path: Path) -> None:
+    with LLM(write_thinker(tmp_path, "deepseek"), draft=None, backend="reference", n_ctx=512, idle=False) as llm:
+        out, errors = io.StringIO(), io.StringIO()
+        chat = Chat(llm, ChatScreen(out, errors), params=SamplingParams(temperature=1.0, seed=1, max_tokens=30))
+        assert run_command(chat, "/think 6")
+        assert chat.ask("in the and")
+        thought = chat.session.messages[-1]["reasoning_content"]
+        assert thought not in out.getvalue()  # no terminal: only answers
+        assert run_command(chat, "/think show")
+        assert "think: auto, at most 6 tokens, shown" in errors.getvalue()
+        assert run_command(chat, "/think off")
+        assert chat.ask("in the and")
+        assert "reasoning_content" not in chat.session.messages[-1]
+        assert not run_command(chat, "/think perhaps")
+        assert "/think takes a number" in errors.getvalue()

@@ -1,0 +1,210 @@
+"""Thinking and answer are told apart however the text is cut, and a spent budget closes a block without a trace in how
+the rest is decoded."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from localspec import LLM, SamplingParams
+from localspec.backends.base import Model
+from localspec.backends.reference import load
+from localspec.controllers.fixed import FixedController
+from localspec.prompts.prompts import PromptEncoder
+from localspec.prompts.templates import ChatTemplate
+from localspec.spec_decode.detokenizer import TextAssembler
+from localspec.spec_decode.rounds import Span
+from localspec.spec_decode.thinking import ThinkingReader
+from tests.conftest import TinyFiles
+from tests.support.thinkers import FAMILIES, thinking_pair, write_thinker
+
+ASKED = [{"role": "user", "content": "in the and"}]
+THOUGHT, ANSWER = "the man <thin and\n\nthe <|end hat </thin", "an <answer> the\n\nend < of it"
+
+
+def assembler(model: Model, *, inside: bool = False, stop: tuple[str, ...] = ()) -> TextAssembler:
+    thinking = PromptEncoder(model, ChatTemplate.for_vocab(model.chat_template, model.vocab)).thinking
+    assert thinking is not None
+    return TextAssembler(model.vocab, stop, ThinkingReader(thinking, inside=inside))
+
+
+def parts(text: TextAssembler, tokens: list[int]) -> dict[str, str]:
+    spans: list[Span] = []
+    for token in tokens:
+        spans += text.push(token, "plain", "target")
+    spans += text.finish()
+    return {part: "".join(span.text for span in spans if span.part == part) for part in ("thinking", "answer", "mark")}
+
+
+def cut(model: Model, text: str, seed: int) -> list[int]:
+    """Tokens of a text; its ordinary stretches in pieces of random lengths, as a model may write them."""
+    if seed == 0 or model.vocab.kind == "llama":  # SentencePiece puts a blank before every piece of text
+        return model.tokenize(text, parse_special=True)
+    rng, tokens = random.Random(seed), list[int]()
+    for token in model.tokenize(text, parse_special=True):
+        raw = model.vocab.token_bytes(token).decode("utf-8", "replace")
+        if model.vocab.types[token] != 1 or rng.random() < 0.5:
+            tokens.append(token)
+        else:
+            tokens += [piece for character in raw for piece in model.tokenize(character)]
+    return tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_thinking_and_answer_are_told_apart_however_they_are_cut(tmp_path: Path, family: str) -> None:
+    model, form = load(write_thinker(tmp_path, family)), FAMILIES[family]
+    for seed in range(6):
+        tokens = cut(model, f"{form.opening}{THOUGHT}{form.closing}{ANSWER}", seed)
+        found = parts(assembler(model), tokens)
+        assert (found["thinking"], found["answer"]) == (THOUGHT, ANSWER)
+        inside = parts(assembler(model, inside=True), cut(model, f"{THOUGHT}{form.closing}", seed))
+        assert (inside["thinking"].strip(), inside["answer"].strip()) == (THOUGHT, "")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_is_shown_that_becomes_a_mark_and_nothing_is_lost(tmp_path: Path, family: str) -> None:
+    model, form = load(write_thinker(tmp_path, family)), FAMILIES[family]
+    tokens = cut(model, f"{form.opening}{THOUGHT}{form.closing}{ANSWER}", 1)
+    whole = "".join(map(model.vocab.display, tokens))
+    for n in range(len(tokens) + 1):
+        text, shown = assembler(model), ""
+        for token in tokens[:n]:
+            for span in text.push(token, "plain", "target"):
+                shown += span.text
+                visible = span.text if span.part != "mark" else ""
+                assert form.opening.strip() not in visible
+        assert whole.startswith(shown)
+        assert "".join(map(model.vocab.display, tokens[:n])) == shown + "".join(s.text for s in text.finish())
+
+
+def test_text_that_spells_a_control_token_is_no_mark(tmp_path: Path) -> None:
+    model = load(write_thinker(tmp_path, "gpt-oss"))
+    spelled = "<|channel|>analysis<|message|>the"
+    found = parts(assembler(model), [piece for character in spelled for piece in model.tokenize(character)])
+    assert (found["thinking"], found["answer"]) == ("", spelled)
+
+
+def test_a_block_opens_only_at_the_beginning_of_an_answer(tmp_path: Path) -> None:
+    model = load(write_thinker(tmp_path, "qwen"))
+    text = "the <think> in </think> an"
+    assert parts(assembler(model), model.tokenize(text))["answer"] == text
+
+
+def test_a_block_that_is_cut_short_is_thinking(tmp_path: Path) -> None:
+    model = load(write_thinker(tmp_path, "qwen"))
+    assert parts(assembler(model), model.tokenize("<think>\nin the </thi"))["thinking"] == "in the </thi"
+
+
+def test_stop_strings_are_of_the_answer(tmp_path: Path) -> None:
+    model = load(write_thinker(tmp_path, "qwen"))
+    text = assembler(model, stop=("the",))
+    found = parts(text, model.tokenize("<think>in the man</think>an the end"))
+    assert (found["thinking"], found["answer"], text.stopped) == ("in the man", "an ", True)
+
+
+# -- the budget ------------------------------------------------------------------------------------------------------
+
+SETTINGS = (SamplingParams(max_tokens=40), SamplingParams(temperature=1.0, seed=3, max_tokens=40))
+
+
+@pytest.mark.parametrize("family", ["deepseek", "deepseek-text"])
+def test_the_text_does_not_depend_on_drafts_and_the_budget_is_exact(tmp_path: Path, family: str) -> None:
+    pair = thinking_pair(tmp_path, family)
+    with LLM(pair.target, draft=[pair.draft, "ngram"], backend="reference", n_ctx=512, idle=False) as llm:
+        assert llm.thinking is not None
+        forced = list(llm.thinking.forced)
+        prompt = llm.encode(ASKED)
+        for params in SETTINGS:
+            for budget in (0, 1, 7, 20, None):
+                plain = llm.chat(ASKED, params, speculate=False, thinking_budget=budget)
+                drafted = [llm.chat(ASKED, params, draft_length=n, thinking_budget=budget) for n in (1, 4, 8, "auto")]
+                assert {tuple(reply.token_ids) for reply in drafted} == {tuple(plain.token_ids)}
+                assert {(reply.thinking, reply.text) for reply in drafted} == {(plain.thinking, plain.text)}
+                if budget is None:
+                    assert plain.text == ""
+                    assert plain.thinking
+                    assert drafted[1].stats["num_accepted_tokens"] > 0
+                    continue
+                assert plain.token_ids[budget : budget + len(forced)] == forced
+                kinds = [token.kind == "forced" for token in drafted[2].tokens]
+                assert [i for i, is_forced in enumerate(kinds) if is_forced] == [*range(budget, budget + len(forced))]
+                assert sum(token.thinking for token in plain.tokens[:budget]) == budget
+                assert plain.stats["num_forced_tokens"] == len(forced)
+                # What comes behind the block is what comes behind it when it is read as a prompt.
+                if params.greedy:
+                    n = budget + len(forced)
+                    rest = llm.generate([*prompt, *plain.token_ids[:n]], SamplingParams(max_tokens=40 - n))
+                    assert rest.token_ids == plain.token_ids[n:]
+
+
+def test_a_block_that_the_model_opens_itself_is_closed_too(tmp_path: Path) -> None:
+    pair = thinking_pair(tmp_path, "qwen")
+    with LLM(pair.target, draft=pair.draft, backend="reference", n_ctx=512, idle=False) as llm:
+        opening = FAMILIES["qwen"].vocab.id("<think>")
+        for seed in range(4):
+            params = SamplingParams(temperature=1.0, seed=seed, max_tokens=30, logit_bias={opening: 14.0})
+            plain = llm.chat(ASKED, params, speculate=False, thinking_budget=5)
+            drafted = llm.chat(ASKED, params, draft_length=6, thinking_budget=5)
+            assert plain.token_ids == drafted.token_ids
+            assert plain.token_ids[0] == opening
+            assert [token.kind for token in plain.tokens[6:7]] == ["forced"]
+            assert (plain.thinking, plain.text) == (drafted.thinking, drafted.text)
+
+
+def test_answer_and_thinking_are_apart_in_all_that_is_given_back(tmp_path: Path) -> None:
+    path = write_thinker(tmp_path, "deepseek")
+    with LLM(path, draft="ngram", backend="reference", n_ctx=512, idle=False) as llm:
+        params = SamplingParams(temperature=1.0, seed=1, max_tokens=40)
+        with llm.rounds(ASKED, params, thinking_budget=10) as stream:
+            rounds = list(stream)
+        reply = stream.reply
+        assert reply.thinking
+        assert reply.text
+        assert "".join(each.thinking for each in rounds) == reply.thinking
+        assert "".join(llm.stream(ASKED, params, thinking_budget=10)) == reply.text == reply.as_dict()["text"]
+        assert reply.as_dict()["thinking"] == reply.thinking
+        assert "".join(each.as_event().get("thinking", "") for each in rounds) == reply.thinking
+        whole = llm.generate(llm.encode(ASKED), params)
+        assert "thinking" not in whole.as_dict()  # token ids are a text like any other
+        session = llm.session(params=params)
+        session.chat("in the and", thinking_budget=10)
+        assert session.messages[-1] == {
+            "role": "assistant", "content": reply.text, "reasoning_content": reply.thinking
+        }  # fmt: skip
+
+
+def test_without_thinking_an_answer_begins_at_once(tmp_path: Path) -> None:
+    with LLM(write_thinker(tmp_path, "deepseek"), draft=None, backend="reference", n_ctx=512, idle=False) as llm:
+        reply = llm.chat(ASKED, SamplingParams(max_tokens=10), think="off")
+        assert (reply.thinking, reply.stats["thinking_tokens"]) == ("", 0)
+        form = {"type": "json_schema", "json_schema": {"schema": {"enum": ["in", "an"]}}}
+        held = llm.chat(ASKED, SamplingParams(response_format=form))
+        assert held.text in ('"in"', '"an"')
+        assert held.thinking == ""
+
+
+# -- drafting --------------------------------------------------------------------------------------------------------
+
+
+def test_the_controller_is_told_what_comes_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(FixedController, "enter", lambda self, *, thinks: told.append(thinks))
+    pair = thinking_pair(tmp_path, "deepseek")  # the prompt opens a block
+    with LLM(pair.target, draft=pair.draft, backend="reference", n_ctx=512, idle=False) as llm:
+        rounds = [*llm.rounds(ASKED, SETTINGS[0], draft_length=4, thinking_budget=13)]
+    decided = [round_ for round_ in rounds if round_.emitted and round_.verdict.kind != "forced"]
+    assert told == [round_.emitted[0].thinking for round_ in decided]
+    assert sorted(set(told)) == [False, True]
+
+
+def test_acceptance_is_learned_apart_where_a_model_thinks(tiny: TinyFiles, tmp_path: Path) -> None:
+    for pair, thinks in ((thinking_pair(tmp_path, "deepseek"), True), (tiny.quick, False)):
+        with LLM(pair.target, draft=[pair.draft, "ngram"], backend="reference", n_ctx=512, idle=False) as llm:
+            llm.chat(ASKED, SETTINGS[0], thinking_budget=13)
+            controller = llm.run(lambda pair: pair._last[1])
+        controller.enter(thinks=False)
+        of_answers = controller.estimates.acceptance
+        controller.enter(thinks=True)
+        assert (controller.estimates.acceptance is not of_answers) == thinks
