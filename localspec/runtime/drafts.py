@@ -210,7 +210,7 @@ class DraftMaker:
         free_weights: Callable[[], None],
     ) -> DraftModel:
         try:
-            times = self.loader.times(model, context.n_ctx, self.report, passes)
+            times = self.loader.times(model, context.n_ctx, self.report, passes, f"the {name}" if name else path.name)
         except BaseException:
             context.close()
             free_weights()

@@ -71,16 +71,20 @@ class Loader:
                 raise cancel[0] from None
             raise
 
-    def times(self, model: Model, n_ctx: int, report: Report, passes: PassKind = WHOLE) -> PassTimes:
+    def times(
+        self, model: Model, n_ctx: int, report: Report, passes: PassKind = WHOLE, called: str | None = None
+    ) -> PassTimes:
         """The cost model of a model's passes: as measured at an earlier load, or measured now.
 
         Where there will be idle time a first, rough one is enough.
+        ``called``: the model's name for people; None is that of its file.
         """
         idle, key = self.options.idle, curve_key(model, self.options.kv_cache_type)
         times = curves().get(key)
         if times is None or (times.noisy and not idle):
             report(
-                f"measuring what a pass of {model.path.name} costs here ({'a first time, briefly' * idle or 'once'})",
+                f"measuring what a pass of {called or model.path.name} costs here "
+                f"({'a first time, briefly' * idle or 'once'})",
                 None,
             )
             measuring = calibrating_quickly if idle else calibrating

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,18 @@ def test_a_dropped_file_becomes_part_of_the_message_and_a_prediction(
     assert it.asked[-1]["messages"][0] == sent["messages"][0]
 
 
+def test_an_answer_is_done_once_it_is_kept(tab: Callable[..., Tab], server: Server) -> None:
+    def slowly(route: Any) -> None:
+        time.sleep(0.5)
+        route.continue_()
+
+    it = tab(server.url)
+    it.page.route("**/v1/localspec/conversations", slowly)
+    it.ask("begin")
+    it.page.reload()
+    it.until("() => document.querySelectorAll('.turn').length === 1")
+
+
 def test_two_tabs_lose_nothing(tab: Callable[..., Tab], server: Server) -> None:
     one = tab(server.url)
     one.ask("begin")
@@ -233,8 +246,10 @@ def test_two_tabs_lose_nothing(tab: Callable[..., Tab], server: Server) -> None:
 
 
 def test_thinking_is_folded_and_not_sent_back(tab: Callable[..., Tab], shared_home: Path, tmp_path: Path) -> None:
+    budget = 12
+
     def budgeted(route: Any) -> None:  # this model would think until its context is full
-        route.continue_(post_data=json.dumps(json.loads(route.request.post_data) | {"thinking_budget": 12}))
+        route.continue_(post_data=json.dumps(json.loads(route.request.post_data) | {"thinking_budget": budget}))
 
     path = write_thinker(tmp_path, "deepseek")
     with LLM(path, draft="ngram", backend="reference", n_ctx=512, idle=False) as llm, serve(llm) as server:
@@ -261,6 +276,12 @@ def test_thinking_is_folded_and_not_sent_back(tab: Callable[..., Tab], shared_ho
         it.ask("and off")
         assert it.asked[-1]["think"] == "off"
         assert it.page.locator(".turn").last.locator(".thinking:not([hidden])").count() == 0
+        note = "no answer came after the thoughts"
+        assert note not in it.page.text_content("#talk")
+        it.page.get_by_label("Thinking").last.select_option("on")
+        budget = 100  # more than the answer may have
+        it.ask("and only think")
+        assert note in it.page.locator(".turn").last.text_content()
 
 
 def test_a_server_that_others_reach_keeps_no_conversations(tab: Callable[..., Tab], llm: LLM) -> None:

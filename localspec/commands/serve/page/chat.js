@@ -8,7 +8,7 @@ import {$, alertIn} from "./words.js";
 
 export class Chat {
   /* settings(): how to decode, now. failed(error): hears of errors first; true if it dealt with them. changed(): the
-     conversation has changed, and can be kept. */
+     conversation has changed; resolves once it is kept. */
   constructor(settings, figures, failed, changed) {
     this.settings = settings;
     this.figures = figures;
@@ -129,8 +129,8 @@ export class Chat {
       undo();
     }
     if (error && !this.failed(error)) alertIn($("chat-alert"), error.message);
+    if (this.turns !== before) await this.changed(); // who sees the answer as done may close the page at once
     this.enter(null);
-    if (this.turns !== before) this.changed();
   }
 
   stop() {

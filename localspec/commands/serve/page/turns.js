@@ -128,7 +128,11 @@ export class Turn {
     this.answer.finish();
     const n = this.tally.thoughts;
     this.summary.textContent = n ? `Thoughts, ${count(n, "token")}` : "Thoughts";
-    const why = ENDS[this.finish];
-    this.line.textContent = [this.tally.rounds ? this.tally.line() : "", why].filter(Boolean).join(" · ");
+    const notes = [
+      this.tally.rounds ? this.tally.line() : "",
+      ENDS[this.finish],
+      this.reasoning && !this.text.trim() ? "no answer came after the thoughts" : "",
+    ];
+    this.line.textContent = notes.filter(Boolean).join(" · ");
   }
 }
