@@ -1,4 +1,5 @@
-# Each target makes the virtual environment it needs. Nothing is installed outside of this folder.
+# Each target makes the virtual environment it needs. Nothing is installed outside of this folder. The work is done by
+# scripts/make.py, which does it without make too; any Python runs that, and it finds one that fits.
 VENV ?= .venv
 VENV_TEST ?= .venv-test
 ARGS ?=
@@ -6,7 +7,12 @@ NATIVE ?=
 MINUTES ?= 10
 REAL_MODELS = smollm2-135m qwen2.5-coder-0.5b qwen2.5-coder-1.5b gemma3-270m
 
-export PYTHON NATIVE
+export PYTHON NATIVE VENV VENV_TEST
+
+ANY_PYTHON = $(shell for p in python3 python $(PYTHON) python3.13 python3.12 python3.11; do \
+	$$p -c "from __future__ import annotations" 2>/dev/null && echo $$p && break; done)
+RUN = $(or $(ANY_PYTHON),$(error no Python 3.11, 3.12 or 3.13 found; install one, or name it: PYTHON=/path/to/python3.12)) \
+	scripts/make.py
 
 .PHONY: help chat test test-real docs fuzz lint format types clean
 
@@ -23,40 +29,32 @@ help:
 	@echo 'PYTHON=/path/to/python3.12 picks the interpreter. NATIVE=1 compiles the engine for this CPU, once.'
 
 chat:
-	@scripts/venv $(VENV)
-	@$(VENV)/bin/localspec chat $(ARGS)
+	@$(RUN) chat $(ARGS)
 
 test:
-	@scripts/venv $(VENV_TEST) dev all
-	@$(VENV_TEST)/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
+	@$(RUN) test $(ARGS)
 
 test-real:
-	@scripts/venv $(VENV_TEST) dev all
-	@$(VENV_TEST)/bin/localspec pull $(REAL_MODELS)
-	@LOCALSPEC_TEST_MODELS="$$($(VENV_TEST)/bin/python -c 'from localspec.system.home import models_dir; print(models_dir())')" \
-		$(VENV_TEST)/bin/python -m pytest -m real $(ARGS)
+	@$(RUN) dev localspec pull $(REAL_MODELS)
+	@LOCALSPEC_TEST_MODELS="$$($(RUN) dev python -c 'from localspec.system.home import models_dir; print(models_dir())')" \
+		$(RUN) dev python -m pytest -m real $(ARGS)
 
 docs:
-	@scripts/venv $(VENV_TEST) dev all
-	@$(VENV_TEST)/bin/python -m scripts.make_docs $(ARGS)
+	@$(RUN) dev python -m scripts.make_docs $(ARGS)
 
 fuzz:
-	@scripts/venv $(VENV_TEST) dev all
-	@$(VENV_TEST)/bin/python -m tests.fuzz --minutes $(MINUTES) $(ARGS)
+	@$(RUN) dev python -m tests.fuzz --minutes $(MINUTES) $(ARGS)
 
 lint:
-	@scripts/venv $(VENV_TEST) dev all
-	@$(VENV_TEST)/bin/ruff check
-	@$(VENV_TEST)/bin/ruff format --check
+	@$(RUN) dev ruff check
+	@$(RUN) dev ruff format --check
 
 format:
-	@scripts/venv $(VENV_TEST) dev all
-	@$(VENV_TEST)/bin/ruff check --fix
-	@$(VENV_TEST)/bin/ruff format
+	@$(RUN) dev ruff check --fix
+	@$(RUN) dev ruff format
 
 types:
-	@scripts/venv $(VENV_TEST) dev all
-	@$(VENV_TEST)/bin/mypy
+	@$(RUN) dev mypy
 
 clean:
 	rm -rf $(VENV) $(VENV_TEST) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .fuzz

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -180,102 +179,6 @@ def test_the_pinned_engine_is_the_one_the_binding_is_written_for() -> None:
     assert f"`{builds.NATIVE_COMMAND}`" in (ROOT / "docs/engines.md").read_text(encoding="utf-8")
 
 
-# -- scripts/venv ------------------------------------------------------------------------------------------------------
-
-STUB = """#!/bin/sh
-# Stands for the interpreter of a virtual environment that is up to date: pip takes note, all else is answered.
-case "$*" in
-    *native_build*) echo "$*" >>"$NOTES"; exit "${BUILD_STATUS:-0}" ;;
-    *pip*) echo "$*" >>"$NOTES"; exit 0 ;;
-    -) cat >/dev/null; echo "$ANSWER" ;;
-    *binding*) exit "${BINDING_STATUS:-0}" ;;
-esac
-"""
-
-
-class Checkout:
-    """A copy of what ``scripts/venv`` reads, with an environment that needs nothing more."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.notes = folder, folder / "notes"
-        for name in ("scripts/venv", "Makefile", "pyproject.toml"):
-            (folder / name).parent.mkdir(exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
-        stub = folder / ".venv/bin/python"
-        stub.parent.mkdir(parents=True)
-        stub.write_text(STUB)
-        stub.chmod(0o755)
-        stub.with_name("localspec").symlink_to(shutil.which("true") or "true")
-        (folder / ".venv/.installed").write_text(f"{folder} [] []\n")
-        self.environment = os.environ | {"NOTES": str(self.notes), "ANSWER": f"AVX512-VNNI {native_build.PACKAGE}"}
-        for name in ("NATIVE", "CMAKE_ARGS", "CXX", "MAKEFLAGS", "MAKELEVEL"):
-            self.environment.pop(name, None)
-
-    def make(self, *arguments: str, **environment: str) -> tuple[str, list[str]]:
-        """What ``make chat`` says, and what pip was asked for by then."""
-        done = subprocess.run(
-            ["make", "chat", *arguments], cwd=self.folder, env=self.environment | environment,
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert done.stdout == ""
-        return done.stderr, self.notes.read_text().splitlines() if self.notes.exists() else []
-
-
-@pytest.fixture
-def checkout(tmp_path: Path) -> Checkout:
-    if shutil.which("make") is None:
-        pytest.skip("make is not installed")
-    compiler = tmp_path / "tools/c++"
-    compiler.parent.mkdir()
-    compiler.symlink_to(shutil.which("true") or "true")
-    (tmp_path / "checkout").mkdir()
-    found = Checkout(tmp_path / "checkout")
-    found.environment["PATH"] = f"{compiler.parent}{os.pathsep}{os.environ['PATH']}"
-    return found
-
-
-def test_nothing_is_compiled_unless_asked_for(checkout: Checkout) -> None:
-    assert checkout.make() == ("", [])
-    assert checkout.make("NATIVE=0") == ("", [])
-
-
-def test_make_chat_native_compiles_the_engine_once(checkout: Checkout) -> None:
-    said, asked = checkout.make("NATIVE=1")
-    assert said == (
-        "localspec: compiling ik-llama-cpp-python for this CPU (AVX512-VNNI): about 8 minutes on 2 cores, once\n"
-    )
-    assert asked == ["-m localspec.backends.native_build"]
-    assert checkout.make("NATIVE=1") == ("", asked)
-    assert checkout.make() == ("", asked)
-
-
-def test_make_chat_native_asks_again_after_a_new_installation(checkout: Checkout) -> None:
-    """It may have put the wheel back; where it has not, there is nothing to compile."""
-    checkout.make("NATIVE=1")
-    later = (checkout.folder / ".venv/.native").stat().st_mtime + 10
-    os.utime(checkout.folder / ".venv/.installed", (later, later))
-    said, asked = checkout.make("NATIVE=1", ANSWER="")
-    assert "nothing to compile" in said
-    assert len(asked) == 1
-
-
-def test_make_chat_native_goes_on_where_compiling_fails(checkout: Checkout) -> None:
-    for _ in range(2):
-        said, _ = checkout.make("NATIVE=1", BUILD_STATUS="1")
-        assert said.splitlines()[1:] == [
-            "localspec: going on with the engine's wheel, as it could not be compiled here; all of pip's output is in "
-            ".venv/install.log"
-        ]
-
-
-def test_make_chat_native_puts_the_wheel_back_where_the_build_does_not_run(checkout: Checkout) -> None:
-    said, asked = checkout.make("NATIVE=1", BINDING_STATUS="1")
-    assert "its wheel is put back" in said
-    assert len(asked) == 2
-    assert "--force-reinstall --no-deps ik-llama-cpp-python==" in asked[1]
-
-
 def test_what_the_source_distribution_lacks_is_written(tmp_path: Path) -> None:
     """Its build runs a script that is not in it; what is in it stays as it is."""
     for name, is_there in (("without", False), ("with", True)):
@@ -292,17 +195,6 @@ def test_what_the_source_distribution_lacks_is_written(tmp_path: Path) -> None:
         text = (found / script.relative_to(source)).read_text()
         assert text == "its own" if is_there else "configure_file" in text
         assert (found / "PKG-INFO").read_text() == "Name: x"
-
-
-def test_make_chat_native_without_a_compiler(checkout: Checkout, tmp_path: Path) -> None:
-    tools = tmp_path / "bare"
-    tools.mkdir()
-    for name in ("make", "sh", "dirname", "find", "cat", "getconf"):
-        (tools / name).symlink_to(shutil.which(name) or name)
-    said, asked = checkout.make("NATIVE=1", PATH=str(tools))
-    assert said.count("\n") == 1
-    assert "no C++ compiler here, so going on with the engine's wheel" in said
-    assert asked == []
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"]])

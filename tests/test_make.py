@@ -1,0 +1,234 @@
+"""``scripts/make.py``: the README's two commands, by way of make and without it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from localspec.backends import native_build
+
+ROOT = Path(__file__).parent.parent
+
+posix_only = pytest.mark.skipif(sys.platform == "win32", reason="the stand-in for Python is a shell script")
+
+STUB = """#!/bin/sh
+# Stands for the interpreter of a virtual environment that is up to date: pip takes note, all else is answered.
+case "$*" in
+    *native_build*) echo "$*" >>"$NOTES"; exit "${BUILD_STATUS:-0}" ;;
+    *"-m pip"*) echo "$*" >>"$NOTES"; exit "${PIP_STATUS:-0}" ;;
+    *native_gain*) echo "$ANSWER" ;;
+    *candidates*) exit "${ENGINE_STATUS:-0}" ;;
+    *"binding()"*) exit "${BINDING_STATUS:-0}" ;;
+    *pytest*) echo "$*"; cat ;;
+esac
+"""
+
+
+class Checkout:
+    """A copy of what ``scripts/make.py`` reads, with an environment that needs nothing more."""
+
+    def __init__(self, folder: Path, make: bool) -> None:
+        self.folder, self.notes = folder, folder / "notes"
+        self.command = ["make"] if make else [sys.executable, "scripts/make.py"]
+        for name in ("scripts/make.py", "Makefile", "pyproject.toml"):
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+        stub = folder / ".venv/bin/python"
+        stub.parent.mkdir(parents=True)
+        stub.write_text(STUB)
+        stub.chmod(0o755)
+        stub.with_name("localspec").symlink_to(shutil.which("echo") or "echo")
+        self.stamp = folder / ".venv/.installed"
+        self.stamp.write_text(f"{folder} [] []\n")
+        self.environment = os.environ | {"NOTES": str(self.notes), "ANSWER": f"AVX512-VNNI {native_build.PACKAGE}"}
+        for name in ("PYTHON", "NATIVE", "VENV", "VENV_TEST", "CMAKE_ARGS", "CXX", "MAKEFLAGS", "MAKELEVEL"):
+            self.environment.pop(name, None)
+
+    def run(
+        self, *arguments: str, text: str = "", status: int = 0, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [*self.command, *arguments], cwd=self.folder, env=self.environment | environment, input=text,
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == status, done.stderr
+        return done
+
+    def chat(self, *settings: str, **environment: str) -> tuple[str, list[str]]:
+        """What is said on the way to the chat, and what pip was asked for by then."""
+        done = self.run(*settings, "chat", **environment)
+        assert done.stdout == "chat\n"  # the program, and nothing before it
+        return done.stderr, self.asked()
+
+    def asked(self) -> list[str]:
+        return self.notes.read_text().splitlines() if self.notes.exists() else []
+
+
+@pytest.fixture(params=["make", "without make"])
+def checkout(tmp_path: Path, request: pytest.FixtureRequest) -> Checkout:
+    if sys.platform == "win32":
+        pytest.skip("the stand-in for Python is a shell script")
+    if request.param == "make" and shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    compiler = tmp_path / "tools/c++"
+    compiler.parent.mkdir()
+    compiler.symlink_to(shutil.which("true") or "true")
+    (tmp_path / "checkout").mkdir()
+    found = Checkout(tmp_path / "checkout", request.param == "make")
+    found.environment["PATH"] = f"{compiler.parent}{os.pathsep}{os.environ['PATH']}"
+    return found
+
+
+def test_nothing_is_compiled_unless_asked_for(checkout: Checkout) -> None:
+    assert checkout.chat() == ("", [])
+    assert checkout.chat("NATIVE=0") == ("", [])
+
+
+def test_chat_native_compiles_the_engine_once(checkout: Checkout) -> None:
+    said, asked = checkout.chat("NATIVE=1")
+    assert said == (
+        "localspec: compiling ik-llama-cpp-python for this CPU (AVX512-VNNI): about 8 minutes on 2 cores, once\n"
+    )
+    assert asked == ["-m localspec.backends.native_build"]
+    assert checkout.chat("NATIVE=1") == ("", asked)
+    assert checkout.chat(NATIVE="1") == ("", asked)
+    assert checkout.chat() == ("", asked)
+
+
+def test_chat_native_asks_again_after_a_new_installation(checkout: Checkout) -> None:
+    """It may have put the wheel back; where it has not, there is nothing to compile."""
+    checkout.chat("NATIVE=1")
+    later = (checkout.folder / ".venv/.native").stat().st_mtime + 10
+    os.utime(checkout.stamp, (later, later))
+    said, asked = checkout.chat("NATIVE=1", ANSWER="")
+    assert "nothing to compile" in said
+    assert len(asked) == 1
+
+
+def test_chat_native_goes_on_where_compiling_fails(checkout: Checkout) -> None:
+    for _ in range(2):
+        said, _ = checkout.chat("NATIVE=1", BUILD_STATUS="1")
+        assert said.splitlines()[1:] == [
+            "localspec: going on with the engine's wheel, as it could not be compiled here; all of pip's output is in "
+            f"{checkout.folder}/.venv/install.log"
+        ]
+
+
+def test_chat_native_puts_the_wheel_back_where_the_build_does_not_run(checkout: Checkout) -> None:
+    said, asked = checkout.chat("NATIVE=1", BINDING_STATUS="1")
+    assert "its wheel is put back" in said
+    assert len(asked) == 2
+    assert "--force-reinstall --no-deps ik-llama-cpp-python==" in asked[1]
+
+
+def test_chat_native_without_a_compiler(checkout: Checkout, tmp_path: Path) -> None:
+    tools = tmp_path / "bare"
+    tools.mkdir()
+    for name in ("make", "sh", "cat"):
+        (tools / name).symlink_to(shutil.which(name) or name)
+    (tools / "python3").symlink_to(sys.executable)
+    said, asked = checkout.chat("NATIVE=1", PATH=str(tools))
+    assert said.count("\n") == 1
+    assert "no C++ compiler here, so going on with the engine's wheel" in said
+    assert asked == []
+
+
+def test_a_changed_project_is_installed_anew(checkout: Checkout) -> None:
+    """By the environment that is there; the stamp is written when all is done, and names what was installed."""
+    later = checkout.stamp.stat().st_mtime + 10
+    os.utime(checkout.folder / "pyproject.toml", (later, later))
+    said, asked = checkout.chat(PYTHON=sys.executable)
+    assert said.startswith("localspec: installing into .venv with Python 3.")
+    assert [line.endswith("-e .") for line in asked] == [True]
+    os.utime(checkout.stamp, (later, later))
+    assert checkout.chat() == ("", asked)
+
+
+def test_an_installation_that_fails_is_one_line_and_leaves_no_stamp(checkout: Checkout) -> None:
+    checkout.stamp.unlink()
+    said = checkout.run("chat", status=2 if checkout.command == ["make"] else 1, PIP_STATUS="1").stderr
+    assert f"localspec: the installation failed; all of pip's output is in {checkout.folder}/.venv/install.log" in said
+    assert not checkout.stamp.exists()
+
+
+def test_no_engine_for_this_cpu_compiles_one(checkout: Checkout) -> None:
+    checkout.stamp.unlink()
+    said, asked = checkout.chat(ENGINE_STATUS="3")
+    assert "the ready-made engine does not run on this machine: compiling llama-cpp-python" in said
+    assert asked[-1].endswith("-e .[llama-cpp]")
+
+
+def test_an_interpreter_that_does_not_fit_is_one_line(checkout: Checkout) -> None:
+    checkout.stamp.unlink()
+    said = checkout.run("chat", status=2 if checkout.command == ["make"] else 1, PYTHON="nothing-here").stderr
+    assert "localspec: no Python 3.11, 3.12 or 3.13 found under PYTHON=nothing-here; install one, or name it" in said
+
+
+def test_the_suite_runs_in_an_environment_of_its_own_and_reads_standard_input(checkout: Checkout) -> None:
+    shutil.copytree(checkout.folder / ".venv", checkout.folder / "other", symlinks=True)
+    (checkout.folder / "other/.installed").write_text(f"{checkout.folder} [dev] [all]\n")
+    options = ["VENV_TEST=other", "test", "ARGS=-k ngram"]
+    if checkout.command != ["make"]:
+        options = ["VENV_TEST=other", "test", "-k", "ngram"]
+    done = checkout.run(*options, text="hello")
+    assert done.stdout == "-m pytest -n 2 --dist loadfile -k ngram\nhello"
+
+
+def test_what_cannot_be_built_is_left_out(checkout: Checkout) -> None:
+    """The environment of the tests is whole without the engines that have to be compiled."""
+    tests = checkout.folder / ".venv-test"
+    shutil.copytree(checkout.folder / ".venv", tests, symlinks=True)
+    (tests / ".installed").unlink()
+    picky = STUB.replace('exit "${PIP_STATUS:-0}"', 'case "$*" in *,all]*) exit 1 ;; esac; exit 0')
+    (tests / "bin/python").write_text(picky)
+    said = checkout.run("test").stderr
+    assert "localspec: going on without the extra 'all', which could not be built here" in said
+    assert [line.rpartition(" ")[2] for line in checkout.asked()] == [".[dev,all]", ".[dev]"]
+    assert (tests / ".installed").exists()
+
+
+# -- without running it ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_script", ROOT / "scripts/make.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_any_python_can_read_it() -> None:
+    text = (ROOT / "scripts/make.py").read_text(encoding="ascii")  # a console of any encoding can show its messages
+    ast.parse(text, feature_version=(3, 7))
+
+
+def test_windows_asks_the_launcher_too(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHON", raising=False)
+    monkeypatch.setattr(script, "WINDOWS", True)
+    assert ["py", "-3.12"] in script.interpreters()
+    monkeypatch.setenv("PYTHON", "py -3.11")
+    assert script.interpreters() == [["py", "-3.11"]]
+    environment = script.Environment(".venv")
+    assert Path(environment.program("localspec")) == ROOT / ".venv/Scripts/localspec.exe"
+
+
+@posix_only
+def test_on_windows_the_program_is_waited_for_and_ctrl_c_is_left_to_it(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "WINDOWS", True)
+    code = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(0.5); raise SystemExit(7)"
+    with pytest.raises(SystemExit) as ended:
+        script.start([sys.executable, "-c", code])
+    assert ended.value.code == 7
