@@ -1,4 +1,7 @@
-"""What happens in a round of speculative decoding, as data: ``Draft`` -> ``Verdict`` -> ``Round`` -> ``SpecStats``."""
+"""What happens in a round of speculative decoding, as data: ``Draft`` -> ``Verdict`` -> ``Round`` -> ``SpecStats``.
+
+``Draft`` is in ``draft``; it can be imported from here.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,20 @@ from itertools import zip_longest
 from typing import Any, Literal
 
 from localspec.sampling.logprobs import TokenLogprobs
-from localspec.sampling.sampling import Distribution
+from localspec.spec_decode.draft import Draft, DraftToken
+
+__all__ = [
+    "Draft",
+    "DraftToken",
+    "EmittedToken",
+    "FinishReason",
+    "Part",
+    "Round",
+    "Span",
+    "SpecStats",
+    "TokenKind",
+    "Verdict",
+]
 
 TokenKind = Literal["accepted", "recovered", "bonus", "plain", "forced"]
 Part = Literal["answer", "thinking", "mark"]
@@ -17,63 +33,31 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 
 @dataclass(frozen=True, slots=True)
-class DraftToken:
-    """One token of a draft.
-
-    Attributes:
-        id: token id.
-        source: the drafter that made it, e.g. ``"model"`` or ``"ngram"``.
-        prob: the drafter's own confidence in [0, 1]; a model's probability, an n-gram's estimate.
-        dist: the distribution the token was *sampled* from; None when it was chosen deterministically (a point mass).
-        expected: the controller's calibrated probability that it is accepted, given that the ones before it were.
-    """
-
-    id: int
-    source: str
-    prob: float
-    dist: Distribution | None = None
-    expected: float = 0.0
-
-
-class Draft(Sequence[DraftToken]):
-    """The draft tokens of one round, in order; empty means plain decoding."""
-
-    __slots__ = ("_tokens",)
-
-    def __init__(self, tokens: Sequence[DraftToken] = ()) -> None:
-        self._tokens = list(tokens)
-
-    @property
-    def ids(self) -> list[int]:
-        return [token.id for token in self._tokens]
-
-    def append(self, token: DraftToken) -> None:
-        self._tokens.append(token)
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def __iter__(self) -> Iterator[DraftToken]:
-        return iter(self._tokens)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._tokens[index]
-
-
-@dataclass(frozen=True, slots=True)
 class Verdict:
     """What the target made of a draft.
 
     Attributes:
-        n_accepted: how many draft tokens, from the first, the target accepted.
+        n_accepted: how many draft tokens the target accepted: of a chain the first ones.
         next_token: the token that the target itself adds after them.
         kind: ``recovered`` replaces a rejected draft token, ``bonus`` follows an accepted draft, ``plain`` had none;
             ``forced`` was not chosen at all: see ``Round``.
+        path: the accepted draft tokens of a draft that branches: indices, in order. None for a chain.
     """
 
     n_accepted: int
     next_token: int
     kind: TokenKind
+    path: tuple[int, ...] | None = None
+
+    @property
+    def accepted(self) -> Sequence[int]:
+        """The draft tokens that were accepted: indices, in order."""
+        return range(self.n_accepted) if self.path is None else self.path
+
+    @property
+    def last_accepted(self) -> int:
+        """Index of the last of them; -1 where there is none."""
+        return self.n_accepted - 1 if not self.path else self.path[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,22 +148,27 @@ class Round:
 
     @property
     def tokens_expected(self) -> float:
-        """Tokens that the round was expected to emit, the target's own included: 1 + a_1 + a_1·a_2 + …"""
-        total = reach = 1.0
-        for token in self.draft:
-            reach *= token.expected
-            total += reach
-        return total
+        """Tokens that the round was expected to emit, the target's own included: 1 + a_1 + a_1·a_2 + …
+
+        Of a draft that branches it is the sum over all paths: at most one of several draft tokens that follow the same
+        one is accepted, each with its own probability.
+        """
+        reach: list[float] = []
+        for token, parent in zip(self.draft, self.draft.parents, strict=True):
+            reach.append(token.expected * (reach[parent] if parent >= 0 else 1.0))
+        return 1.0 + sum(reach)
 
     @property
     def accepted(self) -> list[bool]:
         """For each drafted token, whether it was accepted."""
-        return [i < self.verdict.n_accepted for i in range(len(self.draft))]
+        accepted = self.verdict.accepted
+        return [i in accepted for i in range(len(self.draft))]
 
     def as_event(self) -> dict[str, Any]:
         """The round as the JSON object of ``--format events`` (documented in docs/formats.md)."""
         texts = self.draft_texts or [""] * len(self.draft)
         thinking = {"thinking": self.thinking} if self.thinking else {}
+        parents = [{"parent": parent} if self.draft.branches else {} for parent in self.draft.parents]
         return {
             "type": "round",
             "index": self.index,
@@ -191,8 +180,9 @@ class Round:
                     "prob": round(token.prob, 6),
                     "expected": round(token.expected, 4),
                     "accepted": accepted,
+                    **parent,
                 }
-                for token, text, accepted in zip(self.draft, texts, self.accepted, strict=True)
+                for token, text, accepted, parent in zip(self.draft, texts, self.accepted, parents, strict=True)
             ],
             "emitted": [token.as_dict() for token in self.emitted],
             "text": self.text,
@@ -220,8 +210,8 @@ class SpecStats(Mapping[str, Any]):
     * ``acceptance_rate``: accepted / drafted tokens; 0 when nothing was drafted.
     * ``mean_acceptance_length``: completion tokens that were not forced / rounds, the target's own token included:
       plain decoding is 1.
-    * ``accepted_per_position[i]``: rounds in which the draft token at position i was accepted;
-      ``drafted_per_position[i]``: rounds that had a draft token there.
+    * ``accepted_per_position[i]``: rounds in which a draft token at position i was accepted;
+      ``drafted_per_position[i]``: rounds that had one there. Of a draft that branches there may be several.
     * ``tokens_per_second``: completion tokens / (seconds_draft + seconds_verify + seconds_other); prompt excluded.
     * ``estimated_plain_tokens_per_second``: 1 / t(1), t(1) being the time of a one-token pass as this answer's own
       passes went: what they took, by the cost model's ratio of their widths to one token. ``estimated_speedup`` is the
@@ -258,12 +248,14 @@ class SpecStats(Mapping[str, Any]):
         self.num_rounds += not forced
         self.num_draft_tokens += len(round_.draft)
         self.num_accepted_tokens += round_.verdict.n_accepted
-        missing = len(round_.draft) - len(self.drafted_per_position)
+        depth = max(round_.draft.depths, default=-1) + 1
+        missing = depth - len(self.drafted_per_position)
         self.drafted_per_position.extend([0] * missing)
         self.accepted_per_position.extend([0] * missing)
-        for i, (token, accepted) in enumerate(zip(round_.draft, round_.accepted, strict=True)):
+        for i in range(depth):
             self.drafted_per_position[i] += 1
-            self.accepted_per_position[i] += accepted
+            self.accepted_per_position[i] += i < round_.verdict.n_accepted
+        for token, accepted in zip(round_.draft, round_.accepted, strict=True):
             counts = self.by_source.setdefault(token.source, {"num_draft_tokens": 0, "num_accepted_tokens": 0})
             counts["num_draft_tokens"] += 1
             counts["num_accepted_tokens"] += accepted

@@ -10,6 +10,15 @@ Sampled: two exact rules, chosen per draft token.
   noise of the target's own draw) is compared with a draw from p: equal, it is accepted. The emitted token *is* that
   draw, so its law is p whatever the draft was. For a point mass this is the same law as rejection: acceptance p(x),
   and on rejection p with x removed. It also makes the text a function of the seed alone, however far the draft ran.
+
+Where a draft branches, several draft tokens x_1, x_2, … are candidates for one position, and at most one of them is
+accepted; the pass goes on behind it. Multi-candidate rejection without replacement (SpecInfer: Miao et al. 2024,
+arXiv:2305.09781; Yang et al. 2024, arXiv:2401.06706; Jeon et al. 2024, arXiv:2402.14160): with p_1 = p, x_j, drawn from
+q_j, is accepted with probability min(1, p_j(x_j) / q_j(x_j)), and else p_(j+1) = normalise(max(p_j - q_j, 0)) is what
+the next is compared with; after the last one the token is drawn from it. Given that x_1 to x_(j-1) were rejected, what
+is emitted follows p_j, whatever they were: so q_j may depend on them (a second sample of one distribution is drawn from
+it without the first), and nothing may depend on x_j before it is judged, the order of the candidates least of all.
+Tokens that do not depend on fresh randomness come after those: the draw from what is left of p is compared with them.
 """
 
 from __future__ import annotations
@@ -18,13 +27,14 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from localspec.sampling.sampling import Noise, Row, SamplingParams, distribution, greedy_token
-from localspec.spec_decode.rounds import Draft, Verdict
+from localspec.spec_decode.rounds import Draft, TokenKind, Verdict
 
 # Noise streams: independent randomness for the draws that must not depend on one another at one position.
 STREAM_TARGET = 0
 STREAM_ACCEPT = 1
 STREAM_RESIDUAL = 2
 STREAM_DRAFT = 3
+N_STREAMS = 4
 
 
 class Rows(Protocol):
@@ -40,7 +50,7 @@ def verify(draft: Draft, logits: Rows, tokens: Sequence[int], params: SamplingPa
 
     Args:
         draft: k draft tokens; may be empty.
-        logits: [k + 1, n_vocab]; row i is the target's prediction after the first i draft tokens.
+        logits: [k + 1, n_vocab]; row 0 is the target's prediction after ``tokens``, row i + 1 after draft token i.
         tokens: everything settled, the last token included (penalties look at it; its length addresses the noise).
         params: the sampling parameters.
         noise: the request's randomness.
@@ -49,26 +59,39 @@ def verify(draft: Draft, logits: Rows, tokens: Sequence[int], params: SamplingPa
         The ``Verdict``.
     """
     history = list(tokens[-params.repeat_last_n :]) if params.edits_logits else []
-    position = len(tokens)
-    for i, token in enumerate(draft):
-        if params.greedy:
-            chosen = greedy_token(logits[i], history, params)
-        else:
-            p = distribution(logits[i], history, params)
-            if token.dist is None:
-                chosen = p.sample(noise, position + i, STREAM_TARGET)
-            elif noise.uniform(position + i, STREAM_ACCEPT) * token.dist.prob(token.id) < p.prob(token.id):
-                chosen = token.id
-            else:
-                chosen = p.minus(token.dist).sample(noise, position + i, STREAM_RESIDUAL)
-                return Verdict(i, chosen, "recovered")
-        if chosen != token.id:
-            return Verdict(i, chosen, "recovered")
+    at, path = -1, list[int]()
+    while True:
+        rivals = draft.children(at)
+        accepted, chosen = _judge(draft, rivals, logits[at + 1], history, len(tokens) + len(path), params, noise)
+        if accepted is None:
+            kind: TokenKind = "recovered" if rivals else "bonus" if path else "plain"
+            return Verdict(len(path), chosen, kind, tuple(path) if draft.branches else None)
+        at = accepted
+        path.append(at)
         if params.edits_logits:
-            history.append(token.id)
-    k = len(draft)
+            history.append(chosen)
+
+
+def _judge(
+    draft: Draft,
+    rivals: Sequence[int],
+    row: Row,
+    history: Sequence[int],
+    position: int,
+    params: SamplingParams,
+    noise: Noise,
+) -> tuple[int | None, int]:
+    """Which of the draft tokens at one position is accepted, if any, and the token that comes there in any case."""
     if params.greedy:
-        final = greedy_token(logits[k], history, params)
+        chosen = greedy_token(row, history, params)
     else:
-        final = distribution(logits[k], history, params).sample(noise, position + k, STREAM_TARGET)
-    return Verdict(k, final, "bonus" if k else "plain")
+        p, stream = distribution(row, history, params), STREAM_TARGET
+        sampled = [rival for rival in rivals if draft[rival].dist is not None]
+        for nth, rival in enumerate(sampled):
+            token = draft[rival]
+            if noise.uniform(position, STREAM_ACCEPT + nth * N_STREAMS) * token.dist.prob(token.id) < p.prob(token.id):
+                return rival, token.id
+            p, stream = p.minus(token.dist), STREAM_RESIDUAL
+        chosen = p.sample(noise, position, stream)
+        rivals = [rival for rival in rivals if draft[rival].dist is None]
+    return next((rival for rival in rivals if draft[rival].id == chosen), None), chosen
