@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from localspec.backends.base import Context
-from localspec.backends.forward import NORM, layer_name
+from localspec.backends.forward import NORM, Forward, layer_name
 from localspec.errors import EngineError, PromptTooLong, UsageError
 from localspec.sampling.logprobs import token_logprobs
 from localspec.sampling.sampling import Noise, NotNumbers, SamplingParams
@@ -16,6 +16,7 @@ from localspec.spec_decode.controller import Controller
 from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.drafters.base import Drafter
 from localspec.spec_decode.drafters.group import DrafterGroup
+from localspec.spec_decode.passes import Reading, Steps, TargetPass, read_alone, rounds_alone
 from localspec.spec_decode.proposer import SamplingProposer
 from localspec.spec_decode.rounds import Draft, EmittedToken, FinishReason, Round, Span, TokenKind, Verdict
 from localspec.spec_decode.verification import Rows, verify
@@ -35,6 +36,9 @@ class SpeculativeDecoder:
 
     Between calls the target context holds a prefix of all settled tokens, so a prompt that continues it costs only what
     is new. Plain decoding is the same loop with an empty draft.
+
+    ``prefill`` and ``rounds`` run the target's passes themselves; ``reading`` and ``steps`` are the same, the passes
+    left to the caller, who may run those of several answers as one.
 
     Args:
         target: the target's context.
@@ -77,6 +81,17 @@ class SpeculativeDecoder:
             UsageError: the prompt is empty.
             PromptTooLong: it leaves no room for an answer.
         """
+        return read_alone(self.reading(prompt, cancelled), self.target)
+
+    def reading(
+        self, prompt: Sequence[int], cancelled: Callable[[], bool], piece: Callable[[], int] = lambda: PREFILL_CHUNK
+    ) -> Reading[int]:
+        """``prefill``, the passes left to the caller.
+
+        Args:
+            prompt, cancelled: see there.
+            piece: how many tokens the next pass may have, asked before each.
+        """
         if not prompt:
             raise UsageError("the prompt is empty: there is nothing to continue")
         if len(prompt) >= self.target.n_ctx:
@@ -88,12 +103,12 @@ class SpeculativeDecoder:
         reused = self.target.reuse(prompt[:n_read])
         # These states come with logits only: of the prompt's last token there is one for the first draft to go on from.
         has_late_tap = not self.drafters.taps.isdisjoint((NORM, layer_name(self.target.model.n_layers - 1)))
-        for start in range(reused, n_read, PREFILL_CHUNK):
-            if cancelled():
-                break
-            chunk = prompt[start : min(start + PREFILL_CHUNK, n_read)]
-            is_last = start + len(chunk) == n_read
-            self.drafters.process(chunk, self.target.decode(chunk, "last" if has_late_tap and is_last else "none"))
+        start = reused
+        while start < n_read and not cancelled():
+            chunk = prompt[start : min(start + piece(), n_read)]
+            start += len(chunk)
+            forward = yield TargetPass(chunk, "last" if has_late_tap and start == n_read else "none")
+            self.drafters.process(chunk, forward)
         return reused
 
     def rounds(
@@ -108,8 +123,6 @@ class SpeculativeDecoder:
     ) -> Iterator[Round]:
         """Decode round by round until an end token, a stop string, the budget or the cancel flag.
 
-        Invariant at the top of the loop: ``tokens`` is everything settled, and the target holds all of it but the last.
-
         Args:
             prompt: token ids, already prefilled.
             params: the sampling parameters.
@@ -118,8 +131,25 @@ class SpeculativeDecoder:
             n_logprobs: judge every emitted token by the target's row, naming that many alternatives; None does not.
             constraint: the grammar that the answer follows, at its beginning.
 
-        Yields:
+        Returns:
             One ``Round`` per target pass; the last one carries ``finish_reason``.
+        """
+        steps = self.steps(prompt, params, text, cancelled=cancelled, n_logprobs=n_logprobs, constraint=constraint)
+        return rounds_alone(steps, self.target)
+
+    def steps(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        text: TextAssembler,
+        *,
+        cancelled: Callable[[], bool] = lambda: False,
+        n_logprobs: int | None = None,
+        constraint: Constraint | None = None,
+    ) -> Steps:
+        """``rounds``, the passes left to the caller; after each comes its round.
+
+        Invariant at the top of the loop: ``tokens`` is everything settled, and the target holds all of it but the last.
         """
         target, controller, drafters = self.target, self.controller, self.drafters
         tokens, noise = list(prompt), Noise(params.seed)
@@ -133,7 +163,7 @@ class SpeculativeDecoder:
         index, finish = 0, None
         while not finish and not cancelled():
             if forced := emitter.forced:
-                round_ = self._force(forced, tokens, emitter, index)
+                round_ = yield from self._force(forced, tokens, emitter, index)
                 tokens += [token.id for token in round_.emitted]
                 yield round_
                 index, finish = index + 1, round_.finish_reason
@@ -143,8 +173,9 @@ class SpeculativeDecoder:
             plan = controller.plan(room=emitter.room, n_past=target.n_past)
             draft = drafters.draft(tokens, plan, proposer, end_tokens)
             drafted = time.perf_counter()
-            forward = target.decode([tokens[-1], *draft.ids])  # logits [k + 1, n_vocab]
+            forward = yield TargetPass([tokens[-1], *draft.ids])  # logits [k + 1, n_vocab]
             verified = time.perf_counter()
+            assert forward is not None
             masked = constraint.rows(forward.logits, draft.ids, params) if constraint else forward.logits
             try:
                 verdict = verify(draft, masked, tokens, params, noise)
@@ -177,12 +208,15 @@ class SpeculativeDecoder:
             yield round_
             index += 1
 
-    def _force(self, forced: Sequence[int], tokens: Sequence[int], emitter: _Emitter, index: int) -> Round:
+    def _force(
+        self, forced: Sequence[int], tokens: Sequence[int], emitter: _Emitter, index: int
+    ) -> Generator[TargetPass, Forward | None, Round]:
         """A round of tokens that nobody chose: target and drafters read them as they read what was accepted."""
         started = time.perf_counter()
         read = [tokens[-1], *forced[:-1]]
-        forward = self.target.decode(read)
+        forward = yield TargetPass(read)
         verified = time.perf_counter()
+        assert forward is not None
         self.drafters.process(read, forward)
         verdict = Verdict(0, forced[-1], "forced")
         emitted, spans, finish = emitter.emit([(token, "forced", "target") for token in forced], forward.logits)
