@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -18,7 +19,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         status = run(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
+        if not (isinstance(error, BrokenPipeError) or is_windows_broken_pipe(error)):
+            raise
         # Python would complain while flushing at exit; there is nobody left to read it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if status == INTERRUPTED:
@@ -38,9 +41,7 @@ def run(argv: Sequence[str]) -> int:
         BrokenPipeError: whoever read our output has stopped.
     """
     try:
-        for stream in (sys.stdout, sys.stderr):
-            if hasattr(stream, "reconfigure"):
-                stream.reconfigure(errors="replace")  # a terminal that lacks a character shows '?'
+        prepare_streams()
         from localspec.commands.cli import parse
 
         command = parse(argv)
@@ -57,11 +58,37 @@ def run(argv: Sequence[str]) -> int:
     except BrokenPipeError:
         raise
     except Exception as error:
+        if is_windows_broken_pipe(error):
+            raise BrokenPipeError from None
         if os.environ.get("LOCALSPEC_DEBUG"):
             raise
         from localspec.errors import line_of, status_of
 
         return _fail(line_of(error), status_of(error))
+
+
+def prepare_streams() -> None:
+    """Have output be what it should be in files and pipes, and as near to it as it can on a terminal.
+
+    Windows would write files and pipes in an encoding of its own (cp1252, say), which has no place for most of what a
+    model says; input is read as UTF-8 as well. ``PYTHONIOENCODING`` and ``PYTHONUTF8`` stand.
+    """
+    theirs = os.environ.get("PYTHONIOENCODING") or os.environ.get("PYTHONUTF8")
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            ours = sys.platform == "win32" and not theirs and not stream.isatty()
+            # A terminal that lacks a character shows '?'.
+            stream.reconfigure(encoding="utf-8" if ours else None, errors="replace")
+
+
+def is_windows_broken_pipe(error: Exception) -> bool:
+    """Whether a write failed as it does on Windows where the reader of a pipe went away: EINVAL, of no file."""
+    return (
+        sys.platform == "win32"
+        and isinstance(error, OSError)
+        and error.errno == errno.EINVAL
+        and error.filename is None
+    )
 
 
 def _fail(message: str, status: int) -> int:

@@ -19,7 +19,7 @@ from localspec.backends.builds import built_for, digest, foreign_features, syste
 from localspec.backends.llama_binding import Binding
 from localspec.backends.llama_family import LlamaModel
 from localspec.backends.noise import engine_log
-from localspec.backends.state_tap import TensorFunctions
+from localspec.backends.state_tap import TensorFunctions, ggml_library
 from localspec.errors import EngineUnavailable, UnsupportedModel, UsageError
 from localspec.model_files.gguf_file import GGUFFile, TensorInfo
 from localspec.model_files.head_card import is_engine_file
@@ -96,10 +96,13 @@ class IkLlamaBinding(Binding):
         try:
             self._base = _base_library()
             import ik_llama_cpp._ctypes_api as api
+
+            lib = api._lib
+            lib.ggml_blck_size = ggml_library(lib).ggml_blck_size
         except (OSError, ImportError, AttributeError) as error:
-            raise EngineUnavailable(f"ik-llama-cpp-python cannot load its library: {error}") from None
-        self.api = api
-        lib = self.lib = api._lib
+            hint = "; it needs Microsoft's Visual C++ Redistributable (x64)" if sys.platform == "win32" else ""
+            raise EngineUnavailable(f"ik-llama-cpp-python cannot load its library: {error}{hint}") from None
+        self.api, self.lib = api, lib
         # Only Linux says what the CPU has.
         foreign = foreign_features(built_for(system_info(lib)), cpu_features()) if sys.platform == "linux" else []
         if foreign:

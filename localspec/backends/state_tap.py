@@ -26,6 +26,24 @@ from localspec.errors import EngineError
 Flags = npt.NDArray[np.bool_]
 
 
+def ggml_library(library: ctypes.CDLL) -> ctypes.CDLL:
+    """The library that has ggml's functions: the engine's own, except on Windows.
+
+    Elsewhere a library shows what the libraries that it needs have too. The wheels of ik-llama have all of ggml in
+    ``ggml.dll``; llama-cpp-python has what is asked for here in ``ggml-base.dll``.
+
+    Raises:
+        OSError: there is none beside it.
+    """
+    if hasattr(library, "ggml_get_name"):
+        return library
+    folder = Path(library._name).parent
+    for name in ("ggml-base.dll", "ggml.dll"):
+        if (folder / name).is_file() and hasattr(found := ctypes.CDLL(str(folder / name)), "ggml_get_name"):
+            return found
+    raise OSError(f"no library in {folder} has ggml's functions")
+
+
 class TensorFunctions:
     """ggml's functions that say what a tensor is.
 
@@ -36,8 +54,7 @@ class TensorFunctions:
 
     def __init__(self, library: ctypes.CDLL, callback_type: Any) -> None:
         self.callback_type = callback_type
-        if not hasattr(library, "ggml_get_name"):  # Windows looks into no library that another one needs
-            library = ctypes.CDLL(str(next(Path(library._name).parent.glob("ggml-base*"))))
+        library = ggml_library(library)
         # They return at once: to let go of the GIL for them would cost more than they do.
         quick = ctypes.PyDLL(library._name, handle=library._handle)
         tensor = ctypes.c_void_p

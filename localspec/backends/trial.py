@@ -23,8 +23,8 @@ from localspec.system.json_store import JsonStore
 _FORMAT = 1
 _POLL_S = 0.1
 
-_KILLED_FROM_OUTSIDE = {-int(each) for each in (signal.SIGINT, signal.SIGTERM)} | {-9}
-"""Says nothing about the file: the user stopped it, or the machine ran out of memory."""
+_KILLED_FROM_OUTSIDE = {-int(each) for each in (signal.SIGINT, signal.SIGTERM)} | {-9, 0xC000013A}
+"""Says nothing about the file: the user stopped it (the last is Windows' Ctrl-C), or the machine ran out of memory."""
 
 
 def survives(path: Path, engine: str, kv_type: str, n_threads: int, progress: Progress | None = None) -> bool:

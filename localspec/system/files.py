@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,6 +12,9 @@ from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from typing import BinaryIO
+
+_TRIES = 20
+"""Virus scanners and indexers look at what was just written, for some milliseconds, and nobody can replace it then."""
 
 _STALE_SECONDS = 3600.0
 """A temporary file this old was left by a process that was killed: nothing here is written for an hour."""
@@ -50,13 +54,23 @@ def write_atomically(path: Path, *, private: bool = False, durable: bool = True)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
-        os.replace(temporary, path)
+        _replace(temporary, path)
     except BaseException:
         with suppress(OSError, ValueError):
             temporary.unlink()
         raise
     if durable:
         _sync_folder(path.parent)
+
+
+def _replace(temporary: Path, path: Path) -> None:
+    """Give a file its name; on Windows again and again for a second, while another program has the older one open."""
+    for _ in range(_TRIES if sys.platform == "win32" else 0):
+        with suppress(PermissionError):
+            os.replace(temporary, path)
+            return
+        time.sleep(1 / _TRIES)
+    os.replace(temporary, path)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -31,6 +31,7 @@ def read_all() -> str:
     if sys.stdin is None:
         return ""
     if sys.stdin.isatty():
-        print("type the prompt, end it with Ctrl-D on a line of its own", file=sys.stderr, flush=True)
+        key = "Ctrl-Z and Enter" if sys.platform == "win32" else "Ctrl-D"
+        print(f"type the prompt, end it with {key} on a line of its own", file=sys.stderr, flush=True)
     text = decode(sys.stdin.buffer.read(), "standard input")
     return text.removesuffix("\n").removesuffix("\r")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from functools import lru_cache
 from typing import TextIO
 
@@ -25,7 +26,31 @@ def terminal_size() -> tuple[int, int]:
 
 def moves_cursor(file: TextIO) -> bool:
     """Whether a file is a terminal on which the cursor can be moved."""
-    return file.isatty() and (os.name == "nt" or os.environ.get("TERM", "") not in ("dumb", "unknown", ""))
+    if not file.isatty():
+        return False
+    if sys.platform == "win32":
+        return _console_takes_escapes(file)
+    return os.environ.get("TERM", "") not in ("dumb", "unknown", "")
+
+
+def _console_takes_escapes(file: TextIO) -> bool:
+    """Have a console of Windows act on escape sequences, which it prints as they are until it is told to.
+
+    Consoles before Windows 10 cannot. What is no console but says that it is a terminal (mintty) understands them.
+    """
+    if sys.platform != "win32":
+        return True
+    import ctypes
+    import msvcrt
+
+    mode = ctypes.c_ulong()
+    try:
+        handle = ctypes.c_void_p(msvcrt.get_osfhandle(file.fileno()))
+    except (OSError, ValueError):
+        return False
+    if not ctypes.windll.kernel32.GetConsoleMode(handle, ctypes.byref(mode)):
+        return True
+    return bool(ctypes.windll.kernel32.SetConsoleMode(handle, mode.value | 4))  # ENABLE_VIRTUAL_TERMINAL_PROCESSING
 
 
 def visible(text: str) -> str:

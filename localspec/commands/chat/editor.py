@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -42,11 +43,21 @@ def edit(text: str) -> tuple[str, str | None]:
     return edited, f"{command[0]} ended with status {status}; the text is as it left it" if status else None
 
 
+def split_command(command: str, *, windows: bool) -> list[str]:
+    """A command and its arguments; on Windows a backslash is part of a path, and quotes only hold it together.
+
+    Raises:
+        ValueError: a quote is never closed.
+    """
+    parts = shlex.split(command, posix=not windows)
+    return [part.strip('"') for part in parts] if windows else parts
+
+
 def _editor() -> list[str]:
     for variable in ("VISUAL", "EDITOR"):
         if command := os.environ.get(variable, "").strip():
             try:
-                return shlex.split(command, posix=os.name != "nt")
+                return split_command(command, windows=sys.platform == "win32")
             except ValueError as error:
                 raise UsageError(f"cannot read ${variable}: {error}") from None
     found = next(filter(shutil.which, ("editor", "nano", "vim", "vi", "notepad")), None)

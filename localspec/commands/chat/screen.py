@@ -148,10 +148,13 @@ def with_echo() -> AbstractContextManager[None]:
 def _echo(*, on: bool) -> Iterator[None]:
     try:
         import termios
-
+    except ImportError:  # Windows; prompt_toolkit reads the keys there, and shows them itself
+        yield
+        return
+    try:
         handle = sys.stdin.fileno()
         before = termios.tcgetattr(handle)
-    except (ImportError, OSError, ValueError, termios.error):
+    except (OSError, ValueError, termios.error):
         yield
         return
     changed = list(before)

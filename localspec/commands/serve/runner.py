@@ -58,6 +58,12 @@ def url_of(sock: socket.socket) -> str:
     return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
 
+def ending_signals() -> list[int]:
+    """What ends a server. On Windows no program can send another one SIGTERM, but Ctrl-Break."""
+    names = ("SIGINT", "SIGTERM", "SIGBREAK")
+    return [int(getattr(signal, name)) for name in names if hasattr(signal, name)]
+
+
 class AppRunner(uvicorn.Server):
     """Serves an application until a signal stops it, or ``stop`` from any thread.
 
@@ -120,7 +126,7 @@ class AppRunner(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """As uvicorn's, but the signal that ended the server is kept in ``signal`` instead of raised again."""
         try:
-            before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+            before = {number: signal.signal(number, self.handle_exit) for number in ending_signals()}
         except ValueError:  # not the main thread
             before = {}
         try:

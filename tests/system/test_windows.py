@@ -1,0 +1,246 @@
+"""What Windows does otherwise, as far as it can be acted out here: nobody has run localspec there yet."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import io
+import os
+import signal
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from localspec import __main__ as program
+from localspec.backends.registry import unavailable_reason
+from localspec.backends.trial import survives
+from localspec.commands.chat.editor import split_command
+from localspec.commands.chat.screen import no_echo
+from localspec.commands.serve.runner import ending_signals
+from localspec.system.files import write_atomically
+from localspec.terminal.text import moves_cursor
+from tests.conftest import TinyFiles
+
+ON_LINUX = pytest.mark.skipif(sys.platform == "win32", reason="acts out what is real there")
+
+
+@pytest.fixture
+def windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+
+
+# -- the terminal ------------------------------------------------------------------------------------------------------
+
+
+def test_a_system_without_termios_has_a_chat_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "termios", None)
+    with no_echo():
+        pass
+
+
+class Console:
+    """The console's half of kernel32: what it is asked, and the modes that it has."""
+
+    def __init__(self, *, is_console: bool = True, is_old: bool = False) -> None:
+        self.is_console, self.is_old, self.mode = is_console, is_old, 3
+
+    def GetConsoleMode(self, handle: Any, mode: Any) -> int:
+        mode._obj.value = self.mode
+        return int(self.is_console)
+
+    def SetConsoleMode(self, handle: Any, mode: int) -> int:
+        if self.is_old:
+            return 0
+        self.mode = mode
+        return 1
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return 1
+
+
+@ON_LINUX
+@pytest.mark.usefixtures("windows")
+@pytest.mark.parametrize(
+    ("console", "moves", "mode"),
+    [(Console(), True, 7), (Console(is_old=True), False, 3), (Console(is_console=False), True, 3)],
+    ids=["console", "console before Windows 10", "mintty"],
+)
+def test_a_console_is_told_to_heed_escape_sequences(
+    console: Console, moves: bool, mode: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ctypes, "windll", SimpleNamespace(kernel32=console), raising=False)
+    monkeypatch.setitem(sys.modules, "msvcrt", SimpleNamespace(get_osfhandle=lambda number: number))
+    assert moves_cursor(Terminal()) is moves
+    assert console.mode == mode
+    assert not moves_cursor(io.StringIO())
+
+
+@pytest.mark.usefixtures("windows")
+def test_a_file_or_pipe_gets_every_character(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONIOENCODING", raising=False)
+    monkeypatch.delenv("PYTHONUTF8", raising=False)
+    buffer = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer, encoding="cp1252"))
+    program.prepare_streams()
+    print("é ✓ 日本", flush=True)
+    assert buffer.getvalue().decode("utf-8") == f"é ✓ 日本{os.linesep}"
+
+
+@pytest.mark.usefixtures("windows")
+def test_the_person_s_own_encoding_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "cp1252")
+    buffer = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer, encoding="cp1252"))
+    program.prepare_streams()
+    print("é ✓", flush=True)
+    assert buffer.getvalue() == f"é ?{os.linesep}".encode("cp1252")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (OSError(errno.EINVAL, "Invalid argument"), True),
+        (OSError(errno.EINVAL, "Invalid argument", "a:b"), False),
+        (OSError(errno.ENOSPC, "No space left"), False),
+        (ValueError(22), False),
+    ],
+)
+def test_a_pipe_whose_reader_went_away(error: Exception, is_one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not program.is_windows_broken_pipe(error) or sys.platform == "win32"
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert program.is_windows_broken_pipe(error) is is_one
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["list"],
+        ["inspect", "MODEL"],
+        ["generate", "MODEL", "--draft", "ngram", "--raw", "-p", "é ✓ →", "--max-tokens", "40"],
+        ["generate", "MODEL", "--draft", "ngram", "--raw", "-p", "é ✓ →", "--max-tokens", "8", "--format", "events"],
+        ["chat", "MODEL", "--draft", "ngram", "--max-tokens", "20"],
+        ["doctor", "MODEL", "--draft", "none"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_every_command_writes_to_a_console_of_cp1252(arguments: list[str], tiny: TinyFiles) -> None:
+    """Model text, marks and tables hold characters that it lacks; a byte-level vocabulary says any of them."""
+    if "MODEL" in arguments and arguments[0] != "inspect":
+        arguments = [*arguments, "--backend", "reference"]
+    command = [str(tiny.quick.target) if word == "MODEL" else word for word in arguments]
+    done = subprocess.run(
+        [sys.executable, "-m", "localspec", *command],
+        env=os.environ | {"PYTHONIOENCODING": "cp1252", "LOCALSPEC_OFFLINE": "1"},
+        input="Grüße ✓\n/stats\n/why\n/view rounds\nagain\n".encode(), capture_output=True, check=False,
+    )  # fmt: skip
+    errors = done.stderr.decode("cp1252")
+    assert done.returncode == 0, errors
+    assert "Traceback" not in errors
+    assert "codec" not in errors
+    assert done.stdout.decode("cp1252", "replace").strip()
+
+
+# -- files and signals -------------------------------------------------------------------------------------------------
+
+
+@ON_LINUX
+@pytest.mark.usefixtures("windows")
+@pytest.mark.parametrize("held", [3, 1000])
+def test_a_file_that_another_program_looks_at_is_replaced_a_moment_later(
+    held: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace, tries = os.replace, []
+
+    def refuse(source: Path, target: Path) -> None:
+        tries.append(source)
+        if len(tries) <= held:
+            raise PermissionError(errno.EACCES, "Access is denied", str(target))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    monkeypatch.setattr("localspec.system.files._TRIES", 200)
+    path = tmp_path / "kept"
+    path.write_bytes(b"before")
+    if held == 3:
+        with write_atomically(path) as file:
+            file.write(b"after")
+    else:
+        with pytest.raises(PermissionError), write_atomically(path) as file:
+            file.write(b"after")
+    assert path.read_bytes() == (b"after" if held == 3 else b"before")
+    assert [each.name for each in tmp_path.iterdir()] == ["kept"]
+
+
+@ON_LINUX
+def test_ctrl_break_ends_the_server_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ending_signals() == [signal.SIGINT, signal.SIGTERM]
+    monkeypatch.setattr(signal, "SIGBREAK", 21, raising=False)
+    assert ending_signals() == [signal.SIGINT, signal.SIGTERM, 21]
+
+
+def test_ctrl_c_during_a_trial_says_nothing_of_the_file(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("localspec.backends.trial._run", lambda *rest: asked.append(1) or 0xC000013A)
+    for _ in range(2):
+        assert not survives(tiny.bpe, "an engine", "f16", 1)
+    assert len(asked) == 2
+
+
+def test_the_command_of_an_editor() -> None:
+    command = r'"C:\Program Files\Notepad++\notepad++.exe" -multiInst'
+    assert split_command(command, windows=True) == [r"C:\Program Files\Notepad++\notepad++.exe", "-multiInst"]
+    assert split_command("'my editor' -w", windows=False) == ["my editor", "-w"]
+
+
+# -- the engine --------------------------------------------------------------------------------------------------------
+
+LOAD = """
+import ctypes, sys
+from pathlib import Path
+
+find = ctypes.CDLL.__getattr__
+def hiding(self, name):
+    if name.startswith("ggml_") and "llama" in Path(self._name).name:
+        raise AttributeError(name)  # Windows shows a library's own functions, not those of others that it needs
+    return find(self, name)
+ctypes.CDLL.__getattr__ = hiding
+
+from localspec.backends import ik_llama
+with ik_llama.load(sys.argv[1]) as model, model.new_context(8, hidden=("norm",)) as context:
+    forward = context.decode([1, 2, 3])
+    print(forward.logits.shape[0], forward.hidden["norm"].shape[0])
+"""
+
+
+@ON_LINUX
+def test_ik_llama_finds_ggml_where_a_library_shows_only_its_own_functions(tiny: TinyFiles, tmp_path: Path) -> None:
+    if (reason := unavailable_reason("ik-llama")) is not None:
+        pytest.skip(reason)
+    spec = find_spec("ik_llama_cpp")
+    assert spec is not None
+    assert spec.origin is not None
+    package = Path(spec.origin).parent
+    lib = tmp_path / "ik_llama_cpp/lib"
+    lib.mkdir(parents=True)
+    linked = package.parent / "ik_llama_cpp_python.libs"  # what libllama of a wheel for Linux is linked with
+    (tmp_path / linked.name).symlink_to(linked)
+    (lib / "ggml.dll").symlink_to(
+        next(path for folder in (linked, package / "lib") for path in folder.glob("libggml*"))
+    )
+    for path in (package / "lib").glob("lib*"):
+        (lib / path.name).symlink_to(path)
+    environment = os.environ | {"IK_LLAMA_CPP_LIB_PATH": str(next(lib.glob("libllama.*")))}
+    command = [sys.executable, "-c", LOAD, str(tiny.bpe)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["3", "3"], done.stderr
