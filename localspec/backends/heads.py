@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from localspec.backends.repack import MARK
 from localspec.backends.trust import MAX_MEAN_KL, agreement, fingerprint, verdict_key, verdicts
 from localspec.errors import EngineMismatch, LocalspecError, UsageError
 from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf_parts import model_files
 from localspec.model_files.head_assembly import OUTPUT_TYPES, assembling, engine_file
 from localspec.model_files.head_card import Kind, TargetFacts
 from localspec.model_files.head_file import check_head, head_weights, read_card
@@ -162,9 +164,21 @@ class Head:
 def target_facts(target: Path) -> TargetFacts:
     """What heads have to know of a target; of a repacked copy, as of the file that it was made from.
 
+    Its header is read once, as long as the file stays as it is: that takes 30 ms where a vocabulary has 150,000 tokens,
+    and looking for a head, loading it and drafting with it all ask.
+
     Raises:
         ModelFileError: it is no usable model.
     """
+    try:
+        found = [file.stat() for file in model_files(target)]
+    except OSError:
+        found = []  # opening it says what is wrong
+    return _read_facts(target, tuple((each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns) for each in found))
+
+
+@lru_cache(maxsize=8)
+def _read_facts(target: Path, stamp: tuple[tuple[int, ...], ...]) -> TargetFacts:
     with GGUFFile(target) as file:
         source = file.metadata.get(MARK)
         return TargetFacts.of(file, source if isinstance(source, str) else fingerprint(target))

@@ -14,7 +14,7 @@ import pytest
 
 from localspec import backends
 from localspec.backends import heads, repack
-from localspec.backends.heads import STATE, Head, heads_for, load_head
+from localspec.backends.heads import STATE, Head, heads_for, load_head, target_facts
 from localspec.backends.trust import fingerprint
 from localspec.errors import EngineError, ModelFileError, UnsupportedModel, UsageError
 from localspec.model_files import head_assembly
@@ -381,6 +381,24 @@ def test_heads_are_found_exact_ones_first_and_damaged_ones_left_out(
     assemble(exact, target, "a" * 32)  # what is made for engines is no head file
     assert heads_for(target) == [exact, other]
     assert heads_for(similar) == [other, exact]
+
+
+def test_a_target_is_read_once_until_it_is_another(
+    tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+    monkeypatch.setattr(heads, "fingerprint", lambda path: read.append(path) or fingerprint(path))
+    path = tmp_path / "model.gguf"
+    with pytest.raises(ModelFileError):
+        target_facts(path)
+    path.write_bytes(tiny.pair.target.read_bytes())
+    write_random_head(path, tmp_path / "head.gguf")
+    first = target_facts(path)
+    load_head(tmp_path / "head.gguf", path, "reference").close()
+    assert (heads_for(path), read) == ([], [path])
+    path.write_bytes(tiny.quick.target.read_bytes())
+    assert target_facts(path).fingerprint == fingerprint(path) != first.fingerprint
+    assert len(read) == 2
 
 
 def test_nobody_chats_with_a_head(target: Path, tmp_path: Path) -> None:
