@@ -1,12 +1,14 @@
 """Record what a policy needs to know about texts: what each drafter would have guessed, and was it right.
 
-    python benchmarks/record_traces.py OUT.json [MODEL] [--draft NAME] [--backend NAME] [--set tuning] [--tokens N]
-        [--temperature T] [--category NAME ...] [--prompts FILE]
+    python benchmarks/record_traces.py OUT.json [MODEL] [--draft NAME] [--head] [--backend NAME] [--set tuning]
+        [--tokens N] [--temperature T] [--category NAME ...] [--prompts FILE]
 
 The target answers every prompt plainly. Then the draft model reads the answers (one pass each, so this is quick), and
-the n-gram drafter follows them token by token. The tokens are recorded too, for drafters that cost nothing and learn
-from answer to answer. ``tests/support/simulator.py`` replays policies on such traces in
-milliseconds, with any cost curve: the text, the confidences and the fates are real, only the clock is simulated.
+the n-gram drafter follows them token by token. With ``--head`` so does the head for this target, at every place for
+as many draft tokens as it was trained for; what was drafted before each is the answer itself, as only then it matters.
+The tokens are recorded too, for drafters that cost nothing and learn from answer to answer. OUT is written after each
+answer, and answers that it has already are kept. ``replay_traces.py`` replays policies on such traces in milliseconds,
+with any cost curve: the text, the confidences and the fates are real, only the clock is simulated.
 
 At temperature 0 a fate is 0 or 1. Above, it is the exact probability of acceptance at that position: p(x) of a guess
 x that was not sampled, sum(min(p, q)) of one sampled from q.
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,23 +26,30 @@ from typing import Any
 import numpy as np
 
 from localspec import LLM, SamplingParams
-from localspec.backends.base import FloatArray
+from localspec.backends.base import FloatArray, Forward
 from localspec.commands.questions import of_categories, own_questions, read_questions
-from localspec.sampling.sampling import Noise, distribution, top_probability
+from localspec.sampling.sampling import Distribution, Noise, distribution, top_probability
 from localspec.spec_decode.drafters.draft_model import N_HEAD, N_TAIL
+from localspec.spec_decode.drafters.head import HeadDrafter
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.proposer import SamplingProposer
+from localspec.system.files import write_atomically
 
 PIECE = 128
 
 
 class Spy:
-    """A plan that lets a drafter make one guess and notes its confidence."""
+    """A plan that lets a drafter make one guess and notes its confidence.
+
+    Args:
+        sampled: whether a model's guess is to be a sample.
+    """
 
     room = 1
 
-    def __init__(self) -> None:
+    def __init__(self, *, sampled: bool = False) -> None:
         self.confidence = float("nan")
+        self.sampled = sampled
 
     def more(self, source: str, pending: int = 0) -> bool:
         return True
@@ -57,7 +67,7 @@ class Spy:
         pass
 
     def samples(self, source: str, confidence: float) -> bool:
-        return False
+        return self.sampled
 
     def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
         self.confidence, self.room = confidence, 0
@@ -101,10 +111,15 @@ def model_trace(
         else:
             q, p = distribution(row, history, params), distribution(targets[i], history, params)
             confidence, right = float(q.probs.max()), p.prob(q.argmax())
-            sampled = sum(min(p.prob(int(token)), float(prob)) for token, prob in zip(q.ids, q.probs, strict=True))
+            sampled = overlap(p, q)
         for name, value in (("confidence", confidence), ("right", right), ("sampled", sampled)):
             trace[name].append(round(value, 4))
     return trace
+
+
+def overlap(p: Distribution, q: Distribution) -> float:
+    """How likely a sample from q is accepted."""
+    return sum(min(p.prob(int(token)), float(prob)) for token, prob in zip(q.ids, q.probs, strict=True))
 
 
 def ngram_trace(llm: LLM, prompt: list[int], answer: list[int], params: SamplingParams) -> dict[str, list[float]]:
@@ -126,11 +141,46 @@ def ngram_trace(llm: LLM, prompt: list[int], answer: list[int], params: Sampling
     return trace
 
 
+def head_trace(llm: LLM, prompt: list[int], answer: list[int], params: SamplingParams) -> dict[str, list[list[float]]]:
+    """What a chained head would have guessed: [steps, n], by draft tokens before it and place; -1 where it has none."""
+    drafter = next(draft.drafter for draft in llm._pair.state.models if draft.source == "head")
+    assert isinstance(drafter, HeadDrafter)
+    proposer = SamplingProposer(replace(params, seed=None), Noise(0))
+    names, steps = ("confidence", "right", "sampled"), range(drafter.head.card.steps)
+    found = {name: [[-1.0] * len(answer) for _ in steps] for name in names}
+    tokens, context = prompt + answer, llm._pair.context
+    targets = rows(context, tokens, len(prompt)) if not params.greedy else []
+    laws = [distribution(row, tokens[: len(prompt) + i], params) for i, row in enumerate(targets)]
+    context.truncate(0)
+    for start in range(0, len(prompt) - 1, PIECE):
+        piece = prompt[start : min(start + PIECE, len(prompt) - 1)]
+        drafter.process(piece, context.decode(piece))
+    drafter.begin(prompt)
+    for place in range(len(answer)):
+        settled, row = len(prompt) + place, place % PIECE
+        if row == 0:
+            forward = context.decode(tokens[settled - 1 : min(settled - 1 + PIECE, len(tokens) - 1)])
+        for depth in steps[: len(answer) - place]:
+            spy, at = Spy(sampled=True), place + depth
+            for token in drafter.draft(tokens[: settled + depth], spy, proposer):
+                right = sampled = float(token.id == answer[at])
+                if token.dist is not None:
+                    right, sampled = laws[at].prob(token.dist.argmax()), overlap(laws[at], token.dist)
+                for name, value in zip(names, (spy.confidence, right, sampled), strict=True):
+                    found[name][depth][at] = round(value, 4)
+        states = {tap: state[row : row + 1] for tap, state in forward.hidden.items()}
+        drafter.process(tokens[settled - 1 : settled], Forward(forward.logits[row : row + 1], states))
+        drafter.accept(tokens[settled : settled + 1])
+    context.truncate(0)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("model", nargs="?", default="qwen2.5-coder-1.5b")
     parser.add_argument("--draft", default="qwen2.5-coder-0.5b")
+    parser.add_argument("--head", action="store_true", help="the head for the model too")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--set", default="tuning", choices=["tuning", "report"])
     parser.add_argument("--tokens", type=int, default=256)
@@ -140,10 +190,24 @@ def main() -> None:
     args = parser.parse_args()
     questions = of_categories(own_questions(args.set), args.category or ())
     questions += read_questions(args.prompts) if args.prompts else []
-    with LLM(args.model, args.draft, backend=args.backend, remember=False) as llm:
+    functions: dict[str, Any] = {
+        "ngram": ngram_trace,
+        "model": model_trace,
+        "abridged": partial(model_trace, whole=False),
+    }
+    drafts = [args.draft]
+    if args.head:
+        functions["head"], drafts = head_trace, [args.draft, "head"]
+    traces = json.loads(args.out.read_text())["traces"] if args.out.exists() else []
+    known = {trace["id"] for trace in traces}
+    with LLM(args.model, drafts, backend=args.backend, remember=False, idle=False) as llm:
         pair = llm._pair
-        traces = []
+        stored = {"engine": pair.target.engine, "temperature": args.temperature}
+        stored["ms"] = {"target": pair.times.base} | {draft.source: draft.times.base for draft in pair.state.models}
+        stored["rates"] = {draft.source: draft.drafter.rate for draft in pair.state.models}
         for question in questions:
+            if question.id in known:
+                continue
             messages = [{"role": "user", "content": question.turns[0]}]
             top_k = 40 if args.temperature else 0
             params = SamplingParams(temperature=args.temperature, top_k=top_k, seed=1, max_tokens=args.tokens)
@@ -151,21 +215,17 @@ def main() -> None:
             tokens = llm.encode(messages)
             sources = {
                 name: llm.run(lambda pair, f=function, t=tokens, r=reply, p=params: f(llm, t, r.token_ids, p))
-                for name, function in (
-                    ("ngram", ngram_trace),
-                    ("model", model_trace),
-                    ("abridged", partial(model_trace, whole=False)),
-                )
+                for name, function in functions.items()
             }
             trace = {"id": question.id, "category": question.category, "prompt_tokens": len(tokens)}
             traces.append(trace | {"prompt": tokens, "answer": reply.token_ids, "sources": sources})
-            right = {name: round(float(np.mean(source["right"])), 3) for name, source in sources.items()}
+            with write_atomically(args.out, durable=False) as file:
+                file.write(f"{json.dumps(stored | {'traces': traces})}\n".encode())
+            of_all = {name: source["right"] for name, source in sources.items()} | (
+                {"head": sources["head"]["right"][0]} if args.head else {}
+            )
+            right = {name: round(float(np.mean(each)), 3) for name, each in of_all.items()}
             print(question.id, len(reply.token_ids), right, flush=True)
-        times = {"target": pair.times.base, "model": pair.state.models[0].times.base}
-        engine = pair.target.engine
-    args.out.write_text(
-        json.dumps({"engine": engine, "temperature": args.temperature, "ms": times, "traces": traces}) + "\n"
-    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Replay the policy on recorded texts, with any machine's costs, in milliseconds: what every constant was chosen with.
 
     python benchmarks/replay_traces.py TRACES.json ... [--curve NAME ...] [--lengths 48 64 96 128 256] [--busy]
-        [--learning] [--draft ngram recycled model] [--taught TRACES.json ...]
+        [--learning] [--draft ngram recycled head model] [--taught TRACES.json ...]
 
 TRACES come from ``record_traces.py`` (with ``--prompts benchmarks/short_questions.jsonl``: 30 to 256 tokens each):
 real texts, what each drafter would have guessed, and what became of it. Only the clock is simulated. An answer may end
@@ -10,7 +10,8 @@ anywhere, so each is cut at several lengths, and the ratio of its time to that o
 program that takes 40 % of the CPUs. ``--learning`` keeps what was learned and saved from one answer to the next, in a
 fixed random order; otherwise nothing is known before any answer. ``--draft`` names the drafters, in the order in which
 they are asked: of greedy traces with their tokens also ``recycled``, which runs as it is; ``--taught`` has it learn the
-answers of other traces first.
+answers of other traces first. ``head`` is in traces recorded with ``--head``. "sent" are draft tokens in all answers,
+"accepted" those of them that were.
 """
 
 from __future__ import annotations
@@ -18,21 +19,24 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from benchmarks.record_traces import Spy
-from localspec.backends.base import Forward
-from localspec.controllers.acceptance import COPIED, GREEDY, MOST_PROBABLE, SAMPLE, SourceAcceptance
+from localspec.backends.base import FEW_ROWS, Forward
+from localspec.controllers.acceptance import COPIED, GREEDY, MOST_PROBABLE, SAMPLE, Prior, SourceAcceptance, of_a_head
 from localspec.controllers.auto_controller import AutoController
 from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.time_budget import TimeBudget
 from localspec.sampling.sampling import Distribution, Noise, SamplingParams
-from localspec.spec_decode.drafters.base import Drafter
+from localspec.spec_decode.drafters.base import Drafter, Plan
 from localspec.spec_decode.drafters.draft_model import MAX_ABRIDGED, MAX_COUNTERFACTUAL, N_HEAD, N_TAIL
+from localspec.spec_decode.drafters.head import MAX_STATES
 from localspec.spec_decode.drafters.recycling import RecyclingDrafter
 from localspec.spec_decode.proposer import SamplingProposer
 from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Verdict
@@ -51,9 +55,143 @@ CURVES: dict[str, tuple[Times, Times]] = {
 }
 """t(w) of Qwen2.5-Coder 1.5B and, with guesses made of its logits, of the 0.5B in Q4_0, on two machines [ms]."""
 
+HEAD_SHARE = 0.085
+"""A pass of a head over the target's over as many tokens, as measured for the head that ships (docs/heads.md)."""
+
 OTHER_MS = 0.45
+STATES_MS = 0.3
+"""What a pass takes longer where it hands out the states that a head reads: 0.17 to 0.4 ms on both engines."""
+
 BUSY = (2.2, 3.1)
 WIDEST = 7
+
+
+class Guess(NamedTuple):
+    """A draft token, and how likely it is accepted if those before it are."""
+
+    token: DraftToken
+    fate: float
+
+
+class Source(Protocol):
+    """A drafter of one answer."""
+
+    def ask(self, plan: Plan, position: int, at: int) -> Guess | None:
+        """Draft the answer's token ``at``, ``position`` of which are settled."""
+
+
+class FreeSource:
+    """A drafter that costs nothing."""
+
+    def __init__(self, name: str, trace: dict[str, list[float]]) -> None:
+        self.name, self.trace = name, trace
+
+    def ask(self, plan: Plan, position: int, at: int) -> Guess | None:
+        confidence = self.trace["confidence"][at]
+        if confidence < 0:
+            plan.nothing(self.name)
+            return None
+        expected = plan.keep(self.name, confidence)
+        if expected is None:
+            return None
+        return Guess(DraftToken(0, self.name, confidence, None, expected), self.trace["right"][at])
+
+
+class ModelSource:
+    """What drafts by passes.
+
+    Args:
+        name: of the drafter.
+        step: takes a pass over so many tokens; returns its time [ms].
+        rng: for fates that are probabilities.
+        is_sampled: whether draft tokens may be samples.
+    """
+
+    def __init__(self, name: str, step: Callable[[int], float], rng: np.random.Generator, is_sampled: bool) -> None:
+        self.name, self.step, self.rng, self.is_sampled = name, step, rng, is_sampled
+
+    def read(self, plan: Plan, n_tokens: int) -> None:
+        plan.spent(self.name, n_tokens, self.step(n_tokens))
+
+    def score(self, plan: Plan, trace: dict[str, Any], places: range) -> None:
+        for i in places:
+            if trace["confidence"][i] >= 0:
+                plan.counterfactual(self.name, trace["confidence"][i], self.rng.random() < trace["right"][i])
+
+    def propose(self, plan: Plan, trace: dict[str, Any], at: int) -> Guess | None:
+        confidence = trace["confidence"][at]
+        if confidence < 0:
+            return None
+        sampled = self.is_sampled and plan.samples(self.name, confidence)
+        expected = plan.keep(self.name, confidence, sampled=sampled)
+        if expected is None:
+            return None
+        n_rest = int(1 / confidence) + 1  # none of them is as probable
+        law = Distribution(np.arange(n_rest + 1), np.array([confidence, *[(1 - confidence) / n_rest] * n_rest]))
+        token = DraftToken(0, self.name, confidence, law if sampled else None, expected)
+        return Guess(token, trace["sampled" if sampled else "right"][at])
+
+
+class DraftModelSource(ModelSource):
+    """A draft model: it reads the prompt, or its ends, when that pays."""
+
+    def __init__(self, trace: dict[str, Any], *args: Any) -> None:
+        super().__init__("model", *args)
+        n_prompt = trace["prompt_tokens"]
+        self.trace = trace["sources"]["model"]
+        self.known: int | None = None  # tokens of the answer that it has read; None: not the prompt
+        self.position = 0
+        self.ways = [(n_prompt, self.trace)]
+        if N_HEAD + N_TAIL * 5 // 4 < n_prompt <= MAX_ABRIDGED:
+            self.ways.append((N_HEAD + N_TAIL, trace["sources"]["abridged"]))
+
+    def ask(self, plan: Plan, position: int, at: int) -> Guess | None:
+        if self.known is not None and position != self.position:
+            self.known = min(self.known, position)
+        self.position = position
+        for extra, trace in self.ways if self.known is None else [(-self.known, self.trace)]:
+            n_pending = left = at + 1 + extra
+            while left > 0 and plan.more(self.name, left):
+                piece = plan.piece(self.name, left)
+                self.read(plan, piece)
+                left -= piece
+            if left <= 0:
+                if n_pending > 2:
+                    self.score(plan, trace, range(max(0, position - MAX_COUNTERFACTUAL, self.known or 0), position))
+                self.trace, self.known = trace, at + 1
+                return self.propose(plan, trace, at)
+        return None
+
+
+class HeadSource(ModelSource):
+    """A chained head: see ``drafters.head``, of which this is the bookkeeping."""
+
+    def __init__(self, trace: dict[str, Any], *args: Any) -> None:
+        super().__init__("head", *args)
+        found = trace["sources"]["head"]
+        self.by_depth = [{name: found[name][depth] for name in found} for depth in range(len(found["right"]))]
+        self.n_prompt = trace["prompt_tokens"]
+        self.n_read, self.judged = 0, self.n_prompt  # of the text
+        self.position, self.n_drafted = -1, 0
+
+    def ask(self, plan: Plan, position: int, at: int) -> Guess | None:
+        n_text, depth = self.n_prompt + position, at - position
+        is_new = position != self.position
+        n_unread = min(max(1, n_text - 1 - self.n_read), MAX_STATES) if is_new else 0
+        n_drafted = 0 if is_new else self.n_drafted
+        n_rows = n_unread + depth - n_drafted
+        if depth >= len(self.by_depth) or not n_rows or not plan.more(self.name, n_rows):
+            return None
+        if is_new:
+            judged = min(self.judged, n_text)
+            n_scored = max(0, min(n_text - max(judged, n_text + 1 - n_unread), FEW_ROWS - 1))
+            self.score(plan, self.by_depth[0], range(position - n_scored, position))
+            self.read(plan, n_unread)
+            self.position, self.n_read = position, n_text - 1
+        for _ in range(n_drafted, depth):
+            self.read(plan, 1)
+        self.n_drafted, self.judged = depth, n_text + depth + 1
+        return self.propose(plan, self.by_depth[depth], at)
 
 
 class Replay:
@@ -66,6 +204,10 @@ class Replay:
         busy: whether the machine is slower than calibrated.
         sources: the drafters, in the order in which they are asked.
         recycling: the drafter of ``recycled`` tokens, with what it has learned so far.
+        rate: of the head's first draft tokens, as its card says.
+
+    Attributes:
+        sent, accepted: draft tokens by drafter.
     """
 
     def __init__(
@@ -76,97 +218,76 @@ class Replay:
         busy: bool,
         sources: Sequence[str] = ("ngram", "model"),
         recycling: Drafter | None = None,
+        rate: float | None = None,
     ) -> None:
-        self.real = PassTimes(dict(target)), PassTimes(dict(model))
-        self.slower = BUSY if busy else (1.0, 1.0)
+        head = {width: HEAD_SHARE * ms for width, ms in target.items()}
+        curves = {name: curve for name, curve in (("head", head), ("model", model)) if name in sources}
+        slower = BUSY if busy else (1.0, 1.0)
+        self.real_target, self.slower = PassTimes(dict(target)), slower[0]
+        self.real = {name: PassTimes({w: slower[1] * ms for w, ms in curve.items()}) for name, curve in curves.items()}
         self.temperature = temperature
-        greedy = temperature == 0
-        prior = {"model": GREEDY if greedy else MOST_PROBABLE}
-        self.sources = {source: SourceAcceptance(prior.get(source, COPIED)) for source in sources}
-        models = [source for source in sources if source == "model"]
-        self.sampled = {source: SourceAcceptance(SAMPLE) for source in models}
-        self.times, self.draft_times = PassTimes(dict(target)), {source: PassTimes(dict(model)) for source in models}
+
+        def table(source: str, prior: Prior) -> SourceAcceptance:
+            return SourceAcceptance(of_a_head(prior, rate) if source == "head" else prior)
+
+        prior = GREEDY if temperature == 0 else MOST_PROBABLE
+        self.sources = {name: table(name, prior if name in curves else COPIED) for name in sources}
+        self.sampled = {name: table(name, SAMPLE) for name in curves}
+        self.times, self.draft_times = PassTimes(dict(target)), {n: PassTimes(dict(c)) for n, c in curves.items()}
+        self.other_ms = OTHER_MS + (STATES_MS if "head" in sources else 0.0)
         self.recycling = recycling or RecyclingDrafter()
         self.budget = TimeBudget()
+        self.sent, self.accepted = Counter[str](), Counter[str]()
 
     def answer(self, trace: dict[str, Any], rng: np.random.Generator, noise: float = 0.04) -> np.ndarray:
         """Time at which each token was there [ms], divided by that of plain decoding [n]."""
-        whole, short = (trace["sources"][name] for name in ("model", "abridged"))
-        free = {source: trace["sources"].get(source) for source in self.sources if source != "model"}
-        if "recycled" in free:
-            free["recycled"] = recycled_trace(self.recycling, trace)
-        n = len(whole["right"])
+        certainty = trace["sources"]["model"]["certainty"]
+        n, ms_draft = len(certainty), 0.0
+
+        def step(times: PassTimes, width: int) -> float:
+            nonlocal ms_draft
+            ms = times(width) * rng.normal(1, noise)
+            ms_draft += ms
+            return ms
+
+        sources: dict[str, Source] = {}
+        for name in self.sources:
+            args = partial(step, self.real.get(name)), rng, self.temperature > 0
+            if name == "head":
+                sources[name] = HeadSource(trace, *args)
+            elif name == "model":
+                sources[name] = DraftModelSource(trace, *args)
+            else:
+                found = trace["sources"].get(name) or recycled_trace(self.recycling, trace)
+                sources[name] = FreeSource(name, found)
         controller = AutoController(self.times, self.draft_times, self.sources, self.sampled, WIDEST, self.budget)
         controller.begin(SamplingParams(temperature=self.temperature, top_k=40), trace["prompt_tokens"])
         done = np.zeros(n)
         position, now = 0, 0.0
-        n_prompt = trace["prompt_tokens"]
-        known: int | None = None  # tokens of the answer that the draft model has read; None: not the prompt
-        model, ways = whole, [(n_prompt, whole)]
-        if N_HEAD + N_TAIL * 5 // 4 < n_prompt <= MAX_ABRIDGED:
-            ways.append((N_HEAD + N_TAIL, short))
         while position < n:
             plan = controller.plan(room=min(256, 2 * n) - position, n_past=64)
             draft, fates, ms_draft = Draft(), [], 0.0
             while plan.room > 0 and position + len(draft) < n:
                 at = position + len(draft)
-                guess = None
-                for source, known_to in free.items():
-                    confidence = known_to["confidence"][at]
-                    if confidence < 0:
-                        plan.nothing(source)
-                        continue
-                    expected = plan.keep(source, confidence)
-                    if expected is not None:
-                        guess = source, confidence, None, expected, known_to["right"][at]
-                        break
-                if guess is None and "model" in self.sources:
-                    choices = ways if known is None else [(-known, model)]
-                    for extra, trace_of in choices:
-                        pending = at + 1 + extra
-                        while plan.more("model", pending):
-                            piece = plan.piece("model", pending) if hasattr(plan, "piece") else pending
-                            ms = self.real[1](piece) * self.slower[1] * rng.normal(1, noise)
-                            ms_draft += ms
-                            plan.spent("model", piece, ms)
-                            pending -= piece
-                            if pending <= 0:
-                                break
-                        else:
-                            continue
-                        first = max(0, position - MAX_COUNTERFACTUAL, 0 if known is None else known)
-                        if (pending := at + 1 + extra) > 2:
-                            for i in range(first, position):
-                                plan.counterfactual(
-                                    "model", trace_of["confidence"][i], rng.random() < trace_of["right"][i]
-                                )
-                        model, known = trace_of, at + 1
-                        confidence = model["confidence"][at]
-                        sampled = self.temperature > 0 and plan.samples("model", confidence)
-                        expected = plan.keep("model", confidence, sampled=sampled)
-                        if expected is not None:
-                            fate = model["sampled" if sampled else "right"][at]
-                            law = Distribution(np.array([0, 1]), np.array([confidence, 1 - confidence]))
-                            guess = "model", confidence, law if sampled else None, expected, fate
-                        break
+                guesses = (sources[name].ask(plan, position, at) for name in plan.order(list(sources)))
+                guess = next((guess for guess in guesses if guess is not None), None)
                 if guess is None:
                     break
-                source, confidence, law, expected, fate = guess
-                draft.append(DraftToken(0, source, confidence, law, expected))
-                fates.append(rng.random() < fate)
+                draft.append(guess.token)
+                fates.append(rng.random() < guess.fate)
             accepted = fates.index(False) if False in fates else len(fates)
-            ms_verify = self.real[0](len(draft) + 1) * self.slower[0] * rng.normal(1, noise)
+            self.sent.update(token.source for token in draft)
+            self.accepted.update(token.source for token in draft[:accepted])
+            ms_verify = self.real_target(len(draft) + 1) * self.slower * rng.normal(1, noise)
             emitted = min(accepted + 1, n - position)
             tokens = [EmittedToken(0, "plain")] * emitted
             round_ = Round(0, draft, Verdict(accepted, 0, "plain"), tokens, ms_draft=ms_draft, ms_verify=ms_verify)
-            controller.watch(row_of(max(1e-3, whole["certainty"][position + emitted - 1])))
+            controller.watch(row_of(max(1e-3, certainty[position + emitted - 1])))
             controller.update(round_)
-            now += ms_draft + ms_verify + OTHER_MS
+            now += ms_draft + ms_verify + self.other_ms
             done[position : position + emitted] = now
             position += emitted
-            if known is not None:
-                known = min(known, position)
-        plain = (self.real[0](1) * self.slower[0] + 0.25) * np.arange(1, n + 1)
+        plain = (self.real_target(1) * self.slower + 0.25) * np.arange(1, n + 1)
         return np.asarray(plain / done)
 
 
@@ -197,7 +318,9 @@ def main() -> None:
     parser.add_argument("--busy", action="store_true")
     parser.add_argument("--learning", action="store_true")
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--draft", nargs="+", default=["ngram", "model"], choices=["ngram", "recycled", "model"])
+    parser.add_argument(
+        "--draft", nargs="+", default=["ngram", "model"], choices=["ngram", "recycled", "head", "model"]
+    )
     parser.add_argument(
         "--taught", type=Path, nargs="*", default=[], help="traces that recycled tokens are learned from"
     )
@@ -215,19 +338,30 @@ def main() -> None:
         traces = [t for t in stored["traces"] if len(t["sources"]["model"]["right"]) >= min(args.lengths)]
         for curve in args.curve:
             found: dict[str, list[tuple[str, int, float]]] = {}
+            sent, accepted = Counter[str](), Counter[str]()
             for repeat in range(args.repeats):
                 rng = np.random.default_rng(repeat)
-                replay = Replay(*CURVES[curve], stored["temperature"], args.busy, args.draft, taught.clone(None))
+                replay = None
                 for i in rng.permutation(len(traces)):
                     trace = traces[i]
-                    if not args.learning:
+                    if replay is None or not args.learning:
                         replay = Replay(
-                            *CURVES[curve], stored["temperature"], args.busy, args.draft, taught.clone(None)
+                            *CURVES[curve],
+                            stored["temperature"],
+                            args.busy,
+                            args.draft,
+                            taught.clone(None),
+                            stored.get("rates", {}).get("head"),
                         )
                     speeds = replay.answer(trace, rng)
+                    sent.update(replay.sent)
+                    accepted.update(replay.accepted)
+                    replay.sent.clear()
+                    replay.accepted.clear()
                     cuts = sorted({min(length, len(speeds)) for length in args.lengths})
                     found.setdefault(trace["category"], []).extend((trace["id"], n, float(speeds[n - 1])) for n in cuts)
             print(f"{path.name} {curve}{' busy' if args.busy else ''}{' learning' if args.learning else ''}")
+            print("  " + ", ".join(f"{name}: sent {n}, accepted {accepted[name]}" for name, n in sent.items()))
             everything = [row for rows in found.values() for row in rows]
             for name, rows in [*sorted(found.items()), ("all", everything)]:
                 values = [value for _, _, value in rows]
