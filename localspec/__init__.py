@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from localspec.backends.placement import Placement
     from localspec.errors import (
         Cancelled,
         Closed,
@@ -52,6 +53,7 @@ __all__ = [
     "EngineUnavailable",
     "LocalspecError",
     "ModelFileError",
+    "Placement",
     "PromptTooLong",
     "QueueFull",
     "Reply",
@@ -75,6 +77,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "localspec.llm",
+    "Placement": "localspec.backends.placement",
     **dict.fromkeys(("AsyncRoundStream", "Reply", "RoundStream"), "localspec.runtime.stream"),
     **dict.fromkeys(
         ("Draft", "DraftToken", "EmittedToken", "Round", "Span", "SpecStats", "Verdict"), "localspec.spec_decode.rounds"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
+from localspec.backends.placement import Placement
 from localspec.errors import Cancelled
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.vocab import Vocab
@@ -16,7 +17,7 @@ from localspec.prompts.prompts import Prompt, PromptEncoder
 from localspec.prompts.templates import ChatTemplate
 from localspec.runtime import arguments
 from localspec.runtime.answering import AnswerRequest, answer, score
-from localspec.runtime.arguments import DraftLength, checked_length, checked_spec, draft_specs
+from localspec.runtime.arguments import DraftLength, checked_bound, checked_length, checked_spec, draft_specs
 from localspec.runtime.asking import AskingModel
 from localspec.runtime.idle import PREPARATION, IdleWork, OnMains
 from localspec.runtime.jobs import Job
@@ -68,6 +69,7 @@ class LLM(Tokenizing, AskingModel):
             beyond it a request raises ``QueueFull`` at once. None is any number.
         idle: work while nobody waits: measuring, making copies, reading ahead. It gives way to a request within a pass,
             and is not done on battery. False does what has to be done while loading, and then nothing between requests.
+        placement: where the target's weights go, with more than one device; see ``Placement``.
         progress: called while loading, from the worker thread, with what is being done and the fraction done (or
             None); an exception from it cancels the load and is raised here.
         cancel: set it, from any thread, to cancel the load.
@@ -94,6 +96,7 @@ class LLM(Tokenizing, AskingModel):
         prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
         max_queue: int | None = None,
         idle: bool = True,
+        placement: Placement | None = None,
         progress: Report | None = None,
         cancel: threading.Event | None = None,
     ) -> None:
@@ -101,8 +104,9 @@ class LLM(Tokenizing, AskingModel):
         self._progress: Report = progress or (lambda what, fraction: None)
         self.draft_length = draft_length
         engines, sizes = (backend, draft_backend), (n_ctx, n_threads, n_gpu_layers)
-        options = LoadOptions(*engines, *sizes, kv_cache_type, light_draft, remember, prefix_cache_bytes, idle)
-        bound, drafts, name = _checked_bound(max_queue), draft_specs(draft), checked_spec("model", model)
+        place = Placement() if placement is None else placement
+        options = LoadOptions(*engines, *sizes, kv_cache_type, light_draft, remember, prefix_cache_bytes, idle, place)
+        bound, drafts, name = checked_bound(max_queue), draft_specs(draft), checked_spec("model", model)
         path = self._path = Catalog.load().resolve(name)
         self.model_name = name if not name.endswith(".gguf") else path.name.removesuffix(".gguf")
         self.chat_defaults: dict[str, Any] = Catalog.load().chat_defaults(path)
@@ -227,7 +231,7 @@ class LLM(Tokenizing, AskingModel):
 
     @max_queue.setter
     def max_queue(self, value: int | None) -> None:
-        self._worker.queue.max_waiting = _checked_bound(value)
+        self._worker.queue.max_waiting = checked_bound(value)
 
     def set_draft(
         self, spec: str | Path | Sequence[str | Path] | None, *, gives_way: Callable[[], bool] | None = None
@@ -393,8 +397,3 @@ def _close_all(pairs: Sequence[Pair]) -> None:
 def _close_if_loaded(loading: asyncio.Future[LLM]) -> None:
     if not loading.cancelled() and loading.exception() is None:
         loading.result()._finalizer()
-
-
-def _checked_bound(value: int | None) -> int | None:
-    """A bound of the queue; None is none."""
-    return None if value is None else checked_whole("max_queue", value, 0)

@@ -116,6 +116,11 @@ class TinyFiles:
         return ggufs.write_trap(self.folder / "tiny-trap-q4_1.gguf")
 
     @cached_property
+    def experts(self) -> Path:
+        """A mixture of four experts, F32."""
+        return ggufs.write_experts(self.folder / "tiny-experts-f32.gguf")
+
+    @cached_property
     def tokenizer_only(self) -> Path:
         return ggufs.write_tokenizer_only(self.folder / "tiny-vocab-only.gguf")
 

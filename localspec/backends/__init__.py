@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from localspec.backends import trust
 from localspec.backends.base import Capabilities, Context, Forward, Model, Progress
+from localspec.backends.placement import Placement, check_engine
 from localspec.backends.registry import BACKENDS, check_name, engine_module, unavailable_reason
 from localspec.errors import EngineError, EngineUnavailable, LocalspecError, UnsupportedModel
 from localspec.model_files.gguf_file import GGUFFile
@@ -65,6 +67,14 @@ def _any_on_gpu(names: list[str], n_gpu_layers: int | None) -> bool:
     return n_gpu_layers != 0 and any(getattr(engine_module(name).binding(), "gpu", False) for name in names)
 
 
+def _placing(placement: Placement, names: list[str]) -> list[str]:
+    """Those of some engines that can place weights so; one whose devices are to be split goes first."""
+    known = [name for name in names if name in placement.engines]
+    if not known:
+        check_engine(placement, names[0])
+    return sorted(known, key=placement.engines.index) if placement.divides else known
+
+
 def load(
     path: Path,
     backend: str = "auto",
@@ -72,6 +82,7 @@ def load(
     n_threads: int | None = None,
     n_gpu_layers: int | None = None,
     kv_type: str = "f16",
+    placement: Placement | None = None,
     progress: Progress | None = None,
     say: Callable[[str], None] = lambda line: None,
     warn: Callable[[str], None] = lambda line: None,
@@ -87,6 +98,7 @@ def load(
         n_threads: CPU threads; None takes the physical cores.
         n_gpu_layers: see ``candidates``.
         kv_type: type of the KV cache.
+        placement: where the weights go, with more than one device.
         progress: called with the loaded fraction; returning False cancels.
         say: takes what is being done, in a line.
         warn: takes remarks that a user should keep, such as why an engine was passed over.
@@ -95,7 +107,7 @@ def load(
         order: the order in which ``auto`` tries several engines; None is the usual one, see ``candidates``.
 
     Raises:
-        UsageError: no such backend.
+        UsageError: no such backend, or none that can place the weights so.
         ModelFileError: the file is not a usable model.
         EngineUnavailable: the engine is not usable here.
         UnsupportedModel: no usable engine computes this kind of model.
@@ -105,9 +117,13 @@ def load(
     with GGUFFile(path) as gguf:
         gguf.check_generates_text()  # the engines take heads too
     names = [backend]
+    if placement and backend != "auto":
+        check_engine(placement, backend)
     if backend == "auto":
         names = candidates(n_gpu_layers)
-        if order is not None and len(names) > 1:
+        if placement:
+            names = _placing(placement, names)
+        elif order is not None and len(names) > 1:
             names = order(names, _any_on_gpu(names, n_gpu_layers))
     failures: list[LocalspecError] = []
     cancelled = False
@@ -117,7 +133,8 @@ def load(
         cancelled = cancelled or (progress is not None and not progress(fraction))
         return not cancelled
 
-    options = {"n_threads": n_threads, "n_gpu_layers": n_gpu_layers, "kv_type": kv_type, "progress": watched}
+    options: dict[str, Any] = {"n_threads": n_threads, "n_gpu_layers": n_gpu_layers, "kv_type": kv_type}
+    options |= {"progress": watched} | ({"placement": placement} if placement else {})
     for name in names:
         try:
             if not check:

@@ -93,6 +93,7 @@ class Model(ABC):
         n_layers: number of blocks; those for multi-token prediction, which are no part of a pass, are not counted.
         capabilities: see ``Capabilities``.
         kv_type: type of the attention cache, where the engine has several: part of what a saved state has to match.
+        placement: where the weights go, as text; empty where nothing was asked: passes may cost something else then.
     """
 
     path: Path
@@ -107,6 +108,7 @@ class Model(ABC):
     n_layers: int
     capabilities: Capabilities
     kv_type: str = ""
+    placement: str = ""
     n_threads: int
     n_vocab: int
     """Width of a logits row. Can exceed the number of named tokens by padding rows."""

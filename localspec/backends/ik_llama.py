@@ -18,7 +18,9 @@ from localspec.backends.base import Progress
 from localspec.backends.builds import built_for, digest, foreign_features, system_info
 from localspec.backends.llama_binding import Binding
 from localspec.backends.llama_family import LlamaModel
+from localspec.backends.llama_placement import Place, Places
 from localspec.backends.noise import engine_log
+from localspec.backends.placement import Placement
 from localspec.backends.state_tap import TensorFunctions, ggml_library
 from localspec.errors import EngineUnavailable, UnsupportedModel, UsageError
 from localspec.model_files.gguf_file import GGUFFile, TensorInfo
@@ -61,6 +63,17 @@ def _base_library() -> ctypes.CDLL | None:
     return None
 
 
+_OF_GGML = (
+    "ggml_blck_size",
+    "ggml_backend_reg_get_count",
+    "ggml_backend_reg_get_default_buffer_type",
+    "ggml_backend_buft_name",
+)
+"""Functions of another library than the rest, which on Windows has to be said."""
+
+_ALL_LAYERS = 9999
+"""Of its GPU layers there is no number that stands for all."""
+
 _MOVED_AT_ONCE = 100
 """Rows that one round of its defragmentation moves at least; of a model of 28 layers it moves 390."""
 
@@ -98,7 +111,9 @@ class IkLlamaBinding(Binding):
             import ik_llama_cpp._ctypes_api as api
 
             lib = api._lib
-            lib.ggml_blck_size = ggml_library(lib).ggml_blck_size
+            ggml = ggml_library(lib)
+            for name in _OF_GGML:
+                setattr(lib, name, getattr(ggml, name))
         except (OSError, ImportError, AttributeError) as error:
             hint = "; it needs Microsoft's Visual C++ Redistributable (x64)" if sys.platform == "win32" else ""
             raise EngineUnavailable(f"ik-llama-cpp-python cannot load its library: {error}{hint}") from None
@@ -120,6 +135,10 @@ class IkLlamaBinding(Binding):
             ("llama_get_logits", [pointer], pointer),
             ("llama_n_vocab", [pointer], i32),
             ("ggml_blck_size", [ctypes.c_int], ctypes.c_int64),
+            ("llama_max_devices", [], size_t),
+            ("ggml_backend_reg_get_count", [], size_t),
+            ("ggml_backend_reg_get_default_buffer_type", [size_t], pointer),
+            ("ggml_backend_buft_name", [pointer], ctypes.c_char_p),
             ("llama_log_set", [_LOG_CALLBACK, pointer], None),
             ("llama_model_has_recurrent", [pointer], ctypes.c_bool),
             ("llama_state_seq_get_size", [pointer, i32, u32], size_t),
@@ -129,6 +148,7 @@ class IkLlamaBinding(Binding):
             function = getattr(lib, name)
             function.argtypes, function.restype = argtypes, restype
         self._check_structs()
+        self.gpu = lib.ggml_backend_reg_get_count() > 1  # never in a wheel
         self.tensors = TensorFunctions(lib, api.ggml_backend_sched_eval_callback)
         self._log = _LOG_CALLBACK(lambda _level, text, _data: engine_log.write(text))
         lib.llama_log_set(self._log, None)
@@ -155,6 +175,17 @@ class IkLlamaBinding(Binding):
         # Repacked rows are what makes wide passes cheap; they cannot be shared with the file's pages.
         params.use_mmap = not self.repacks
         params.repack_tensors = self.repacks
+
+    def places(self) -> Places:
+        # Its registry names kinds of memory, the CPU's first; a wheel has no other.
+        buffers, devices = {}, []
+        for i in range(self.lib.ggml_backend_reg_get_count()):
+            buffer = self.lib.ggml_backend_reg_get_default_buffer_type(i)
+            name = (self.lib.ggml_backend_buft_name(buffer) or b"").decode("utf-8", "replace")
+            buffers["CPU" if i == 0 else name] = buffer
+            if i:
+                devices.append(Place(name, 0, name, name.startswith("CUDA")))
+        return Places(devices, devices, buffers, int(self.lib.llama_max_devices()))
 
     def set_context_options(self, params: Any, n_sequences: int) -> None:
         params.n_seq_max = n_sequences
@@ -218,6 +249,7 @@ def load(
     n_gpu_layers: int | None = None,
     kv_type: str = "f16",
     progress: Progress | None = None,
+    placement: Placement | None = None,
 ) -> LlamaModel:
     """Load a GGUF with ik_llama.cpp, its rows repacked for wide passes; see ``backends.registry.LoadEngine``.
 
@@ -225,7 +257,7 @@ def load(
         UnsupportedModel: it would end the process; see ``trial``.
         UsageError: layers on a GPU are asked for, which its wheels do not have.
     """
-    if n_gpu_layers:
+    if n_gpu_layers and not binding().gpu:
         raise UsageError("ik-llama's wheels run on the CPU only; use --backend llama-cpp for --gpu-layers")
     if kv_type == "f32":
         # Its flash attention aborts the whole process on a KV cache of F32.
@@ -244,7 +276,16 @@ def load(
                 f"{path.name}: {NAME} {VERSION} does not compute this {architecture!r} model; use --backend "
                 "llama-cpp (pip install 'localspec[llama-cpp]')"
             )
-    return open_untried(path, n_threads=n_threads, kv_type=kv_type, progress=progress)
+    layers = (_ALL_LAYERS if engine.gpu else 0) if n_gpu_layers is None else n_gpu_layers
+    return LlamaModel(
+        engine,
+        path,
+        n_threads=n_threads,
+        n_gpu_layers=_ALL_LAYERS if layers < 0 else layers,
+        kv_type=kv_type,
+        placement=placement,
+        progress=progress,
+    )
 
 
 def is_familiar(gguf: GGUFFile) -> bool:

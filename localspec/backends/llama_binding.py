@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from localspec.backends.base import Progress
+from localspec.backends.llama_placement import Placed, Places
 from localspec.backends.state_tap import TensorFunctions
 from localspec.model_files.gguf_file import TensorInfo
 
@@ -60,12 +61,20 @@ class Binding(ABC):
     def set_context_options(self, params: Any, n_sequences: int) -> None:
         """Fill in what this engine alone has in ``llama_context_params``."""
 
-    def load_model(self, path: Path, n_gpu_layers: int, progress: Progress | None) -> int | None:
+    @abstractmethod
+    def places(self) -> Places:
+        """Where weights can be put."""
+
+    def load_model(
+        self, path: Path, n_gpu_layers: int, progress: Progress | None, placed: Placed | None = None
+    ) -> int | None:
         params = self.api.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
         callback = self.api.llama_progress_callback(lambda fraction, _data: progress(fraction) if progress else True)
         params.progress_callback = callback
         self.set_model_options(params)
+        if placed is not None:
+            placed.fill(params)
         handle: int | None = self.api.llama_model_load_from_file(os.fsencode(path), params)
         return handle
 
@@ -137,5 +146,8 @@ class Binding(ABC):
         """Whether the engine survives a tensor of this type and size; one that refuses the others itself says yes."""
         return True
 
-    def device(self, n_gpu_layers: int) -> str:
-        return "gpu" if self.gpu and n_gpu_layers else "cpu"
+    def device(self, n_gpu_layers: int, placed: Placed | None = None) -> str:
+        """Where the weights are: ``cpu``, ``gpu``, or ``mixed``."""
+        if not n_gpu_layers or not (self.gpu if placed is None else placed.on_devices):
+            return "cpu"
+        return "gpu" if placed is None or not placed.keeps_some else "mixed"

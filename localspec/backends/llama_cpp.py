@@ -9,9 +9,12 @@ from typing import Any
 
 from localspec.backends.base import Progress
 from localspec.backends.builds import digest
+from localspec.backends.ggml import GPU, INTEGRATED, Ggml
 from localspec.backends.llama_binding import Binding
 from localspec.backends.llama_family import LlamaModel
+from localspec.backends.llama_placement import Place, Places
 from localspec.backends.noise import engine_log
+from localspec.backends.placement import Placement
 from localspec.backends.state_tap import TensorFunctions
 from localspec.errors import EngineUnavailable
 from localspec.system.machine import default_threads, prepare_threads
@@ -46,6 +49,21 @@ class LlamaCppBinding(Binding):
 
     def set_model_options(self, params: Any) -> None:
         pass
+
+    def places(self) -> Places:
+        try:
+            ggml = Ggml()
+        except (OSError, AttributeError) as error:
+            raise EngineUnavailable(f"llama-cpp-python does not show its devices: {error}") from None
+        found = ggml.devices()
+        buffers = {ggml.buffer_name(each.buffer): each.buffer for each in found if each.buffer}
+        devices = {
+            each: Place(each.name, each.handle, ggml.buffer_name(each.buffer), each.splits_rows)
+            for each in found
+            if each.kind in (GPU, INTEGRATED)
+        }
+        usual = [place for each, place in devices.items() if each.kind == GPU] or list(devices.values())
+        return Places(list(devices.values()), usual, buffers, int(self.lib.llama_max_devices()))
 
     def set_context_options(self, params: Any, n_sequences: int) -> None:
         params.n_seq_max = n_sequences
@@ -92,6 +110,7 @@ def load(
     n_gpu_layers: int | None = None,
     kv_type: str = "f16",
     progress: Progress | None = None,
+    placement: Placement | None = None,
 ) -> LlamaModel:
     """Load a GGUF with llama.cpp; see ``backends.registry.LoadEngine``."""
     engine = binding()
@@ -102,5 +121,6 @@ def load(
         n_threads=n_threads or default_threads(),
         n_gpu_layers=layers,
         kv_type=kv_type,
+        placement=placement,
         progress=progress,
     )

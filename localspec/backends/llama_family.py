@@ -17,7 +17,9 @@ from localspec.backends.base import Capabilities, Context, ContextState, FloatAr
 from localspec.backends.forward import layer_name
 from localspec.backends.llama_binding import Binding
 from localspec.backends.llama_passes import LlamaPasses
+from localspec.backends.llama_placement import Placed
 from localspec.backends.llama_sequences import LlamaSequences
+from localspec.backends.placement import Placement
 from localspec.backends.sequence_batch import SequenceBatch
 from localspec.backends.soundness import check_sound
 from localspec.errors import EngineError, UsageError
@@ -44,18 +46,23 @@ class LlamaModel(Model):
         n_threads: int,
         n_gpu_layers: int = 0,
         kv_type: str = "f16",
+        placement: Placement | None = None,
         progress: Progress | None = None,
     ) -> None:
+        self._placed: Placed | None = None
         with GGUFFile(path) as gguf:
             self._read_header(gguf)
             check_kv_type(gguf, kv_type)
             check_sound(gguf, self.vocab, binding.computes, binding.alignment)
+            if placement:
+                self._placed = Placed(placement, binding.places(), gguf, binding.name)
+                self.placement = str(placement)
         self.binding = binding
         self.backend = binding.name
         self.engine = f"{binding.name} {binding.version}"
         self.n_threads = n_threads
         self.kv_type = kv_type
-        handle = binding.load_model(path, n_gpu_layers, progress)
+        handle = binding.load_model(path, n_gpu_layers, progress, self._placed)
         if not handle:
             raise EngineError(
                 f"{self.engine} could not load {path.name} (architecture {self.architecture!r}); "
@@ -66,7 +73,7 @@ class LlamaModel(Model):
         rewinds = not binding.is_recurrent(handle)
         self.capabilities = Capabilities(
             rollback="exact" if rewinds else "replay",
-            device=binding.device(n_gpu_layers),
+            device=binding.device(n_gpu_layers, self._placed),
             saves_state=True,
             keeps_rows=binding.keeps_rows,
             hidden=True,

@@ -54,6 +54,7 @@ class LoadEngine(Protocol):
         n_gpu_layers: layers on the GPU; None puts all there if the engine has a GPU, 0 keeps all on the CPU.
         kv_type: type of the KV cache: f32, f16, q8_0 or q4_0, as far as the engine has it.
         progress: see ``base.Progress``.
+        placement: where the weights go; only engines of ``Placement.engines`` are asked.
 
     Raises:
         ModelFileError: the file is damaged, or of a kind that this engine does not compute.

@@ -224,7 +224,8 @@ def verdict_key(backend: str, options: Mapping[str, Any], digest: str) -> dict[s
     """What a verdict depends on: the engine and its version, where the weights run, the file."""
     module = engine_module(backend)
     engine = module.binding().version if hasattr(module, "binding") else ""
-    return {"engine": f"{backend} {engine}", "gpu layers": str(options.get("n_gpu_layers")), "file": digest}
+    key = {"engine": f"{backend} {engine}", "gpu layers": str(options.get("n_gpu_layers")), "file": digest}
+    return key | ({"placement": str(placement)} if (placement := options.get("placement")) else {})
 
 
 def verdicts() -> JsonStore:
@@ -343,9 +344,11 @@ def load_elsewhere(
     model: Model, path: Path, options: Mapping[str, Any], progress: Progress | None = None
 ) -> Model | None:
     """The same file on another engine; None where no other can have it."""
+    on_cpu = {**options, "n_gpu_layers": 0, "progress": progress}
+    on_cpu.pop("placement", None)  # the comparison is with what a CPU computes, as far as that has room for it
     for name in other_engines(model):
         try:
-            loaded: Model = engine_module(name).load(path, **{**options, "n_gpu_layers": 0, "progress": progress})
+            loaded: Model = engine_module(name).load(path, **on_cpu)
         except LocalspecError:
             continue
         if loaded.n_vocab == model.n_vocab:

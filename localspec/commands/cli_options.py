@@ -55,6 +55,27 @@ GpuLayers = Annotated[
     int | None,
     typer.Option(min=0, max=MAX_COUNT, help="Layers on the GPU.", show_default="all, if the engine can"),
 ]
+SplitMode = Annotated[
+    str | None,
+    typer.Option(metavar="none|layer|row", help="How the target is split over devices.", show_default="layer"),
+]
+TensorSplit = Annotated[
+    str | None,
+    typer.Option(metavar="N,N…", help="Shares of the devices, e.g. 3,1.", show_default="by free memory"),
+]
+MainGpu = Annotated[int | None, typer.Option(min=0, metavar="N", help="The one GPU of --split-mode none.")]
+Device = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME,NAME…|none", help="Devices for the target, as doctor names them; none: the CPU."),
+]
+OverrideTensor = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PATTERN=BUFFER", help="Put tensors whose name matches into that memory; repeatable."),
+]
+CpuMoe = Annotated[bool, typer.Option("--cpu-moe", help="Keep all experts of a MoE target on the CPU.")]
+NCpuMoe = Annotated[
+    int | None, typer.Option(min=0, max=MAX_COUNT, metavar="N", help="Keep the experts of the first N layers there.")
+]
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="The system prompt.")]
 LightDraft = Annotated[
     bool,
@@ -101,6 +122,9 @@ LOADING = {
 }
 """What an option of loading is called in ``LoadOptions``."""
 
+PLACEMENT = ("split_mode", "tensor_split", "main_gpu", "device", "override_tensor", "cpu_moe", "n_cpu_moe")
+"""Options that say where the target's weights go; ``Placement`` calls them the same."""
+
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed", "max_tokens")
 
 
@@ -121,6 +145,13 @@ def _shared(
     ctx: Ctx = None,
     threads: Threads = None,
     gpu_layers: GpuLayers = None,
+    split_mode: SplitMode = None,
+    tensor_split: TensorSplit = None,
+    main_gpu: MainGpu = None,
+    device: Device = None,
+    override_tensor: OverrideTensor = None,
+    cpu_moe: CpuMoe = False,
+    n_cpu_moe: NCpuMoe = None,
     kv_cache: KVCache = "f16",
     light_draft: LightDraft = True,
     idle: Idle = True,
@@ -152,11 +183,15 @@ def run_options(model: str | None, given: dict[str, Any], **sampling: Any) -> Ru
     Raises:
         UsageError: a value makes no sense.
     """
-    from localspec.commands.options import RunOptions
+    from localspec.commands.options import RunOptions, placement
     from localspec.runtime.load_options import LoadOptions
 
     rest = {"idle": False} | given
-    load = LoadOptions(**{keyword: rest.pop(option) for option, keyword in LOADING.items() if option in rest})
+    placed = {name: rest.pop(name) for name in PLACEMENT if name in rest}
+    load = LoadOptions(
+        **{keyword: rest.pop(option) for option, keyword in LOADING.items() if option in rest},
+        placement=placement(placed),
+    )
     sampling |= {name: value for name in SAMPLING if (value := rest.pop(name)) is not None}
     if stop := rest.pop("stop"):
         sampling["stop"] = tuple(stop)

@@ -6,12 +6,13 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localspec.backends.heads import heads_for
 from localspec.backends.noise import engine_log
+from localspec.backends.placement import Placement, read_shares
 from localspec.errors import DownloadError, ModelFileError, UsageError
 from localspec.model_files.catalog import Catalog, Entry
 from localspec.runtime.arguments import DraftLength, checked_length, draft_specs, with_free
@@ -115,7 +116,7 @@ class RunOptions:
         model = ensure_model(self.model, drafters)
         if late is not None and self.model is None and not offline():
             late += [entry for entry in Catalog.load().default_pair()[1:] if not entry.present]
-        return LLM(model, drafters, draft_length=self.length(), progress=report, **asdict(self.load))
+        return LLM(model, drafters, draft_length=self.length(), progress=report, **self.load.as_arguments())
 
     @contextmanager
     def opened(self) -> Iterator[LLM]:
@@ -163,6 +164,17 @@ def _read(path: str, option: str) -> str:
         raise UsageError(f"{option} {path} cannot be read: {error.strerror or error}") from None
     except ValueError:
         raise UsageError(f"{option} {path} is not a text file in UTF-8") from None
+
+
+def placement(given: Mapping[str, Any]) -> Placement:
+    """The options of ``cli_options.PLACEMENT`` as given, checked.
+
+    Raises:
+        UsageError: a value makes no sense.
+    """
+    asked = {name: value for name, value in given.items() if value is not None and value is not False}
+    asked |= {"tensor_split": read_shares(asked["tensor_split"])} if "tensor_split" in asked else {}
+    return Placement(**asked)
 
 
 def check_text(text: str | None, name: str) -> None:

@@ -189,7 +189,7 @@ def curves() -> CalibrationCache:
 
 def curve_key(model: Model, kv_type: str) -> dict[str, str]:
     """What the times of a model's passes depend on; of which kind they are follows from the file."""
-    return {
+    key = {
         "machine": cpu_name(),
         "engine": model.engine,
         "device": model.capabilities.device,
@@ -197,6 +197,7 @@ def curve_key(model: Model, kv_type: str) -> dict[str, str]:
         "threads": str(model.n_threads),
         "kv": kv_type,
     }
+    return key | ({"placement": model.placement} if model.placement else {})
 
 
 def growth(model: Model, kv_type: str) -> float:

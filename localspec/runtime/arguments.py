@@ -15,7 +15,7 @@ from localspec.prompts.thinking import THINK as THINK  # for those above who may
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.drafters.free import FREE_DRAFTERS
 from localspec.spec_decode.drafters.names import AUTOMATIC, CORPUS, EARLY_EXIT, HEAD, is_corpus
-from localspec.values import is_whole, listed, shown
+from localspec.values import checked_whole, is_whole, listed, shown
 
 DraftLength = int | str
 """``auto``, or a number of tokens."""
@@ -104,6 +104,11 @@ def checked_loading(progress: Any, cancel: Any) -> threading.Event:
     if cancel is not None and not isinstance(cancel, threading.Event):
         raise UsageError(f"cancel must be a threading.Event, not {shown(cancel)}")
     return threading.Event() if cancel is None else cancel
+
+
+def checked_bound(value: Any) -> int | None:
+    """A bound of the queue; None is none."""
+    return None if value is None else checked_whole("max_queue", value, 0)
 
 
 # -- of a request ------------------------------------------------------------------------------------------------

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from localspec.backends import check_name
+from localspec.backends.placement import Placement, check_engine
 from localspec.errors import UsageError
 from localspec.values import KV_CACHE_TYPES, MAX_COUNT, MAX_THREADS, checked_whole, shown
 
@@ -31,10 +32,15 @@ class LoadOptions:
     remember: bool = True
     prefix_cache_bytes: int = PREFIX_CACHE_BYTES
     idle: bool = True
+    placement: Placement = field(default_factory=Placement)
 
     def __post_init__(self) -> None:
         check_name(self.backend)
         check_name("auto" if self.draft_backend is None else self.draft_backend)
+        if not isinstance(self.placement, Placement):
+            raise UsageError(f"placement must be a Placement, not {shown(self.placement)}")
+        if self.backend != "auto":
+            check_engine(self.placement, self.backend)
         if not isinstance(self.kv_cache_type, str) or self.kv_cache_type not in KV_CACHE_TYPES:
             raise UsageError(f"the KV cache type must be {', '.join(KV_CACHE_TYPES)}, not {shown(self.kv_cache_type)}")
         for name, least, most in (
@@ -49,5 +55,14 @@ class LoadOptions:
 
     @property
     def engine(self) -> dict[str, Any]:
-        """What an engine's ``load`` takes of it."""
+        """What an engine's ``load`` takes of it, for any model."""
         return {"n_threads": self.n_threads, "n_gpu_layers": self.n_gpu_layers, "kv_type": self.kv_cache_type}
+
+    @property
+    def target(self) -> dict[str, Any]:
+        """What it takes for the target: it alone is placed."""
+        return self.engine | ({"placement": self.placement} if self.placement else {})
+
+    def as_arguments(self) -> dict[str, Any]:
+        """The arguments of ``LLM`` that say the same."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}

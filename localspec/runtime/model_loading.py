@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from localspec import backends
 from localspec.backends.base import Context, Model
@@ -42,7 +43,19 @@ class Loader:
         self.warnings = warnings
         self._choices = JsonStore(home() / "drafts", 1)
 
-    def load(self, path: Path, report: Report, *, backend: str | None = None, check: bool = True) -> Model:
+    def load_target(self, path: Path, report: Report) -> Model:
+        """Load the target, which alone is placed on devices as the options say."""
+        return self.load(path, report, engine=self.options.target)
+
+    def load(
+        self,
+        path: Path,
+        report: Report,
+        *,
+        backend: str | None = None,
+        check: bool = True,
+        engine: dict[str, Any] | None = None,
+    ) -> Model:
         """Load a file; see ``backends.load``. An exception from ``report`` cancels, and is raised here."""
         cancel: list[BaseException] = []
 
@@ -58,7 +71,7 @@ class Loader:
             return backends.load(
                 path,
                 backend or self.options.backend,
-                **self.options.engine,
+                **(engine or self.options.engine),
                 progress=progress,
                 say=lambda line: report(line, None),
                 warn=self.warnings.append,

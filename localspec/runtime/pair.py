@@ -70,7 +70,7 @@ class Pair:
         self._last: tuple[DraftLength, Controller] | None = None
         with ExitStack() as undo:
             undo.callback(trim_heap)
-            self.target = self.loader.load(path, report)
+            self.target = self.loader.load_target(path, report)
             undo.callback(self.target.close)
             context = self.target.new_context(self._context_size())
             undo.callback(context.close)

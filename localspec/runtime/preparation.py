@@ -174,11 +174,11 @@ def second_opinion(pair: Pair, path: Path) -> SecondOpinion:
     """What another engine has to say of a pair's target, a file as the user named it."""
     target, options = pair.target, pair.options
     known = measured(path, options.n_threads, options.kv_cache_type)
-    comparable = target.capabilities.device == "cpu" and options.backend == "auto"
+    comparable = target.capabilities.device == "cpu" and options.backend == "auto" and not options.placement
     return SecondOpinion(
         target,
         path,
-        pair.options.engine,
+        pair.options.target,
         pair.refuse,
         engines_measuring(pair.context.n_ctx, options.kv_cache_type),
         measured=not comparable or all(name in known for name in ENGINES),

@@ -182,6 +182,21 @@ def write_llama(
     return write_gguf(path, "llama", metadata, weights, tensor_type)
 
 
+def write_experts(path: Path, vocab: TinyVocab | None = None, *, n_expert: int = 4, seed: int = 0) -> Path:
+    """A mixture of experts of the llama architecture (Mixtral's), two of which take part in a token."""
+    shape, vocab = Shape(), vocab or spm_vocab()
+    weights = llama_weights(shape, len(vocab), seed)
+    rng = np.random.default_rng(seed + 1)
+    for i in range(shape.n_layer):
+        weights[f"blk.{i}.ffn_gate_inp.weight"] = rng.standard_normal((n_expert, shape.n_embd)).astype(np.float32)
+        for part in ("gate", "up", "down"):
+            dense = weights.pop(f"blk.{i}.ffn_{part}.weight")
+            noise = rng.standard_normal((n_expert, *dense.shape)).astype(np.float32)
+            weights[f"blk.{i}.ffn_{part}_exps.weight"] = dense + dense.std() * noise
+    experts = {"llama.expert_count": n_expert, "llama.expert_used_count": 2}
+    return write_llama(path, shape, vocab, weights=weights, extra=experts)
+
+
 def write_in_parts(
     folder: Path,
     vocab: TinyVocab | None = None,

@@ -1,0 +1,191 @@
+"""Where a model's weights go when there is more than one device: llama.cpp's options, under its names."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, fields
+from typing import Any
+
+from localspec.errors import UsageError
+from localspec.model_files.gguf_file import GGUFFile
+from localspec.values import MAX_COUNT, as_float, checked_whole, is_number, listed, shown
+
+SPLIT_MODES = ("none", "layer", "row")
+
+EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
+"""What llama.cpp's ``--cpu-moe`` matches: the weights of which a token uses a few experts' share."""
+
+_INPUTS = ("token_embd", "token_types", "position_embd", "per_layer_token_embd")
+"""Read row by row on the CPU: in another device's memory, llama.cpp aborts where that cannot do it."""
+
+_OVERRIDE = re.compile(r".+?=[^,=]+(?=,|$)|.+", re.DOTALL)
+_MAX_PATTERN = 200
+_FOREIGN_GROUP = re.compile(r"\(\?(?![:=!])|\\[AZGkKz]|(?<!\\)[*+?}]\+")
+"""What Python's expressions have and those of C++ (ECMAScript) have not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the target's weights go, in llama.cpp's words; draft models stay where they would be without it.
+
+    Attributes:
+        split_mode: ``layer`` (llama.cpp's own choice) puts whole layers on the devices, ``row`` divides matrices,
+            ``none`` uses one device.
+        tensor_split: shares of the devices, in their order; None leaves it to their free memory.
+        main_gpu: the number of the device that ``none`` uses.
+        device: devices by the names that ``localspec doctor`` shows, in the order to fill them; ``none`` keeps all on
+            the CPU. None takes all GPUs.
+        override_tensor: ``PATTERN=BUFFER``: tensors whose name a regular expression finds go into the memory of that
+            name, e.g. ``CPU`` or ``CUDA0``; the first that matches counts.
+        cpu_moe: keep the experts of all layers in the CPU's memory.
+        n_cpu_moe: keep those of the first n layers there.
+
+    Raises:
+        UsageError: a value makes no sense.
+    """
+
+    split_mode: str | None = None
+    tensor_split: tuple[float, ...] | None = None
+    main_gpu: int | None = None
+    device: tuple[str, ...] | None = None
+    override_tensor: tuple[str, ...] = ()
+    cpu_moe: bool = False
+    n_cpu_moe: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.split_mode is not None and self.split_mode not in SPLIT_MODES:
+            raise UsageError(f"--split-mode must be {', '.join(SPLIT_MODES)}, not {shown(self.split_mode)}")
+        object.__setattr__(self, "tensor_split", _shares(self.tensor_split))
+        if self.main_gpu is not None:
+            object.__setattr__(self, "main_gpu", checked_whole("--main-gpu", self.main_gpu, 0, MAX_COUNT))
+            if self.split_mode != "none":
+                raise UsageError("--main-gpu names the one GPU of --split-mode none; --device chooses among several")
+        if self.n_cpu_moe is not None:
+            object.__setattr__(self, "n_cpu_moe", checked_whole("--n-cpu-moe", self.n_cpu_moe, 0, MAX_COUNT))
+            if self.cpu_moe:
+                raise UsageError("--cpu-moe means all layers and --n-cpu-moe some of them: use one of the two")
+        if not isinstance(self.cpu_moe, bool):
+            raise UsageError(f"--cpu-moe is on or off, not {shown(self.cpu_moe)}")
+        if self.device is not None:
+            object.__setattr__(self, "device", _names(self.device))
+        # As in llama.cpp a comma stands between several: one that follows the name of a buffer.
+        given = _texts("--override-tensor", self.override_tensor)
+        overrides = tuple(part.removeprefix(",") for each in given for part in _OVERRIDE.findall(each))
+        object.__setattr__(self, "override_tensor", overrides)
+        for each in overrides:
+            _checked_override(each)
+        if self.device == ("none",) and (self.tensor_split or self.split_mode or self.main_gpu is not None):
+            raise UsageError("--device none leaves nothing to split")
+        if self.split_mode == "none" and self.tensor_split:
+            raise UsageError("--tensor-split says how to split, and --split-mode none that nothing is")
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, each.name) != each.default for each in fields(self))
+
+    @property
+    def asked(self) -> list[str]:
+        """The options that were given, as the command line calls them."""
+        given = [each.name for each in fields(self) if getattr(self, each.name) != each.default]
+        return ["--" + name.replace("_", "-") for name in given]
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Engines that know these options."""
+        return ("llama-cpp",) if self.device is not None else ("llama-cpp", "ik-llama")
+
+    @property
+    def divides(self) -> bool:
+        """Whether it says how weights are divided among devices."""
+        return bool(self.split_mode or self.tensor_split or self.main_gpu is not None)
+
+    def overrides(self, n_layers: int) -> list[tuple[str, str]]:
+        """(pattern, buffer) in the order in which they count, for a model of so many layers."""
+        found = [_checked_override(each) for each in self.override_tensor]
+        if self.cpu_moe:
+            found.append((EXPERTS, "CPU"))
+        return found + [(rf"blk\.{i}{EXPERTS}", "CPU") for i in range(min(self.n_cpu_moe or 0, n_layers))]
+
+    def check_file(self, gguf: GGUFFile) -> None:
+        """Refuse what the file has nothing for.
+
+        Raises:
+            UsageError: no experts, or a pattern finds no tensor.
+        """
+        names = list(gguf.tensors)
+        if (self.cpu_moe or self.n_cpu_moe) and not any(re.search(EXPERTS, name) for name in names):
+            option = "--cpu-moe" if self.cpu_moe else "--n-cpu-moe"
+            raise UsageError(f"{option}: {gguf.path.name} has no experts, so there is nothing to keep on the CPU")
+        for pattern, buffer in map(_checked_override, self.override_tensor):
+            found = [name for name in names if re.search(pattern, name)]
+            if not found:
+                raise UsageError(f"--override-tensor {pattern}={buffer} matches no tensor of {gguf.path.name}")
+            inputs = [name for name in found if name.startswith(_INPUTS)]
+            if inputs and buffer != "CPU":
+                raise UsageError(f"--override-tensor {pattern}={buffer} matches {inputs[0]}, which stays on the CPU")
+
+
+def _shares(value: Any) -> tuple[float, ...] | None:
+    if value is None:
+        return None
+    several = listed(value) if not is_number(value) else [value]
+    if several is None or not several or not all(is_number(each) for each in several):
+        raise UsageError(f"--tensor-split takes shares such as 3,1, not {shown(value)}")
+    shares = tuple(as_float(each) for each in several)
+    if any(not math.isfinite(each) or each < 0 for each in shares) or not 0 < sum(shares) < 3e38:
+        raise UsageError(f"--tensor-split takes shares of 0 or more that are not all 0, not {shown(value)}")
+    return shares
+
+
+def read_shares(text: str) -> tuple[float, ...]:
+    """``--tensor-split`` as typed.
+
+    Raises:
+        UsageError: it is no list of numbers.
+    """
+    try:
+        return tuple(float(part) for part in re.split(r"[,/]", text))
+    except ValueError:
+        raise UsageError(f"--tensor-split takes shares such as 3,1, not {shown(text)}") from None
+
+
+def _texts(option: str, value: Any) -> tuple[str, ...]:
+    several = [value] if isinstance(value, str) else listed(value)
+    if several is None or not all(isinstance(each, str) and each for each in several):
+        raise UsageError(f"{option} takes texts, not {shown(value)}")
+    return tuple(several)
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    texts = [part.strip() for each in _texts("--device", value) for part in each.split(",")]
+    if not texts or not all(texts):
+        raise UsageError(f"--device takes names such as CUDA0,CUDA1, or none, not {shown(value)}")
+    if len(set(texts)) < len(texts):
+        raise UsageError(f"--device names {next(name for name in texts if texts.count(name) > 1)} twice")
+    if "none" in texts and len(texts) > 1:
+        raise UsageError("--device none stands alone")
+    return tuple(texts)
+
+
+def _checked_override(text: str) -> tuple[str, str]:
+    pattern, equals, buffer = text.rpartition("=")
+    if not equals or not pattern or not buffer or len(pattern) > _MAX_PATTERN or "\0" in text:
+        raise UsageError(f"--override-tensor takes PATTERN=BUFFER, such as exps=CPU, not {shown(text)}")
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError) as error:
+        raise UsageError(f"--override-tensor {shown(pattern)} is no regular expression: {error}") from None
+    if _FOREIGN_GROUP.search(pattern):
+        raise UsageError(f"--override-tensor {shown(pattern)} uses what regular expressions of C++ do not have")
+    return pattern, buffer
+
+
+def check_engine(placement: Placement, backend: str) -> None:
+    """Refuse options that an engine does not have.
+
+    Raises:
+        UsageError: it has not.
+    """
+    if placement and backend not in placement.engines:
+        names = " and ".join(placement.asked)
+        raise UsageError(f"{backend} has no {names}; use --backend {' or '.join(placement.engines)}")

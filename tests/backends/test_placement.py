@@ -1,0 +1,202 @@
+"""Where weights go: what is refused, and that what is asked reaches the engine."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localspec import LLM, Placement, SamplingParams
+from localspec.backends import trust
+from localspec.backends.llama_placement import Place, Placed, Places
+from localspec.backends.noise import engine_log
+from localspec.backends.registry import engine_module
+from localspec.controllers.calibration import curve_key
+from localspec.errors import UsageError
+from localspec.model_files.gguf_file import GGUFFile
+from tests.conftest import Backend, TinyFiles, open_backend
+
+PLACING = ("llama-cpp", "ik-llama")
+
+
+@pytest.fixture(params=PLACING)
+def engine(request: pytest.FixtureRequest) -> Backend:
+    return open_backend(request.param)
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> deque[str]:
+    """All that the engines log."""
+    monkeypatch.setattr(engine_log, "recent", deque(maxlen=10_000))
+    return engine_log.recent
+
+
+def moved(said: deque[str]) -> set[str]:
+    """Tensors that the engine says were put elsewhere."""
+    return {part for line in said if "overrid" in line for part in line.split() if ".weight" in part}
+
+
+def first_row(backend: Backend, path: Any, **options: Any) -> np.ndarray:
+    with backend.load(path, n_threads=2, **options) as model, model.new_context(32) as context:
+        return context.decode([3, 1, 4, 1, 5], "last").logits[0].copy()
+
+
+def test_overridden_tensors_reach_the_engine(engine: Backend, tiny: TinyFiles, said: deque[str]) -> None:
+    usual = first_row(engine, tiny.spm)
+    assert not moved(said)
+    placed = first_row(engine, tiny.spm, placement=Placement(override_tensor=(r"blk\.1\.ffn_(up|down)=CPU",)))
+    assert moved(said) == {"blk.1.ffn_up.weight", "blk.1.ffn_down.weight"}
+    assert np.allclose(usual, placed, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("placement", "layers"), [(Placement(cpu_moe=True), (0, 1)), (Placement(n_cpu_moe=1), (0,))], ids=["all", "first"]
+)
+def test_experts_stay_on_the_cpu(
+    engine: Backend, tiny: TinyFiles, said: deque[str], placement: Placement, layers: tuple[int, ...]
+) -> None:
+    usual = first_row(engine, tiny.experts)
+    placed = first_row(engine, tiny.experts, placement=placement)
+    assert moved(said) == {f"blk.{i}.ffn_{part}_exps.weight" for i in layers for part in ("gate", "up", "down")}
+    assert np.allclose(usual, placed, atol=1e-4)
+
+
+def test_no_device_is_the_cpu(tiny: TinyFiles) -> None:
+    backend = open_backend("llama-cpp")
+    with backend.load(tiny.spm, placement=Placement(device=("none",))) as model:
+        assert model.capabilities.device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"split_mode": "columns"}, "--split-mode must be none, layer, row"),
+        ({"tensor_split": ()}, "--tensor-split takes shares"),
+        ({"tensor_split": (0, 0)}, "not all 0"),
+        ({"tensor_split": (1, float("nan"))}, "0 or more"),
+        ({"tensor_split": (1, -1)}, "0 or more"),
+        ({"tensor_split": "3,1"}, "--tensor-split takes shares"),
+        ({"main_gpu": 1}, "--split-mode none"),
+        ({"main_gpu": -1, "split_mode": "none"}, "--main-gpu must be"),
+        ({"main_gpu": True, "split_mode": "none"}, "--main-gpu must be"),
+        ({"n_cpu_moe": -1}, "--n-cpu-moe must be"),
+        ({"n_cpu_moe": 1, "cpu_moe": True}, "one of the two"),
+        ({"cpu_moe": 3}, "on or off"),
+        ({"device": ()}, "--device takes names"),
+        ({"device": ("CUDA0", "CUDA0")}, "CUDA0 twice"),
+        ({"device": "none,CUDA0"}, "stands alone"),
+        ({"device": "none", "tensor_split": (1,)}, "nothing to split"),
+        ({"split_mode": "none", "tensor_split": (1, 1)}, "that nothing is"),
+        ({"override_tensor": "ffn"}, "PATTERN=BUFFER"),
+        ({"override_tensor": "=CPU"}, "PATTERN=BUFFER"),
+        ({"override_tensor": "ffn="}, "PATTERN=BUFFER"),
+        ({"override_tensor": "f[=CPU"}, "no regular expression"),
+        ({"override_tensor": "(?i)ffn=CPU"}, "C\\+\\+"),
+        ({"override_tensor": "x" * 300 + "=CPU"}, "PATTERN=BUFFER"),
+        ({"override_tensor": 7}, "--override-tensor takes texts"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words) as raised:
+        Placement(**options)
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 250
+
+
+def test_several_overrides_in_one_text() -> None:
+    text = r"blk\.[0-9]{1,3}\.ffn=CPU,attn=RPC0[127.0.0.1:50052],x(?=y)=CUDA0"
+    assert Placement(override_tensor=text).overrides(4) == [
+        (r"blk\.[0-9]{1,3}\.ffn", "CPU"),
+        ("attn", "RPC0[127.0.0.1:50052]"),
+        ("x(?=y)", "CUDA0"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"device": "CUDA7"}, "--device CUDA7: llama-cpp has (no device but the CPU|[A-Z])"),
+        ({"tensor_split": (1,) * 17}, "--tensor-split"),
+        ({"override_tensor": "nowhere=CPU"}, "matches no tensor"),
+        ({"override_tensor": "ffn=CUDA7"}, "the memory that the model uses is .*CPU"),
+        ({"override_tensor": "embd=CUDA7"}, "token_embd.weight, which stays on the CPU"),
+        ({"cpu_moe": True}, "no experts"),
+        ({"n_cpu_moe": 1}, "no experts"),
+    ],
+)
+def test_what_is_not_here_is_refused(tiny: TinyFiles, options: dict[str, Any], words: str) -> None:
+    backend = open_backend("llama-cpp")
+    with pytest.raises(UsageError, match=words):
+        backend.load(tiny.spm, placement=Placement(**options))
+    with backend.load(tiny.spm):  # the next thing works
+        pass
+
+
+def test_splitting_needs_devices(engine: Backend, tiny: TinyFiles) -> None:
+    if engine_module(engine.name).binding().gpu:
+        pytest.skip("there is a GPU")
+    for options in ({"split_mode": "row"}, {"tensor_split": (3, 1)}, {"split_mode": "none", "main_gpu": 0}):
+        with pytest.raises(UsageError, match="no device but the CPU"):
+            engine.load(tiny.spm, placement=Placement(**options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", ["mlx", "reference"])
+def test_engines_without_devices_say_so(tiny: TinyFiles, backend: str) -> None:
+    with pytest.raises(UsageError, match=f"{backend} has no --cpu-moe; use --backend llama-cpp or ik-llama"):
+        LLM(tiny.experts, backend=backend, placement=Placement(cpu_moe=True))
+    with pytest.raises(UsageError, match="ik-llama has no --device"):
+        LLM(tiny.experts, backend="ik-llama", placement=Placement(device="none"))
+    with pytest.raises(UsageError, match="placement must be a Placement"):
+        LLM(tiny.experts, placement="row")  # type: ignore[arg-type]
+
+
+class TestTwoGpus:
+    """What would be said to an engine that has two."""
+
+    card, other = Place("CUDA0", 11, "CUDA0", True), Place("Vulkan1", 12, "Vulkan1", False)
+    places = Places([card, other], [card, other], {"CPU": 1, "CUDA0": 2, "Vulkan1": 3}, 16)
+
+    def placed(self, tiny: TinyFiles, **options: Any) -> Placed:
+        with GGUFFile(tiny.experts) as gguf:
+            return Placed(Placement(**options), self.places, gguf, "llama-cpp")
+
+    def test_shares_and_modes(self, tiny: TinyFiles) -> None:
+        params = pytest.importorskip("llama_cpp").llama_model_default_params()
+        placed = self.placed(tiny, split_mode="layer", tensor_split=(3, 1), device="Vulkan1,CUDA0", cpu_moe=True)
+        placed.fill(params)
+        assert (params.split_mode, params.tensor_split[:3]) == (1, [3.0, 1.0, 0.0])
+        assert [place.name for place in placed.used] == ["Vulkan1", "CUDA0"]
+        assert params.devices
+        assert params.tensor_buft_overrides
+
+    def test_one_of_them(self, tiny: TinyFiles) -> None:
+        assert self.placed(tiny, split_mode="none", main_gpu=1).used == [self.other]
+        assert self.placed(tiny, split_mode="none").used == [self.card]
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"split_mode": "row"}, "Vulkan1 cannot divide matrices"),
+            ({"split_mode": "none", "main_gpu": 2}, "numbered 0 to 1"),
+            ({"tensor_split": (1, 1, 1)}, "3 shares for 2: CUDA0, Vulkan1"),
+            ({"device": "CUDA0", "override_tensor": "exps=Vulkan1"}, "the memory that the model uses is CPU, CUDA0"),
+            ({"override_tensor": "token=CUDA0"}, "stays on the CPU"),
+        ],
+    )
+    def test_what_it_would_abort_on(self, tiny: TinyFiles, options: dict[str, Any], words: str) -> None:
+        with pytest.raises(UsageError, match=words):
+            self.placed(tiny, **options)
+
+
+def test_an_answer_does_not_depend_on_it(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_backend("llama-cpp")
+    monkeypatch.setattr(trust, "other_engines", lambda model: [])  # ik-llama computes this tiny mixture otherwise
+    params, answers, keys = SamplingParams(max_tokens=24), [], []
+    for placement in (None, Placement(cpu_moe=True)):
+        with LLM(tiny.experts, "ngram", backend="llama-cpp", placement=placement, n_ctx=256, idle=False) as llm:
+            answers.append(llm.generate("the cat sat on the mat, the cat", params).token_ids)
+            keys.append(llm.run(lambda pair: curve_key(pair.target, "f16")))
+    assert answers[0] == answers[1]
+    assert keys[0] != keys[1]  # passes may cost something else
