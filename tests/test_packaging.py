@@ -38,6 +38,7 @@ PUBLIC = {
     "EngineUnavailable",
     "LocalspecError",
     "ModelFileError",
+    "Placement",
     "PromptTooLong",
     "QueueFull",
     "Reply",
