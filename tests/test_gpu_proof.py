@@ -1,0 +1,170 @@
+"""``benchmarks/gpu_proof.py`` and what it is made of, on tiny files and the CPU: no GPU is where these tests run."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from localspec.backends.registry import engine_module, unavailable_reason
+from localspec.backends.trust import check_model
+from localspec.model_files.gguf_file import GGUFFile
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def proof(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpu_proof
+
+    return gpu_proof
+
+
+@pytest.fixture
+def shapes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import random_ggufs
+
+    return random_ggufs
+
+
+# Bytes of the published files' tensors that a Q4_K_M of this model has, as llama.cpp prints them with its shape.
+SIZES = {
+    "qwen2.5-0.5b": (0.39e9, 0.40e9),
+    "qwen2.5-1.5b": (0.97e9, 0.99e9),
+    "qwen2.5-7b": (4.67e9, 4.69e9),
+    "qwen2.5-32b": (19.8e9, 19.9e9),
+    "qwen3-30b-a3b": (18.5e9, 18.6e9),
+}
+
+
+def test_real_shapes_have_the_sizes_of_real_files(shapes: ModuleType) -> None:
+    """Qwen2.5-7B-Instruct's Q4_K_M is published with 4.68 GB, the 32B's with 19.85, Qwen3-30B-A3B's with 18.6."""
+    for name, (least, most) in SIZES.items():
+        assert least < sum(tensor.n_bytes for tensor in shapes.tensors(shapes.SHAPES[name])) < most, name
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "qwen2.5-7b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("engine", ["llama-cpp", "ik-llama"])
+def test_random_files_are_computed_rightly(name: str, engine: str, shapes: ModuleType, tmp_path: Path) -> None:
+    """Tied, with an output matrix of its own, and with experts; logits of finite, sensible size."""
+    if (reason := unavailable_reason(engine)) is not None:
+        pytest.skip(reason)
+    shape = shapes.small(shapes.SHAPES[name])
+    path = shapes.write(tmp_path / "deep" / "random.gguf", name, shape)
+    with GGUFFile(path) as file:
+        assert {tensor.name for tensor in shapes.tensors(shape)} == set(file.tensors)
+    with engine_module(engine).load(path, n_threads=1, n_gpu_layers=0) as model, model.new_context(64) as context:
+        assert model.n_vocab == shape.n_vocab
+        logits = context.decode(model.tokenize("the and in", add_special=True)).logits
+        assert np.isfinite(logits).all()
+        assert 0.3 < logits.std() < 3
+        assert check_model(model).holds
+
+
+def test_odd_rows_have_the_types_that_llama_cpp_gives_them(shapes: ModuleType) -> None:
+    types = {tensor.name: tensor.type_name for tensor in shapes.tensors(shapes.SHAPES["qwen2.5-0.5b"])}
+    assert types["token_embd.weight"] == "Q8_0"  # 896 channels are not whole blocks of 256
+    assert types["blk.0.attn_q.weight"] == "Q5_0"
+    assert types["blk.0.ffn_down.weight"] == "Q6_K"
+    assert "output.weight" not in types
+
+
+def test_a_slim_archive_lacks_what_compiling_needs_not(proof: ModuleType, tmp_path: Path) -> None:
+    slim = proof.build_llama_cpp
+    names = ["CMakeLists.txt", "llama_cpp/__init__.py", "tests/x", ".git/x", "vendor/llama.cpp/CMakeLists.txt",
+             "vendor/llama.cpp/models/x", "vendor/llama.cpp/src/models/qwen.cpp", "vendor/llama.cpp/tools/ui/x",
+             "vendor/llama.cpp/.git", "vendor/llama.cpp/ggml/src/ggml-cuda/x.cu"]  # fmt: skip
+    with tarfile.open(tmp_path / "whole.tar.gz", "w:gz") as packed:
+        for name in names:
+            member = tarfile.TarInfo(f"llama_cpp_python-1/{name}")
+            member.size = len(name)
+            packed.addfile(member, io.BytesIO(name.encode()))
+    slim.slim(tmp_path / "whole.tar.gz", tmp_path / "slim.tar.xz")
+    with tarfile.open(tmp_path / "slim.tar.xz") as found:
+        left = {member.name.partition("/")[2]: found.extractfile(member) for member in found}
+        assert {name: file.read().decode() for name, file in left.items() if file} == {
+            name: name
+            for name in names
+            if name.startswith(("CMake", "llama_cpp", "vendor/llama.cpp/CMake", "vendor/llama.cpp/src"))
+            or name.endswith((".cu", "llama.cpp/.git"))
+        }
+    assert not (tmp_path / "slim.tar.xz.part").exists()
+
+
+def test_stages_on_tiny_files_then_more_from_where_it_was_left(tmp_path: Path) -> None:
+    """As a person would: nothing for want of time, then some, then more; what was done is not done again."""
+    if (reason := unavailable_reason("llama-cpp")) is not None:
+        pytest.skip(reason)
+    script = [sys.executable, str(ROOT / "benchmarks/gpu_proof.py"), "run", "--cpu", "--small"]
+    folders = ["--folder", str(tmp_path / "work"), "--pack", str(tmp_path / "none"), "--out", str(tmp_path / "out")]
+
+    def run(*options: str) -> tuple[dict[str, object], str]:
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run([*script, *folders, *options], env=environment, capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr.decode()
+        read = (tmp_path / "out/gpu-proof.json").read_text(encoding="utf-8")
+        return json.loads(read)["stages"], (tmp_path / "out/gpu-proof.md").read_text(encoding="utf-8")
+
+    nothing, page = run("--only", "contract", "--only", "write-qwen2.5-7b", "--minutes", "0.2")
+    assert nothing == {}
+    assert "no time left (0.2 of about 1 minutes were left)" in page
+    before = ["machine", "install", "write-qwen2.5-0.5b", "passes-qwen2.5-0.5b", "write-qwen2.5-7b"]
+    first, page = run(*(word for name in before for word in ("--only", name)))
+    assert set(first) == set(before)
+    assert "nothing here says anything about a GPU" in page
+    assert set(first["passes-qwen2.5-0.5b"]["ms_all_rows"]) == {"1", "2", "3", "4", "5", "6", "8"}  # type: ignore[index]
+    models = ("qwen2.5-7b", "qwen3-30b-a3b")
+    names = ["noise-qwen2.5-7b", "rounds-qwen2.5-7b", "head-qwen2.5-7b", "sequences-qwen3-30b-a3b"]
+    names += [f"{what}-{model}" for model in models for what in ("write", "passes")]
+    written = (tmp_path / "work/models/random-qwen2.5-7b.gguf").stat().st_mtime_ns
+    second, page = run(*(word for name in names for word in ("--only", name)))
+    assert set(second) == {*first, *names}
+    assert (tmp_path / "work/models/random-qwen2.5-7b.gguf").stat().st_mtime_ns == written
+    assert second["passes-qwen2.5-0.5b"] == first["passes-qwen2.5-0.5b"]
+    for heading in ("qwen3-30b-a3b, 0.0 GB, last", "qwen2.5-7b, drafted, sampled", "qwen3-30b-a3b, 8"):
+        assert heading in page
+
+
+def test_everything_fits_into_half_an_hour_and_every_stage_has_its_place(
+    proof: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a GPU, which is not here: what would be run, and on what."""
+    seen: list[list[object]] = []
+    monkeypatch.setattr(proof.Stages, "run", lambda self, *rest: seen.append(self.stages) or True)
+    folders = ["--folder", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
+    assert proof.main(["run", *folders]) == 0
+    (stages,) = seen
+    assert sum(stage.minutes for stage in stages) <= 30
+    known: set[str] = set()
+    for stage in stages:
+        assert not stage.skip
+        assert known.issuperset(stage.needs), stage.name
+        known.add(stage.name)
+        assert "--cpu" not in stage.command
+        assert "--small" not in stage.command
+    measures = [stage for stage in stages if stage.name.startswith("passes")]
+    assert str(tmp_path / "work/build/site") in measures[0].environment["PYTHONPATH"]
+    with pytest.raises(SystemExit, match="no such stage: nothing"):
+        proof.main(["run", *folders, "--only", "nothing"])
+
+
+def test_a_machine_without_a_gpu_is_refused_in_one_line(proof: ModuleType, tmp_path: Path) -> None:
+    if (reason := unavailable_reason("llama-cpp")) is not None:
+        pytest.skip(reason)
+    if engine_module("llama-cpp").binding().gpu:
+        pytest.skip("there is one")
+    command = [sys.executable, str(ROOT / "benchmarks/gpu_measures.py"), "passes", str(tmp_path / "none.gguf")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "llama-cpp-python is here without a GPU; --cpu measures on the CPU\n"
