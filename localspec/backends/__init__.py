@@ -120,7 +120,7 @@ def load(
     if placement and backend != "auto":
         check_engine(placement, backend)
     if backend == "auto":
-        names = candidates(n_gpu_layers)
+        names = candidates(None if placement and placement.rpc else n_gpu_layers)
         if placement:
             names = _placing(placement, names)
         elif order is not None and len(names) > 1:

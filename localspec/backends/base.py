@@ -201,6 +201,13 @@ class Model(ABC):
             raise UsageError("the text holds a lone surrogate, which is not valid Unicode") from None
         return self._tokenize(text, add_special, parse_special)
 
+    def recover(self) -> None:  # noqa: B027
+        """Be usable again after a device was gone, with empty contexts; nothing where none was.
+
+        Raises:
+            EngineError: it is still gone.
+        """
+
     def close(self) -> None:
         """Free the weights; safe to call twice. Contexts must be closed first."""
         if not self._closed:

@@ -176,7 +176,7 @@ class IkLlamaBinding(Binding):
         params.use_mmap = not self.repacks
         params.repack_tensors = self.repacks
 
-    def places(self) -> Places:
+    def places(self, placement: Placement) -> Places:
         # Its registry names kinds of memory, the CPU's first; a wheel has no other.
         buffers, devices = {}, []
         for i in range(self.lib.ggml_backend_reg_get_count()):

@@ -13,6 +13,7 @@ from typing import Any
 
 from localspec.backends.base import Progress
 from localspec.backends.llama_placement import Placed, Places
+from localspec.backends.placement import Placement
 from localspec.backends.state_tap import TensorFunctions
 from localspec.model_files.gguf_file import TensorInfo
 
@@ -62,8 +63,8 @@ class Binding(ABC):
         """Fill in what this engine alone has in ``llama_context_params``."""
 
     @abstractmethod
-    def places(self) -> Places:
-        """Where weights can be put."""
+    def places(self, placement: Placement) -> Places:
+        """Where weights can be put, the servers that a placement names among them."""
 
     def load_model(
         self, path: Path, n_gpu_layers: int, progress: Progress | None, placed: Placed | None = None

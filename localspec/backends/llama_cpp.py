@@ -15,6 +15,7 @@ from localspec.backends.llama_family import LlamaModel
 from localspec.backends.llama_placement import Place, Places
 from localspec.backends.noise import engine_log
 from localspec.backends.placement import Placement
+from localspec.backends.rpc import rpc
 from localspec.backends.state_tap import TensorFunctions
 from localspec.errors import EngineUnavailable
 from localspec.system.machine import default_threads, prepare_threads
@@ -50,7 +51,7 @@ class LlamaCppBinding(Binding):
     def set_model_options(self, params: Any) -> None:
         pass
 
-    def places(self) -> Places:
+    def places(self, placement: Placement) -> Places:
         try:
             ggml = Ggml()
         except (OSError, AttributeError) as error:
@@ -63,7 +64,15 @@ class LlamaCppBinding(Binding):
             if each.kind in (GPU, INTEGRATED)
         }
         usual = [place for each, place in devices.items() if each.kind == GPU] or list(devices.values())
-        return Places(list(devices.values()), usual, buffers, int(self.lib.llama_max_devices()))
+        far, links = [], []
+        for address in placement.rpc:
+            link, lent, _ = rpc().connect(address)
+            links.append(link)
+            for i, each in enumerate(lent):
+                far.append(Place(each.name, each.handle, f"RPC{i}[{address}]", each.splits_rows))
+                buffers[far[-1].buffer] = each.buffer
+        # As in llama.cpp servers come first: what goes over the network is then least.
+        return Places([*far, *devices.values()], [*far, *usual], buffers, int(self.lib.llama_max_devices()), links)
 
     def set_context_options(self, params: Any, n_sequences: int) -> None:
         params.n_seq_max = n_sequences
@@ -114,7 +123,8 @@ def load(
 ) -> LlamaModel:
     """Load a GGUF with llama.cpp; see ``backends.registry.LoadEngine``."""
     engine = binding()
-    layers = (-1 if engine.gpu else 0) if n_gpu_layers is None else n_gpu_layers
+    on_devices = engine.gpu or (placement is not None and bool(placement.rpc))
+    layers = (-1 if on_devices else 0) if n_gpu_layers is None else n_gpu_layers
     return LlamaModel(
         engine,
         Path(path),

@@ -8,7 +8,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any, Literal
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +22,7 @@ from localspec.backends.llama_passes import LlamaPasses
 from localspec.backends.llama_placement import Placed
 from localspec.backends.llama_sequences import LlamaSequences
 from localspec.backends.placement import Placement
+from localspec.backends.rpc_link import ask
 from localspec.backends.sequence_batch import SequenceBatch
 from localspec.backends.soundness import check_sound
 from localspec.errors import EngineError, UsageError
@@ -55,20 +58,16 @@ class LlamaModel(Model):
             check_kv_type(gguf, kv_type)
             check_sound(gguf, self.vocab, binding.computes, binding.alignment)
             if placement:
-                self._placed = Placed(placement, binding.places(), gguf, binding.name)
+                self._placed = Placed(placement, binding.places(placement), gguf, binding.name)
                 self.placement = str(placement)
         self.binding = binding
         self.backend = binding.name
         self.engine = f"{binding.name} {binding.version}"
         self.n_threads = n_threads
         self.kv_type = kv_type
-        handle = binding.load_model(path, n_gpu_layers, progress, self._placed)
-        if not handle:
-            raise EngineError(
-                f"{self.engine} could not load {path.name} (architecture {self.architecture!r}); "
-                "try another --backend, or --verbose for the engine's own words"
-            )
-        self._handle: int = handle
+        self._n_gpu_layers, self._tokenizing = n_gpu_layers, Lock()
+        self._contexts, self._batches = WeakSet[LlamaContext](), WeakSet[LlamaSequences]()
+        handle = self._handle = self._load(path, progress)
         self.n_vocab = binding.n_vocab(handle)
         rewinds = not binding.is_recurrent(handle)
         self.capabilities = Capabilities(
@@ -81,6 +80,55 @@ class LlamaModel(Model):
             first_layers=rewinds,
         )
         self._known_states: set[str] = set()
+
+    def _load(self, path: Path, progress: Progress | None = None) -> int:
+        handle = self.binding.load_model(path, self._n_gpu_layers, progress, self._placed)
+        if handle and self.lost is not None:
+            self.binding.free_model(handle)
+            handle = None
+        if not handle:
+            raise EngineError(
+                self.lost
+                or f"{self.engine} could not load {path.name} (architecture {self.architecture!r}); "
+                "try another --backend, or --verbose for the engine's own words"
+            )
+        return handle
+
+    @property
+    def lost(self) -> str | None:
+        """Why a device with weights is gone; None while all are there."""
+        return None if self._placed is None else self._placed.lost
+
+    def check_devices(self) -> None:
+        """Refuse what was computed while a device was gone.
+
+        Raises:
+            EngineError: one is.
+        """
+        if self._placed is not None and (lost := self._placed.lost) is not None:
+            raise EngineError(f"{lost}; the conversation is kept: once the server is back, ask again")
+
+    def recover(self) -> None:
+        """Load the weights again where a device that had some was gone, and is back; contexts are empty then.
+
+        Raises:
+            EngineError: it is still gone.
+        """
+        if self._placed is None or (self._handle and self._placed.lost is None):
+            return
+        for link in self._placed.links:
+            if link.lost is not None:
+                ask(link.address)
+        for batch in list(self._batches):
+            batch.close()
+        for context in list(self._contexts):
+            context.let_go()
+        with self._tokenizing:  # which other threads do
+            self._close()
+            self._handle = 0
+            self._handle = self._load(self.path)
+        for context in list(self._contexts):
+            context.begin_anew()
 
     @property
     def handle(self) -> int:
@@ -95,7 +143,9 @@ class LlamaModel(Model):
         if self.capabilities.rollback == "replay":
             return super()._new_batch(n_sequences, n_ctx_each, hidden)
         self._check_states(hidden)
-        return LlamaSequences(self, n_sequences, n_ctx_each, hidden)
+        batch = LlamaSequences(self, n_sequences, n_ctx_each, hidden)
+        self._batches.add(batch)
+        return batch
 
     def _check_states(self, hidden: tuple[str, ...]) -> None:
         """Refuse states that this architecture's graph does not name in this engine."""
@@ -111,10 +161,14 @@ class LlamaModel(Model):
         self._known_states.update(hidden)
 
     def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
-        return self.binding.tokenize(self._handle, text.encode(), add_special, parse_special)
+        with self._tokenizing:
+            if not self._handle:
+                raise EngineError(f"{self.path.name} is not loaded: {self.lost or 'loading it again failed'}")
+            return self.binding.tokenize(self._handle, text.encode(), add_special, parse_special)
 
     def _close(self) -> None:
-        self.binding.free_model(self._handle)
+        if self._handle:
+            self.binding.free_model(self._handle)
 
 
 class LlamaContext(Context):
@@ -125,9 +179,25 @@ class LlamaContext(Context):
     def __init__(self, model: LlamaModel, n_ctx: int, n_threads: int, hidden: tuple[str, ...] = ()) -> None:
         super().__init__(model, n_ctx, hidden)
         self._binding = model.binding
+        self._n_threads = n_threads
         self._passes = LlamaPasses(model, n_ctx, n_threads, model.kv_type, hidden)
-        self._handle = self._passes.handle
         self._checkpoint: tuple[int, Bytes] | None = None
+        model._contexts.add(self)
+
+    def let_go(self) -> None:
+        """Give the engine's memory back before its model is freed."""
+        self._passes.close()
+        self.tokens, self._checkpoint, self._partial = [], None, None
+
+    def begin_anew(self) -> None:
+        """Be empty, in a model that was loaded again."""
+        self._passes = LlamaPasses(self.model, self.n_ctx, self._n_threads, self.model.kv_type, self.hidden)
+
+    @property
+    def _handle(self) -> int:
+        if not self._passes.handle:
+            raise EngineError(f"{self.model.path.name} is not loaded: {self.model.lost or 'loading it again failed'}")
+        return self._passes.handle
 
     def _decode(self, tokens: Sequence[int], logits: Wanted) -> Forward:
         if self.model.capabilities.rollback == "replay" and len(tokens) > 1:
@@ -176,6 +246,7 @@ class LlamaContext(Context):
         written = self._binding.lib.llama_state_seq_get_data(
             self._handle, _address(state), state.nbytes, 0, *self._binding.state_flags
         )
+        self.model.check_devices()
         if not written:
             raise EngineError(f"{self.model.engine} could not save the state of a context")
         return state[:written]
@@ -186,6 +257,7 @@ class LlamaContext(Context):
             self._handle, _address(state), state.nbytes, 0, *self._binding.state_flags
         ):
             raise EngineError(f"{self.model.engine} refuses the saved state of a context")
+        self.model.check_devices()
 
     def _export(self) -> dict[str, Bytes]:
         return {"sequence": self._save()}
@@ -201,6 +273,7 @@ class LlamaContext(Context):
         self._restore(np.ascontiguousarray(sequence))
 
     def _close(self) -> None:
+        self.model._contexts.discard(self)
         self._passes.close()
         self._checkpoint = None
 

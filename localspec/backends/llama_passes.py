@@ -100,6 +100,8 @@ class LlamaPasses:
         Raises:
             EngineError: the engine failed; rows before the failure are in the memory.
         """
+        if not self.handle:
+            raise EngineError(f"{self._model.path.name} is not loaded: a device was lost")
         if isinstance(rows, np.ndarray) and not self._takes_floats:
             self._decode_a_token(positions[0])
         forwards: list[Forward] = []
@@ -183,9 +185,11 @@ class LlamaPasses:
     def _logits(self, n_rows: int) -> FloatArray:
         n_vocab = self._model.n_vocab
         if not n_rows:
+            self._model.check_devices()
             return np.empty((0, n_vocab), dtype=np.float32)
         # This waits for a device to finish, so the time of the pass is the time until here.
         address = ctypes.cast(self._binding.lib.llama_get_logits(self.handle), ctypes.c_void_p).value
+        self._model.check_devices()
         if not address:
             raise EngineError(f"{self._model.engine} returned no logits")
         view: FloatArray = np.ctypeslib.as_array((ctypes.c_float * n_vocab * n_rows).from_address(address))
@@ -200,5 +204,7 @@ class LlamaPasses:
         self._takes_floats = True
 
     def close(self) -> None:
-        self._binding.lib.llama_batch_free(self._batch)
-        self._binding.free_context(self.handle)
+        if self.handle:
+            self._binding.lib.llama_batch_free(self._batch)
+            self._binding.free_context(self.handle)
+            self.handle = 0

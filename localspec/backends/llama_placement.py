@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from localspec.backends.placement import Placement
+from localspec.backends.rpc_link import Link
 from localspec.errors import UsageError
 from localspec.model_files.gguf_file import GGUFFile
 
@@ -40,12 +41,14 @@ class Places:
         usual: those that it takes when none are named.
         buffers: name -> kind of memory, the CPU's too.
         most: how many shares its ``tensor_split`` has.
+        links: of the RPC servers among them.
     """
 
     devices: Sequence[Place]
     usual: Sequence[Place]
     buffers: Mapping[str, int]
     most: int
+    links: Sequence[Link] = ()
 
 
 class _Override(ctypes.Structure):
@@ -63,6 +66,7 @@ class Placed:
 
     Attributes:
         used: devices that the model will use.
+        links: of RPC servers.
 
     Raises:
         UsageError: there is no such device or memory, or it cannot do that.
@@ -70,7 +74,7 @@ class Placed:
 
     def __init__(self, placement: Placement, places: Places, gguf: GGUFFile, engine: str) -> None:
         placement.check_file(gguf)
-        self.placement = placement
+        self.placement, self.links = placement, places.links
         self.used = _used(placement, places, engine)
         count = gguf.field("block_count", 0)
         overrides = placement.overrides(count if isinstance(count, int) else 0)
@@ -80,7 +84,7 @@ class Placed:
                 names = ", ".join(name for name in places.buffers if name in reached)
                 raise UsageError(f"--override-tensor {pattern}={buffer}: the memory that the model uses is {names}")
         self._devices = self._overrides = self._shares = None
-        if placement.device is not None:
+        if placement.device is not None or placement.rpc:
             handles = [place.handle for place in self.used]
             self._devices = (ctypes.c_void_p * (len(handles) + 1))(*handles, None)
         if overrides:
@@ -93,6 +97,11 @@ class Placed:
     def on_devices(self) -> bool:
         """Whether some of the weights may go to another device than the CPU."""
         return bool(self.used)
+
+    @property
+    def lost(self) -> str | None:
+        """Why a device is gone; None while all are there."""
+        return next((link.lost for link in self.links if link.lost is not None), None)
 
     @property
     def keeps_some(self) -> bool:

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any
 
+from localspec.backends.rpc_link import MAX_SERVERS, checked_address
 from localspec.errors import UsageError
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.values import MAX_COUNT, as_float, checked_whole, is_number, listed, shown
@@ -40,6 +41,9 @@ class Placement:
             name, e.g. ``CPU`` or ``CUDA0``; the first that matches counts.
         cpu_moe: keep the experts of all layers in the CPU's memory.
         n_cpu_moe: keep those of the first n layers there.
+        rpc: addresses (``HOST:PORT``) of llama.cpp's RPC servers, whose devices come before those of this machine; as
+            their protocol has no protection, loopback and tunnels only.
+        allow_insecure_rpc: take other addresses too.
 
     Raises:
         UsageError: a value makes no sense.
@@ -52,6 +56,8 @@ class Placement:
     override_tensor: tuple[str, ...] = ()
     cpu_moe: bool = False
     n_cpu_moe: int | None = None
+    rpc: tuple[str, ...] = ()
+    allow_insecure_rpc: bool = False
 
     def __post_init__(self) -> None:
         if self.split_mode is not None and self.split_mode not in SPLIT_MODES:
@@ -75,10 +81,22 @@ class Placement:
         object.__setattr__(self, "override_tensor", overrides)
         for each in overrides:
             _checked_override(each)
+        self._check_rpc()
         if self.device == ("none",) and (self.tensor_split or self.split_mode or self.main_gpu is not None):
             raise UsageError("--device none leaves nothing to split")
         if self.split_mode == "none" and self.tensor_split:
             raise UsageError("--tensor-split says how to split, and --split-mode none that nothing is")
+
+    def _check_rpc(self) -> None:
+        texts = [part.strip() for each in _texts("--rpc", self.rpc) for part in each.split(",")]
+        addresses = tuple(checked_address(each, self.allow_insecure_rpc is True) for each in texts)
+        if len(set(addresses)) < len(addresses) or len(addresses) > MAX_SERVERS:
+            raise UsageError(f"--rpc takes up to {MAX_SERVERS} servers, each once")
+        if self.allow_insecure_rpc and not addresses:
+            raise UsageError("--allow-insecure-rpc is about --rpc, which was not given")
+        if addresses and self.device == ("none",):
+            raise UsageError("--device none leaves the RPC servers out")
+        object.__setattr__(self, "rpc", addresses)
 
     def __bool__(self) -> bool:
         return any(getattr(self, each.name) != each.default for each in fields(self))
@@ -92,7 +110,7 @@ class Placement:
     @property
     def engines(self) -> tuple[str, ...]:
         """Engines that know these options."""
-        return ("llama-cpp",) if self.device is not None else ("llama-cpp", "ik-llama")
+        return ("llama-cpp",) if self.device is not None or self.rpc else ("llama-cpp", "ik-llama")
 
     @property
     def divides(self) -> bool:

@@ -345,7 +345,9 @@ def load_elsewhere(
 ) -> Model | None:
     """The same file on another engine; None where no other can have it."""
     on_cpu = {**options, "n_gpu_layers": 0, "progress": progress}
-    on_cpu.pop("placement", None)  # the comparison is with what a CPU computes, as far as that has room for it
+    placement = on_cpu.pop("placement", None)
+    if placement and placement.rpc:
+        return None  # it is somewhere else because there is no room for it here
     for name in other_engines(model):
         try:
             loaded: Model = engine_module(name).load(path, **on_cpu)

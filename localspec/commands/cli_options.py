@@ -76,6 +76,13 @@ CpuMoe = Annotated[bool, typer.Option("--cpu-moe", help="Keep all experts of a M
 NCpuMoe = Annotated[
     int | None, typer.Option(min=0, max=MAX_COUNT, metavar="N", help="Keep the experts of the first N layers there.")
 ]
+Rpc = Annotated[
+    list[str] | None,
+    typer.Option(metavar="HOST:PORT", help="An RPC server of llama.cpp, on loopback or a tunnel's end; repeatable."),
+]
+AllowInsecureRpc = Annotated[
+    bool, typer.Option("--allow-insecure-rpc", help="Take other addresses: anyone on the way can read and change all.")
+]
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="The system prompt.")]
 LightDraft = Annotated[
     bool,
@@ -122,7 +129,17 @@ LOADING = {
 }
 """What an option of loading is called in ``LoadOptions``."""
 
-PLACEMENT = ("split_mode", "tensor_split", "main_gpu", "device", "override_tensor", "cpu_moe", "n_cpu_moe")
+PLACEMENT = (
+    "split_mode",
+    "tensor_split",
+    "main_gpu",
+    "device",
+    "override_tensor",
+    "cpu_moe",
+    "n_cpu_moe",
+    "rpc",
+    "allow_insecure_rpc",
+)
 """Options that say where the target's weights go; ``Placement`` calls them the same."""
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed", "max_tokens")
@@ -152,6 +169,8 @@ def _shared(
     override_tensor: OverrideTensor = None,
     cpu_moe: CpuMoe = False,
     n_cpu_moe: NCpuMoe = None,
+    rpc: Rpc = None,
+    allow_insecure_rpc: AllowInsecureRpc = False,
     kv_cache: KVCache = "f16",
     light_draft: LightDraft = True,
     idle: Idle = True,

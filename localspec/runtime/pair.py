@@ -129,8 +129,7 @@ class Pair:
     def draft_names(self) -> list[str]:
         """Names of the drafters in use, in the order they are asked; one that failed is not in use any more."""
         state = self.state  # once: another thread asks while the worker replaces it
-        names = state.names
-        return [names[drafter.source] for drafter in state.drafters if not drafter.failed]
+        return [state.names[drafter.source] for drafter in state.drafters if not drafter.failed]
 
     @property
     def draft_specs(self) -> list[str]:
@@ -280,7 +279,7 @@ class Pair:
         beginning are dropped from memory afterwards; None keeps all, answer included.
         ``thinking``: see ``TextAssembler``.
         """
-        self._check_not_refused()
+        self._check_usable()
         chosen = self.drafters_for(drafters, prediction)
         constraint = constraint_for(params, self.target.vocab)
         if constraint is not None and chosen:
@@ -356,7 +355,7 @@ class Pair:
 
     def read(self, tokens: Sequence[int], n_chunk: int) -> Iterator[tuple[int, FloatArray]]:
         """Take tokens through the target from the start, yielding (position, logits [n, n_vocab]) chunk by chunk."""
-        self._check_not_refused()
+        self._check_usable()
         self.prefix_cache.put_aside(self.context)
         self.context.truncate(0)
         for start in range(0, len(tokens), n_chunk):
@@ -367,9 +366,10 @@ class Pair:
         self.refused = reason
         self.warnings.append(reason)
 
-    def _check_not_refused(self) -> None:
+    def _check_usable(self) -> None:
         if self.refused is not None:
             raise EngineMismatch(self.refused)
+        self.target.recover()
 
     def useful_drafts(self) -> list[Context]:
         """Contexts of the draft models that the next answer may use, going by the last one's controller."""

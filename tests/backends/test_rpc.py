@@ -1,0 +1,119 @@
+"""Models on llama.cpp's RPC servers: two of them on loopback, compiled from the source of what is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localspec import LLM, EngineError, EngineUnavailable, Placement, SamplingParams
+from localspec.backends import rpc
+from localspec.backends.rpc_link import ask
+from tests.conftest import TinyFiles, open_backend
+from tests.support.rpc import built_library, serving
+
+PARAMS = SamplingParams(max_tokens=40)
+TEXT = "hello world hello"
+
+
+def options(**more: Any) -> dict[str, Any]:
+    return {"backend": "llama-cpp", "n_ctx": 256, "idle": False} | more
+
+
+@pytest.fixture
+def library(isolated_home: Path, shared_home: Path) -> Path:
+    """The RPC backend, in this test's home too."""
+    path = built_library(shared_home)
+    isolated_home.mkdir(exist_ok=True)
+    (isolated_home / "build").symlink_to(shared_home / "build")
+    return path
+
+
+@pytest.fixture
+def addresses(library: Path) -> Iterator[tuple[str, ...]]:
+    """Two servers."""
+    with ExitStack() as stack:
+        yield tuple(stack.enter_context(serving())[0] for _ in range(2))
+
+
+def test_without_the_library_it_says_how_to_get_it(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_backend("llama-cpp")
+    monkeypatch.setattr(rpc, "rpc", rpc.Rpc)
+    monkeypatch.setattr("localspec.backends.llama_cpp.rpc", rpc.Rpc)
+    from localspec.backends.ggml import Ggml
+
+    if Ggml().bind("ggml_backend_reg_by_name", [rpc.ctypes.c_char_p], rpc.ctypes.c_void_p)(b"RPC"):
+        pytest.skip("the backend is there")
+    with pytest.raises(EngineUnavailable, match="python -m localspec"):
+        LLM(tiny.bpe, "ngram", placement=Placement(rpc="127.0.0.1:9"), **options())
+
+
+@pytest.mark.slow
+def test_the_same_tokens_as_without(tiny: TinyFiles, addresses: tuple[str, ...]) -> None:
+    with LLM(tiny.bpe, "ngram", **options()) as llm:
+        wanted = llm.generate(TEXT, PARAMS).token_ids
+    for split in (None, (1, 1), (1, 0)):
+        with LLM(tiny.bpe, "ngram", placement=Placement(rpc=addresses, tensor_split=split), **options()) as llm:
+            links = llm.run(lambda pair: pair.target._placed.links)  # type: ignore[attr-defined]
+            before = [link.n_requests for link in links]
+            assert llm.generate(TEXT, PARAMS).token_ids == wanted
+            assert llm.generate(TEXT, PARAMS, speculate=False).token_ids == wanted
+            used = [link.n_requests > n for link, n in zip(links, before, strict=True)]
+            assert used == [True, split != (1, 0)]
+
+
+@pytest.mark.slow
+def test_what_a_server_s_memory_is_called(tiny: TinyFiles, addresses: tuple[str, ...]) -> None:
+    placement = Placement(rpc=addresses, override_tensor=f"ffn=RPC0[{addresses[1]}]", tensor_split=(1, 1))
+    with LLM(tiny.bpe, "ngram", placement=placement, **options()) as llm:
+        assert llm.generate(TEXT, PARAMS).token_ids
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_ends_an_answer_and_not_the_process(tiny: TinyFiles, library: Path) -> None:
+    with LLM(tiny.bpe, "ngram", **options()) as llm:
+        wanted = llm.generate(TEXT, PARAMS).token_ids
+    with serving() as (first, _), ExitStack() as stack:
+        second, process = stack.enter_context(serving())
+        with LLM(tiny.bpe, "ngram", placement=Placement(rpc=(first, second)), **options()) as llm:
+            session = llm.session(params=PARAMS)
+            said = session.chat("the cat").text
+            rounds = llm.rounds(TEXT, PARAMS)
+            next(rounds)
+            process.kill()
+            with pytest.raises(EngineError, match=f"{second} is gone.*the conversation is kept"):
+                list(rounds)
+            with pytest.raises(EngineError, match=f"no RPC server answers at {second}"):
+                llm.generate(TEXT, PARAMS)
+            assert llm.tokenize(TEXT)
+            process.wait(10)
+            with serving(int(second.rpartition(":")[2])):
+                assert llm.generate(TEXT, PARAMS).token_ids == wanted
+                assert session.messages[-1]["content"] == said
+                session.chat("and the dog")
+                assert len(session.messages) == 4
+
+
+@pytest.mark.slow
+def test_idle_work_lives_through_it(tiny: TinyFiles, library: Path) -> None:
+    with ExitStack() as stack:
+        address, process = stack.enter_context(serving())
+        llm = stack.enter_context(LLM(tiny.bpe, "ngram", placement=Placement(rpc=address), **options(idle=True)))
+        llm.generate(TEXT, SamplingParams(max_tokens=4))
+        process.kill()
+        llm.wait_idle(20)
+        with pytest.raises(EngineError):
+            llm.generate(TEXT, PARAMS)
+
+
+@pytest.mark.slow
+def test_a_server_serves_one_client(tiny: TinyFiles, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localspec.backends.rpc_link._CONNECT_S", 0.5)
+    with ExitStack() as stack:
+        address, _ = stack.enter_context(serving())
+        stack.enter_context(LLM(tiny.bpe, "ngram", placement=Placement(rpc=address), **options()))
+        with pytest.raises(EngineError, match="serves one client at a time"):
+            ask(address)
