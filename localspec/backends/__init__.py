@@ -67,14 +67,6 @@ def _any_on_gpu(names: list[str], n_gpu_layers: int | None) -> bool:
     return n_gpu_layers != 0 and any(getattr(engine_module(name).binding(), "gpu", False) for name in names)
 
 
-def _placing(placement: Placement, names: list[str]) -> list[str]:
-    """Those of some engines that can place weights so; one whose devices are to be split goes first."""
-    known = [name for name in names if name in placement.engines]
-    if not known:
-        check_engine(placement, names[0])
-    return sorted(known, key=placement.engines.index) if placement.divides else known
-
-
 def load(
     path: Path,
     backend: str = "auto",
@@ -122,7 +114,7 @@ def load(
     if backend == "auto":
         names = candidates(None if placement and placement.rpc else n_gpu_layers)
         if placement:
-            names = _placing(placement, names)
+            names = placement.in_order(names)
         elif order is not None and len(names) > 1:
             names = order(names, _any_on_gpu(names, n_gpu_layers))
     failures: list[LocalspecError] = []

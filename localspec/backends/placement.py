@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -116,6 +117,19 @@ class Placement:
     def divides(self) -> bool:
         """Whether it says how weights are divided among devices."""
         return bool(self.split_mode or self.tensor_split or self.main_gpu is not None)
+
+    def in_order(self, names: Sequence[str]) -> list[str]:
+        """Those of some engines that know the options; one whose devices are to be divided among goes first.
+
+        Raises:
+            UsageError: none does.
+        """
+        if not self:
+            return list(names)
+        known = [name for name in names if name in self.engines]
+        if not known:
+            check_engine(self, names[0])
+        return sorted(known, key=self.engines.index) if self.divides else known
 
     def overrides(self, n_layers: int) -> list[tuple[str, str]]:
         """(pattern, buffer) in the order in which they count, for a model of so many layers."""

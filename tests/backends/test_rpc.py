@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,9 +12,13 @@ from typing import Any
 import pytest
 
 from localspec import LLM, EngineError, EngineUnavailable, Placement, SamplingParams
-from localspec.backends import rpc
+from localspec.backends import llama_cpp, rpc
+from localspec.backends.layout import Target, layout
+from localspec.backends.noise import engine_log
 from localspec.backends.rpc_link import ask
+from localspec.model_files.gguf_file import GGUFFile
 from tests.conftest import TinyFiles, open_backend
+from tests.support.ggufs import Shape, write_llama
 from tests.support.rpc import built_library, serving
 
 PARAMS = SamplingParams(max_tokens=40)
@@ -117,3 +123,28 @@ def test_a_server_serves_one_client(tiny: TinyFiles, library: Path, monkeypatch:
         stack.enter_context(LLM(tiny.bpe, "ngram", placement=Placement(rpc=address), **options()))
         with pytest.raises(EngineError, match="serves one client at a time"):
             ask(address)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_layers", [-1, 3, 0])
+@pytest.mark.parametrize("split", [(1.0, 1.0), (5.0, 1.0), (0.0, 1.0)])
+def test_layers_lie_where_the_layout_says(
+    tmp_path: Path,
+    addresses: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    split: tuple[float, ...],
+    n_layers: int,
+) -> None:
+    path = write_llama(tmp_path / "seven.gguf", Shape(n_layer=7, n_embd=64, n_head=2, n_head_kv=1, n_ff=64))
+    monkeypatch.setattr(engine_log, "recent", deque(maxlen=10_000))
+    placement = Placement(rpc=addresses, tensor_split=split)
+    places = llama_cpp.binding().places(placement).usual
+    with llama_cpp.load(path, placement=placement, n_gpu_layers=n_layers):
+        lines = [re.search(r"layer +(\d+) assigned to device (\S+),", line) for line in engine_log.recent]
+    with GGUFFile(path) as gguf:
+        used = [Target(place.name, place.buffer, 1) for place in places]
+        shares = layout(gguf, placement, used, n_layers, 256, "f16")
+        assert sum(share.weights_bytes for share in shares) == sum(each.n_bytes for each in gguf.tensors.values())
+    assert {int(line[1]): line[2] for line in lines if line} == {
+        layer: share.name for share in shares for layer in share.layers
+    }

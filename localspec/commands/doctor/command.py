@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from localspec import __version__
-from localspec.commands.doctor import engines, fit, machine, models, payoff, ranking, screen
+from localspec.commands.doctor import devices, engines, fit, machine, models, payoff, ranking, screen
 from localspec.commands.doctor.advice import recommend, recommend_ranked
 from localspec.commands.doctor.costs import Watch, compare_engines, cost_finding, measure_costs
 from localspec.commands.doctor.facts import EngineFacts, Examination, PairFacts, Recommendation
@@ -105,7 +105,7 @@ class Doctor:
         rows = list(engines.engine_findings(found.engines, hardware.gpus, options.load.backend, hardware.features))
         engine: EngineFacts | None = None
         try:
-            engine = engines.preferred_engine(found.engines, options.load.backend, options.load.n_gpu_layers)
+            engine = engines.preferred_engine(found.engines, options.load)
         except EngineError as error:
             if all(row.status != "fail" for row in rows):
                 rows.append(Finding("fail", "GPU", str(error), "leave --gpu-layers out to use the CPU"))
@@ -177,7 +177,12 @@ class Doctor:
             here.memory_limit_bytes or here.memory_total_bytes,
         )
         loaded = [target, *usable]
-        fitted = fit.fit(loaded, fit.context_size(options.load.n_ctx, target), options.load.kv_cache_type, room)
+        n_ctx = fit.context_size(options.load.n_ctx, target)
+        on_cpu: int | None = None
+        if options.load.placement and engine is not None and target.present and target.error is None:
+            spread = devices.spread(target, options.load, engine.name, n_ctx)
+            rows, on_cpu = [*rows, *spread.rows], spread.on_cpu_bytes
+        fitted = fit.fit(loaded, n_ctx, options.load.kv_cache_type, room, on_cpu)
         rows += fit.fit_findings(loaded, fitted, room)
         trained = target.n_ctx_train
         if options.load.n_ctx is not None and trained and options.load.n_ctx > trained:

@@ -11,6 +11,7 @@ from localspec.backends.gpus import ggml_devices, metal_gpu, used_gpus
 from localspec.commands.doctor.facts import EngineFacts
 from localspec.commands.report.model import Finding, Status
 from localspec.model_files.sources.base import size_text
+from localspec.runtime.load_options import LoadOptions
 
 _LLAMA_CPP = "'llama-cpp-python>=0.3.36,<0.4'"
 _BUILDS = {
@@ -100,18 +101,17 @@ def _instead(name: str) -> str:
     return f"install it anew: pip install --force-reinstall --no-cache-dir {_LLAMA_CPP}"
 
 
-def preferred_engine(engines: Sequence[EngineFacts], wanted: str, n_gpu_layers: int | None) -> EngineFacts | None:
+def preferred_engine(engines: Sequence[EngineFacts], load: LoadOptions) -> EngineFacts | None:
     """The engine that a model would be loaded with first; None where the one that was asked for cannot be used.
 
     Args:
         engines: what ``look_at_engines`` found.
-        wanted: ``--backend``.
-        n_gpu_layers: ``--gpu-layers``.
+        load: how it would be loaded.
 
     Raises:
         EngineUnavailable: there is none, or none for a GPU where layers are to go there.
     """
     by_name = {engine.name: engine for engine in engines}
-    if wanted == "auto":
-        return by_name[candidates(n_gpu_layers)[0]]
-    return by_name[wanted] if by_name[wanted].usable else None
+    if load.backend == "auto":
+        return by_name[load.placement.in_order(candidates(None if load.placement.rpc else load.n_gpu_layers))[0]]
+    return by_name[load.backend] if by_name[load.backend].usable else None

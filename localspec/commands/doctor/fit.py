@@ -83,7 +83,7 @@ def context_size(asked: int | None, target: ExaminedModel) -> int:
     return asked or min(DEFAULT_CTX, target.n_ctx_train or DEFAULT_CTX)
 
 
-def fit(models: Sequence[ExaminedModel], n_ctx: int, kv_type: str, room: Room) -> FitFacts:
+def fit(models: Sequence[ExaminedModel], n_ctx: int, kv_type: str, room: Room, on_cpu: int | None = None) -> FitFacts:
     """Add it up.
 
     Args:
@@ -91,11 +91,17 @@ def fit(models: Sequence[ExaminedModel], n_ctx: int, kv_type: str, room: Room) -
         n_ctx: tokens of context.
         kv_type: type of the KV caches.
         room: where they would go.
+        on_cpu: of a target that is spread over devices, what stays here [bytes]; the devices have rows of their own.
     """
     needs = [need(model, n_ctx, kv_type, room.backend) for model in models]
     on_gpu = sum(each.total * room.gpu_share(model) for each, model in zip(needs, models, strict=True))
     everything = sum(each.total for each in needs)
     ram = PROGRAM_BYTES + (everything if room.gpu_is_ram else everything - on_gpu)
+    if on_cpu is not None:
+        kept = needs[0].total - needs[0].weights_bytes - (needs[0].kv_bytes or 0)
+        drafts = zip(needs[1:], models[1:], strict=True)
+        on_gpu = sum(each.total * room.gpu_share(model) for each, model in drafts)
+        ram = PROGRAM_BYTES + on_cpu + kept + sum(each.total for each in needs[1:]) - on_gpu
     known = all(each.kv_bytes is not None for each in needs) and needs[0].weights_bytes > 0
     short = ram > room.ram or (room.gpu_free is not None and on_gpu > room.gpu_free)
     known &= not room.on_gpu or room.gpu_free is not None
