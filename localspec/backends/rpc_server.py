@@ -42,6 +42,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # it never comes back to Python, which would raise
     print(f"serving {', '.join(names)} at {endpoint}, without any protection", file=sys.stderr, flush=True)
     rpc().serve(endpoint, args.threads, [found[name].handle for name in names])
+    print(f"it ended: is port {args.port} free?", file=sys.stderr)
     return 1
 
 
