@@ -35,6 +35,7 @@ _CAPABILITIES = 24
 _ANSWERS = {0: 16, 1: 8, 2: 8, 3: 8, 7: 1, 9: 1, _DEVICE_MEMORY: 16, 13: 8, _HELLO: 4 + _CAPABILITIES, _DEVICE_COUNT: 4}
 """Request -> length of its answer [bytes]; those that are not here have none, but for one that says it itself."""
 
+_MOST_DEVICES = 64
 _PIECE = 1 << 20
 _CONNECT_S = 5.0
 _SILENT_S = 20
@@ -111,9 +112,10 @@ def ask(address: str) -> ServerFacts:
                 start = time.perf_counter()
                 count = _request(server, _DEVICE_COUNT, b"")
                 times.append(1e3 * (time.perf_counter() - start))
-            memory = [
-                _request(server, _DEVICE_MEMORY, struct.pack("<I", i)) for i in range(*struct.unpack("<I", count))
-            ]
+            (n_devices,) = struct.unpack("<I", count)
+            if n_devices > _MOST_DEVICES:
+                raise ValueError(f"it says that it has {n_devices} devices")
+            memory = [_request(server, _DEVICE_MEMORY, struct.pack("<I", i)) for i in range(n_devices)]
     except TimeoutError:
         raise EngineError(
             f"the RPC server {address} does not answer: it serves one client at a time, or is none"
