@@ -100,13 +100,19 @@ class Placement:
         object.__setattr__(self, "rpc", addresses)
 
     def __bool__(self) -> bool:
-        return any(getattr(self, each.name) != each.default for each in fields(self))
+        return bool(self.given())
 
     @property
     def asked(self) -> list[str]:
         """The options that were given, as the command line calls them."""
-        given = [each.name for each in fields(self) if getattr(self, each.name) != each.default]
-        return ["--" + name.replace("_", "-") for name in given]
+        return ["--" + name.replace("_", "-") for name in self.given()]
+
+    def given(self) -> dict[str, Any]:
+        """What was given, as JSON has it; ``Placement(**given)`` is the same again."""
+        values = {
+            each.name: getattr(self, each.name) for each in fields(self) if getattr(self, each.name) != each.default
+        }
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @property
     def engines(self) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from localspec.backends.placement import Placement
 from localspec.commands.bench.record import Record, Settings
 from localspec.commands.options import RunOptions, check_text
 from localspec.commands.questions import SETS, Question, digest, in_turns, of_categories, own_questions, read_questions
@@ -161,6 +162,7 @@ def make_plan(request: BenchRequest, before: Record | None = None) -> BenchPlan:
         system=options.system,
         mode=mode.name,
         slice_tokens=slice_tokens,
+        placement=options.load.placement.given(),
         **{setting: getattr(options.load, name) for name, setting in _LOADING.items()},
     )
     in_order = in_turns(questions, short_first=mode.name == "quick")
@@ -205,6 +207,8 @@ def _resumed(options: RunOptions, then: Settings) -> RunOptions:
         for name, setting in _LOADING.items()
         if getattr(options.load, name) == getattr(usual, name)
     }
+    if not options.load.placement:
+        load["placement"] = Placement(**then.placement)
     sampling = {name: tuple(value) if isinstance(value, list) else value for name, value in then.sampling.items()}
     return replace(
         options,

@@ -68,6 +68,7 @@ class Settings:
     light_draft: bool
     mode: str
     slice_tokens: int = 0  # arms take turns after so many tokens; 0: after whole answers
+    placement: dict[str, Any] = field(default_factory=dict)  # what was said of where the target's weights go
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from localspec.backends.placement import Placement
 from localspec.commands.bench.compare import comparison
 from localspec.commands.bench.plan import DEFAULT, LEAST_TOKENS, QUICK, BenchRequest, affordable_tokens, make_plan
 from localspec.commands.bench.record import Engine, ModelFile, Record, Settings, Sitting
@@ -88,12 +89,14 @@ def test_a_resumed_run_is_measured_as_before_but_for_what_is_asked_besides() -> 
     then = replace(
         SETTINGS, draft=["ngram"], arms=["plain", "4"], questions="own:tuning", ctx=512, threads=1, gpu_layers=0,
         kv_cache="q8_0", light_draft=False, sampling={"temperature": 0.8, "top_k": 40, "stop": ["x"]}, ignore_eos=True,
-        system="Be brief.", slice_tokens=8, mode="full", questions_sha256=digest(own_questions("tuning")),
+        system="Be brief.", slice_tokens=8, placement={"tensor_split": [3.0, 1.0]}, mode="full",
+        questions_sha256=digest(own_questions("tuning")),
     )  # fmt: skip
     before = run_of([answer("a", "plain", 10.0)], settings=then)
     plan = make_plan(BenchRequest(RunOptions()), before)
     assert plan.settings == replace(then, backends=["reference"])
     assert (plan.options.load.n_ctx, plan.options.load.kv_cache_type) == (512, "q8_0")
+    assert plan.options.load.placement == Placement(tensor_split=(3, 1))
     assert (plan.mode.name, plan.mode.max_tokens, plan.before) == ("full", then.max_tokens, before)
     said = RunOptions(load=LoadOptions(n_ctx=1024, n_threads=2), sampling={"temperature": 0.0}, system="Be rude.")
     other = make_plan(BenchRequest(said, arms=["auto"], slice_tokens=0, minutes=1.0), before)
