@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from localspec.backends.context import Context, ContextState, shared_prefix
+from localspec.backends.context import Context, shared_prefix
+from localspec.backends.context_state import ContextState
 from localspec.backends.forward import FloatArray, Forward, checked_names
 from localspec.backends.sequence_batch import SequenceBatch, SequencesInTurn
 from localspec.errors import Closed, UsageError
@@ -62,6 +63,7 @@ class Capabilities:
         hidden: contexts can return hidden states; see ``Forward.hidden``.
         float_rows: ``Context.decode_floats`` works.
         first_layers: ``Context.decode_first_layers`` works, in a context that returns hidden states.
+        trees: ``Context.decode_tree`` works.
     """
 
     rollback: Literal["exact", "replay"] = "exact"
@@ -72,6 +74,7 @@ class Capabilities:
     hidden: bool = False
     float_rows: bool = False
     first_layers: bool = False
+    trees: bool = False
 
 
 class Model(ABC):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from localspec.backends.context_state import ContextState
 from localspec.backends.forward import FloatArray, Forward, joined_states, layer_name
 from localspec.errors import Cancelled, Closed, ContextFull, UsageError
 
@@ -19,25 +19,6 @@ if TYPE_CHECKING:
 
 N_UNINTERRUPTED = 256
 """Tokens decoded between two looks at ``Context.interrupted``: what the engines compute together anyway."""
-
-
-@dataclass(frozen=True, slots=True)
-class ContextState:
-    """What a context held at some moment, copied out of the engine.
-
-    Attributes:
-        tokens: what was in the memory, in order.
-        arrays: the memory itself, in whatever arrays the engine needs; opaque to everyone else. Contiguous, of dtypes
-            that NumPy has, so that they can be written to a file (view what it lacks, such as bfloat16, as integers).
-    """
-
-    tokens: tuple[int, ...]
-    arrays: Mapping[str, npt.NDArray[Any]]
-
-    @property
-    def n_bytes(self) -> int:
-        """Size of the arrays [bytes]."""
-        return sum(array.nbytes for array in self.arrays.values())
 
 
 def shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:
@@ -52,9 +33,9 @@ class Context(ABC):
     """The memory of one sequence.
 
     ``tokens`` is what the memory holds, in order. Subclasses implement ``_decode`` and ``_truncate``, and where their
-    model ``saves_state`` also ``_export``, ``_state_bytes`` and ``_import``, where it has ``float_rows`` and
-    ``first_layers`` also ``_decode_floats`` and ``_decode_first_layers``; arguments are checked here, so that every
-    backend refuses the same things with the same words.
+    model ``saves_state`` also ``_export``, ``_state_bytes`` and ``_import``, where it has ``float_rows``,
+    ``first_layers`` and ``trees`` also ``_decode_floats``, ``_decode_first_layers``, ``_decode_tree`` and ``_keep``;
+    arguments are checked here, so that every backend refuses the same things with the same words.
 
     Attributes:
         hidden: names of the hidden states that every pass returns; see ``Forward.hidden``.
@@ -69,6 +50,8 @@ class Context(ABC):
         self.interrupted: Callable[[], bool] | None = None
         self._partial: tuple[int, int] | None = None
         """Where rows begin that only the first layers have, and how many layers that is."""
+        self._tree: tuple[list[int], list[int]] | None = None
+        """Tokens and parents of rows behind the memory, of which none is kept yet."""
         self._closed = False
 
     @property
@@ -166,6 +149,75 @@ class Context(ABC):
         self._partial = first, n_layers
         return forward
 
+    def decode_tree(self, tokens: Sequence[int], parents: Sequence[int]) -> Forward:
+        """Feed tokens that branch behind those in the memory: each sees the memory and its own path, and no more.
+
+        They are no part of the memory until a path is kept (``keep``), and whatever comes before that drops them. Each
+        takes a place in the memory meanwhile, whatever its depth.
+
+        Args:
+            tokens: at least one token id.
+            parents: for each the index of the token that it follows, which comes before it; -1 is the last token of the
+                memory.
+
+        Returns:
+            A row of logits for each token, and of every hidden state: as ``decode`` gives it for that token's path.
+
+        Raises:
+            ContextFull: they do not fit; the memory is unchanged.
+            UsageError: the model cannot (``Capabilities.trees``), no tokens, an id outside of the vocabulary, parents
+                that do not come before, or behind rows of ``decode_first_layers``.
+            EngineError: the engine failed.
+            Closed: the context was closed.
+        """
+        self._check_ids(tokens)
+        self._check_whole()
+        if not self.model.capabilities.trees:
+            raise UsageError(f"{self.model.engine} cannot feed tokens that branch for {self.model.path.name}")
+        if len(parents) != len(tokens) or any(not -1 <= parent < i for i, parent in enumerate(parents)):
+            raise UsageError("each token of a tree follows one before it, or the memory")
+        self._drop_tree()
+        self._tree = list(tokens), list(parents)
+        try:
+            return self._decode_tree(tokens, parents)
+        except BaseException:
+            self._drop_tree()
+            raise
+
+    def keep(self, path: Sequence[int]) -> None:
+        """Make a path of the tokens last fed to ``decode_tree`` part of the memory, and drop the others.
+
+        Args:
+            path: their indices, in order: the first follows the memory, each other one the one before it. None of them
+                leaves the memory as it was.
+
+        Raises:
+            UsageError: there is no such path, or other calls have come in between.
+            EngineError: the engine failed.
+            Closed: the context was closed.
+        """
+        self._check_open()
+        if self._tree is None:
+            raise UsageError("there is no tree to keep a path of")
+        tokens, parents = self._tree
+        if any(not 0 <= at < len(tokens) or parents[at] != before for before, at in zip([-1, *path], path)):  # noqa: B905
+            raise UsageError(f"{list(path)} is no path of the tree")
+        if not path:
+            self._drop_tree()
+            return
+        try:
+            self._keep(path)
+        except BaseException:
+            self._drop_tree()
+            raise
+        self._tree = None
+        self.tokens.extend(tokens[at] for at in path)
+
+    def _drop_tree(self) -> None:
+        if self._tree is not None:
+            self._tree = None
+            self._truncate(self.n_past)
+
     def _check_ids(self, tokens: Sequence[int]) -> None:
         self._check_room(len(tokens))
         if min(tokens) < 0 or max(tokens) >= self.model.n_vocab:
@@ -183,6 +235,7 @@ class Context(ABC):
             raise UsageError(f"the rows from {self._partial[0]} on have the first layers only: truncate them first")
 
     def _feed(self, tokens: Sequence[int], compute: Callable[[], Forward]) -> Forward:
+        self._drop_tree()
         n_before = self.n_past
         try:
             forward = compute()
@@ -203,6 +256,7 @@ class Context(ABC):
         self._check_open()
         if not 0 <= n <= self.n_past:
             raise UsageError(f"cannot truncate {self.n_past} tokens to {n}")
+        self._drop_tree()
         if n < self.n_past:
             self._truncate(n)
             del self.tokens[n:]
@@ -226,12 +280,14 @@ class Context(ABC):
         """
         self._check_saves_state()
         self._check_whole()
+        self._drop_tree()
         return ContextState(tuple(self.tokens), self._export() if self.tokens else {})
 
     @property
     def state_bytes(self) -> int:
         """Size of what ``export_state`` would give now, or an upper bound of it [bytes]."""
         self._check_saves_state()
+        self._drop_tree()
         return self._state_bytes() if self.tokens else 0
 
     def import_state(self, state: ContextState) -> None:
@@ -257,7 +313,7 @@ class Context(ABC):
         except BaseException:
             self._truncate_all()
             raise
-        self._partial = None
+        self._partial = self._tree = None
         self.tokens = list(state.tokens)
 
     def _check_open(self) -> None:
@@ -265,7 +321,7 @@ class Context(ABC):
             raise Closed("this context was closed")
 
     def _truncate_all(self) -> None:
-        self.tokens, self._partial = [], None
+        self.tokens, self._partial, self._tree = [], None, None
         self._truncate(0)
 
     def _check_saves_state(self) -> None:
@@ -303,6 +359,14 @@ class Context(ABC):
         raise NotImplementedError
 
     def _decode_first_layers(self, tokens: Sequence[int], n_layers: int) -> Forward:
+        raise NotImplementedError
+
+    def _decode_tree(self, tokens: Sequence[int], parents: Sequence[int]) -> Forward:
+        """Put rows behind the memory; ``_truncate`` to the memory's end drops them."""
+        raise NotImplementedError
+
+    def _keep(self, path: Sequence[int]) -> None:
+        """Of the rows that ``_decode_tree`` put behind the memory keep these, at least one, in its order."""
         raise NotImplementedError
 
     def _export(self) -> Mapping[str, npt.NDArray[Any]]:

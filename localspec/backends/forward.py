@@ -40,6 +40,10 @@ class Forward:
     def __len__(self) -> int:
         return len(self.logits)
 
+    def take(self, rows: Sequence[int]) -> Forward:
+        """Some of the rows, copied; of a pass that returned one of everything for every token."""
+        return Forward(self.logits[list(rows)], {name: states[list(rows)] for name, states in self.hidden.items()})
+
 
 def layer_name(layer: int) -> str:
     """The name of the state after a layer, counted from 0."""

@@ -148,7 +148,7 @@ class ReferenceModel(Model):
             self.backend = NAME
             self.engine = f"{NAME} numpy {np.__version__}"
             self.capabilities = Capabilities(
-                batch_invariant=True, saves_state=True, hidden=True, float_rows=True, first_layers=True
+                batch_invariant=True, saves_state=True, hidden=True, float_rows=True, first_layers=True, trees=True
             )
             self.n_threads = 1
             self.hparams = Hyperparameters.from_metadata(file.metadata)
@@ -269,8 +269,21 @@ class ReferenceContext(Context):
     def _decode_first_layers(self, tokens: Sequence[int], n_layers: int) -> Forward:
         return self._pass(self.model._embedding[list(tokens)], "none", n_layers)
 
-    def _pass(self, rows: Array, logits: Wanted, n_layers: int | None = None) -> Forward:
-        """Take rows [n, n_embd] through the first ``n_layers``, or all and the output matrix."""
+    def _decode_tree(self, tokens: Sequence[int], parents: Sequence[int]) -> Forward:
+        return self._pass(self.model._embedding[list(tokens)], "all", parents=parents)
+
+    def _keep(self, path: Sequence[int]) -> None:
+        cells = [self.n_past + at for at in path]
+        for rows in self._rows().values():
+            rows[:, :, self.n_past : self.n_past + len(cells)] = rows[:, :, cells]
+
+    def _pass(
+        self, rows: Array, logits: Wanted, n_layers: int | None = None, parents: Sequence[int] | None = None
+    ) -> Forward:
+        """Take rows [n, n_embd] through the first ``n_layers``, or all and the output matrix.
+
+        ``parents``: which of the rows each follows, -1 being the memory; None is the one before.
+        """
         model, n_all = self.model, self.model.n_layers
         n_rows = {"all": len(rows), "last": 1, "none": 0}[logits]
         first = len(rows) - n_rows
@@ -278,8 +291,14 @@ class ReferenceContext(Context):
         whole = [layer_name(i) for i in range(n_layers or n_all - 1)]
         states: dict[str, list[Array]] = {name: [] for name in self.hidden if not n_layers or name in whole}
         # One by one: a matrix product over several tokens would round differently from one over a single token.
+        seen: list[list[int]] = []  # by each row of a tree: the memory, and the rows on its path
         for i, row in enumerate(rows):
-            after = self._step(row, self.n_past + i, n_layers or n_all)
+            cells: list[int] | None = None
+            if parents is not None:
+                before = seen[parents[i]] if parents[i] >= 0 else list(range(self.n_past))
+                cells = [*before, self.n_past + i]
+                seen.append(cells)
+            after = self._step(row, self.n_past + i, n_layers or n_all, cells)
             taps = dict(zip(whole, after, strict=False)) if states else {}
             if i >= first:
                 norm = self._normalised(after[-1])
@@ -290,11 +309,20 @@ class ReferenceContext(Context):
         width = model.n_embd
         return Forward(found, {k: np.array(v, dtype=np.float32).reshape(-1, width) for k, v in states.items()})
 
-    def _step(self, x: Array, position: int, n_layers: int) -> list[Array]:
-        """Take one row through layers, write its keys and values, and return the states after each [n_embd]."""
+    def _step(self, x: Array, cell: int, n_layers: int, seen: Sequence[int] | None = None) -> list[Array]:
+        """Take one row through layers, write its keys and values, and return the states after each [n_embd].
+
+        Args:
+            x: the row [n_embd].
+            cell: where its keys and values go.
+            n_layers: how many layers.
+            seen: the cells that it sees, its own the last; None is all up to there.
+        """
         h = self.model.hparams
         n_q, n_kv, group = h.n_head * h.d_head, h.n_head_kv * h.d_head, h.n_head // h.n_head_kv
-        rotation, scale, end = self._rotations[position], 1.0 / math.sqrt(h.d_head), position + 1
+        position = cell if seen is None else len(seen) - 1
+        rotation, scale = self._rotations[position], 1.0 / math.sqrt(h.d_head)
+        visible = slice(position + 1) if seen is None else np.array(seen)
         after: list[Array] = []
         for layer, keys, values in zip(self.model._layers[:n_layers], self._keys, self._values, strict=False):
             qkv = layer.qkv.dot(self._normalised(x))
@@ -302,14 +330,14 @@ class ReferenceContext(Context):
                 qkv = qkv + layer.qkv_bias
             rotated = qkv[: n_q + n_kv].view(np.complex128).reshape(-1, h.d_head // 2) * rotation
             heads = rotated.view(np.float64)  # [n_head + n_head_kv, d_head]
-            keys[:, position] = heads[h.n_head :]
-            values[:, position] = qkv[n_q + n_kv :].reshape(h.n_head_kv, h.d_head)
+            keys[:, cell] = heads[h.n_head :]
+            values[:, cell] = qkv[n_q + n_kv :].reshape(h.n_head_kv, h.d_head)
             attended = np.empty((h.n_head_kv, group, h.d_head))
             for head in range(h.n_head_kv):
                 queries = heads[head * group : (head + 1) * group]
-                scores = queries.dot(keys[head, :end].T)  # [group, n_past + 1]
+                scores = queries.dot(keys[head, visible].T)  # [group, position + 1]
                 weights = np.exp((scores - scores.max(axis=1, keepdims=True)) * scale)
-                attended[head] = weights.dot(values[head, :end]) / weights.sum(axis=1, keepdims=True)
+                attended[head] = weights.dot(values[head, visible]) / weights.sum(axis=1, keepdims=True)
             x = x + layer.attn_output.dot(attended.reshape(-1))
             gate_up = layer.gate_up.dot(self._normalised(x))
             gate, up = gate_up[: len(gate_up) // 2], gate_up[len(gate_up) // 2 :]

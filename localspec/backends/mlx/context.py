@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from localspec.backends.base import Context, ContextState, FloatArray, Forward
 from localspec.backends.forward import NORM, joined_states, layer_name
-from localspec.backends.mlx.memory import LayerCaches
+from localspec.backends.mlx.memory import LayerCaches, Tree
 from localspec.errors import Cancelled, EngineError
 
 if TYPE_CHECKING:
@@ -49,6 +49,25 @@ class MLXContext(Context):
 
     def _decode_first_layers(self, tokens: Sequence[int], n_layers: int) -> Forward:
         return self._in_pieces(tokens, "none", n_layers=n_layers)
+
+    def _decode_tree(self, tokens: Sequence[int], parents: Sequence[int]) -> Forward:
+        self._catch_up()
+        tree, memory, network = Tree(parents), self._memory, self.model.network
+
+        def compute() -> Forward:
+            memory.branch(tree)
+            network.branch(tree.depths.tolist())
+            try:
+                return self._compute(tokens, "all", None, None)
+            finally:
+                memory.branch(None)
+                network.branch(None)
+                memory.n_past = min(memory.n_past, self.n_past)  # none of them is kept yet
+
+        return self._owner.run(compute)
+
+    def _keep(self, path: Sequence[int]) -> None:
+        self._owner.run(lambda: self._memory.keep(path))
 
     def _in_pieces(
         self, tokens: Sequence[int], logits: Wanted, rows: FloatArray | None = None, n_layers: int | None = None

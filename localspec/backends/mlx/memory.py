@@ -7,7 +7,7 @@ can see, so attention costs what the window costs and rewinding is a matter of a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -29,11 +29,38 @@ _N_CHECKPOINTS = 4
 State = list[Any]
 
 
+class Tree:
+    """Rows of a pass that branch.
+
+    Args:
+        parents: which of the rows each follows; -1 is the last row of the memory.
+    """
+
+    def __init__(self, parents: Sequence[int]) -> None:
+        n = len(parents)
+        self._is_seen = np.eye(n, dtype=bool)  # [row, row]: itself, and those on its path
+        for row, parent in enumerate(parents):
+            if parent >= 0:
+                self._is_seen[row] |= self._is_seen[parent]
+        self.depths = self._is_seen.sum(axis=1) - 1
+
+    def mask(self, n_past: int, first: int, window: int | None) -> mx.array:
+        """What each row sees [n, n_past - first + n]: of the memory from ``first`` on, and of the rows."""
+        past = np.arange(first, n_past)
+        near = np.ones((len(self.depths), len(past)), dtype=bool)
+        seen = self._is_seen
+        if window is not None:
+            near = n_past + self.depths[:, None] - past < window
+            seen = seen & (self.depths[:, None] - self.depths < window)
+        return mx.array(np.concatenate([near, seen], axis=1))
+
+
 class _Windowed:
     """Shows attention the rows that its new tokens can see, of all that are kept. Mixed into mlx-lm's caches."""
 
     window: int | None
     offset: int
+    tree: Tree | None = None
 
     def _first_visible(self) -> int:
         """The oldest row that a token at position ``offset`` sees."""
@@ -49,6 +76,8 @@ class _Windowed:
             raise EngineError(f"a layer asks for a window of {window_size} tokens and was given {self.window}")
         if n == 1:
             return None  # the only token sees every row that is shown
+        if self.tree is not None:
+            return self.tree.mask(self.offset, self._first_visible(), self.window)
         if self.window is not None and self.offset + n > self.window:
             first = self._first_visible()
             return create_causal_mask(n, self.offset - first, window_size=self.window)
@@ -109,12 +138,12 @@ class LayerCaches:
 
     def rewind(self, n: int) -> None:
         """Keep at most the first n tokens: exactly those, or as many of them as a checkpoint allows."""
-        if n >= self.n_past:
-            return
         if not self._network.recurrent:
             for layer in self.layers:
-                layer.offset = min(layer.offset, n)
-            self.n_past = n
+                layer.offset = min(layer.offset, n)  # rows that no path of a tree was kept of go too
+            self.n_past = min(self.n_past, n)
+            return
+        if n >= self.n_past:
             return
         usable = {position: state for position, state in self._checkpoints.items() if position <= n}
         if not usable:
@@ -124,6 +153,25 @@ class LayerCaches:
         self.n_past = max(usable)
         for layer, state in zip(self.layers, usable[self.n_past], strict=True):
             layer.cache = list(state)
+
+    def branch(self, tree: Tree | None) -> None:
+        """The rows of the passes to come are a tree's; None ends that."""
+        for layer in self.layers:
+            layer.tree = tree
+
+    def keep(self, path: Sequence[int]) -> None:
+        """Of the rows behind the first ``n_past`` keep these, in order."""
+        start, rows = self.n_past, mx.array([self.n_past + at for at in path])
+
+        def moved(array: mx.array) -> mx.array:
+            array[..., start : start + len(path), :] = array[..., rows, :]
+            return array
+
+        for layer in self.layers:
+            layer.keys, layer.values = tree_map(moved, (layer.keys, layer.values))
+            layer.offset = start + len(path)
+        self.n_past += len(path)
+        mx.eval(self.arrays())
 
     def arrays(self) -> list[mx.array]:
         """Every array there is."""

@@ -50,6 +50,7 @@ class MLXModel(Model):
             hidden=True,
             float_rows=not network.recurrent,  # what is fed again after a rollback are tokens
             first_layers=True,
+            trees=not network.recurrent,
         )
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -105,6 +105,11 @@ class Network:
             layers[:] = originals
         return states
 
+    def branch(self, depths: Sequence[int] | None) -> None:
+        """The rows of the passes to come stand so far behind the memory; None ends that. See ``Rope.branch``."""
+        for rope in {id(rope): rope for layer in self.module.layers if (rope := _rope_of(layer)) is not None}.values():
+            rope.branch(depths)
+
     def logits(self, hidden: mx.array) -> mx.array:
         """Logits of (some rows of) ``hidden``: [1, n, n_embd] -> [1, n, n_vocab]."""
         return self._head(hidden)
@@ -114,6 +119,11 @@ class Network:
         from mlx_lm.models.cache import make_prompt_cache
 
         return list(make_prompt_cache(self.module))
+
+
+def _rope_of(layer: Any) -> Rope | None:
+    rope = getattr(getattr(layer, "self_attn", None), "rope", None)
+    return rope if isinstance(rope, Rope) else None
 
 
 class _Tap:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -52,8 +53,20 @@ class Rope(nn.Module):  # type: ignore[misc]
         self.magnitude = scaling.magnitude * _yarn_magnitude(scaling)
         # The underscore keeps it out of the module's parameters.
         self._periods = mx.array(periods(dims, base, scaling).astype(np.float32))
+        self._depths: mx.array | None = None
+
+    def branch(self, depths: Sequence[int] | None) -> None:
+        """The rows of the passes to come stand so far behind ``offset``, and not one behind the other; None ends it."""
+        self._depths = None if depths is None else mx.array(list(depths), mx.int32)
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+        """Turn x [1, n_heads, n, width] by the positions from ``offset`` on."""
+        if self._depths is not None:  # each row is a batch of its own
+            rows = self._turned(x.swapaxes(0, 2), offset + self._depths)
+            return rows.swapaxes(0, 2)
+        return self._turned(x, offset)
+
+    def _turned(self, x: mx.array, offset: int | mx.array) -> mx.array:
         if self.magnitude != 1.0:
             if self.dims == x.shape[-1]:
                 x = x * self.magnitude
