@@ -59,6 +59,11 @@ class Context(ABC):
         """Tokens in the memory."""
         return len(self.tokens)
 
+    @property
+    def can_branch(self) -> bool:
+        """Whether ``decode_tree`` works."""
+        return self.model.capabilities.trees
+
     def decode(self, tokens: Sequence[int], logits: Literal["all", "last", "none"] = "all") -> Forward:
         """Feed tokens after those already in the memory.
 

@@ -44,6 +44,9 @@ draft's own first 24 tokens, which cost their time, has 0.81."""
 # 64 it differs by no more than with another seed.
 PRIOR_WEIGHT = 6.0
 MEMORY = 80.0
+BESIDE = 0.7
+"""Of what is expected of a draft token, what is expected of one beside another that was rejected. Set by hand; what is
+observed takes its place."""
 HISTOGRAM_PRIOR = 12.0
 HISTOGRAM_MEMORY = 32.0
 CERTAINTY_PRIOR = 8.0
@@ -171,6 +174,7 @@ class SourceAcceptance:
         self.prior = prior
         self.hits = [0.0] * N_BINS
         self.seen = [0.0] * N_BINS
+        self._beside = [(0.0, 0.0)] * N_BINS  # hits and seen of tokens beside others
         self.histograms = [list(histogram) for histogram in prior.histograms]
         self._begin()
 
@@ -196,6 +200,18 @@ class SourceAcceptance:
         """Calibrated probability of acceptance of a draft token with this confidence."""
         i = bin_of(confidence)
         return (self.hits[i] + PRIOR_WEIGHT * self.prior.acceptance[i]) / (self.seen[i] + PRIOR_WEIGHT)
+
+    def beside(self, confidence: float) -> float:
+        """Calibrated probability that a draft token is right at a place where others are not; see ``expected``."""
+        i = bin_of(confidence)
+        hits, seen = self._beside[i]
+        return (hits + PRIOR_WEIGHT * BESIDE * self.prior.acceptance[i]) / (seen + PRIOR_WEIGHT)
+
+    def observe_beside(self, confidence: float, accepted: float) -> None:
+        """Record the fate of a draft token at whose place others were rejected."""
+        i, fade = bin_of(confidence), 1.0 - 1.0 / MEMORY
+        hits, seen = self._beside[i]
+        self._beside[i] = hits * fade + accepted, seen * fade + 1.0
 
     def mean(self) -> float:
         """Expected acceptance of the next draft token, its confidence not yet known."""

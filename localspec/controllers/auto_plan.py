@@ -9,6 +9,7 @@ from localspec.controllers.acceptance import START, leads_to
 from localspec.controllers.estimates import Estimates
 from localspec.controllers.prefill_gate import PrefillGate
 from localspec.controllers.time_budget import TimeBudget
+from localspec.spec_decode.draft import Draft
 
 COPY_SHARE = 0.5
 """Of what drafts may lose, what one draft of copies may: a copied run is right or wrong as a whole, and one that is
@@ -83,6 +84,21 @@ class AutoPlan:
         self._n += 1
         self._reach *= expected
         self._after, self._last_source = after, source
+        return expected
+
+    def beside(self, draft: Draft, parent: int, source: str, confidence: float) -> float | None:
+        """Whether a token beside those of a drafted chain, or behind such a one, is worth a row; see ``Branching``."""
+        rivals = draft.children(parent)
+        acceptance = self.estimates.acceptance[source]
+        expected = acceptance.beside(confidence) if rivals else acceptance.expected(confidence)
+        expected *= max(0.0, 1.0 - sum(float(draft[rival].expected) for rival in rivals))
+        reach: float = math.prod((draft[i].expected for i in draft.path(parent)), start=expected)
+        times, n = self.estimates.times, len(draft)
+        worth = reach - self.estimates.prospect.rate * (times(n + 2) - times(n + 1))
+        if self.room <= 0 or worth <= 0 or not self._affords(0.0, 1.0):
+            return None
+        self.room -= 1
+        self._n += 1
         return expected
 
     # -- what drafters report --------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from localspec.sampling.sampling import Row, SamplingParams
-from localspec.spec_decode.drafters.base import Plan
+from localspec.spec_decode.drafters.base import Branching, Plan
 from localspec.spec_decode.rounds import Round
 
 
@@ -30,6 +30,10 @@ class Controller(ABC):
             room: most tokens that can be drafted within the token budget and the context.
             n_past: tokens in the target's memory.
         """
+
+    def branching(self) -> Branching | None:
+        """The permission to let the draft of the plan just made branch; None where that cannot pay."""
+        return None
 
     def watch(self, row: Row) -> None:  # noqa: B027 - optional hook
         """The logits [n_vocab] that the target just chose a token from; ``update`` follows."""

@@ -171,9 +171,12 @@ class SpeculativeDecoder:
             started = time.perf_counter()
             controller.enter(thinks=emitter.thinks)
             plan = controller.plan(room=emitter.room, n_past=target.n_past)
-            draft = drafters.draft(tokens, plan, proposer, end_tokens)
+            branching = controller.branching() if target.can_branch and constraint is None else None
+            draft = drafters.draft(tokens, plan, proposer, end_tokens, branching)
             drafted = time.perf_counter()
-            forward = yield TargetPass([tokens[-1], *draft.ids])  # logits [k + 1, n_vocab]
+            read = [tokens[-1], *draft.ids]
+            parents = [-1, *(parent + 1 for parent in draft.parents)] if draft.branches else None
+            forward = yield TargetPass(read, parents=parents)  # logits [k + 1, n_vocab]
             verified = time.perf_counter()
             assert forward is not None
             masked = constraint.rows(forward.logits, draft.ids, params) if constraint else forward.logits
@@ -182,8 +185,12 @@ class SpeculativeDecoder:
             except NotNumbers:
                 model = target.model
                 raise EngineError(f"{model.engine} computes logits of {model.path.name} that are not numbers") from None
-            controller.watch(forward.logits[verdict.n_accepted])
-            drafters.process([tokens[-1], *draft.ids], forward)
+            controller.watch(forward.logits[verdict.last_accepted + 1])
+            if draft.branches:  # what lies beside the accepted path is as if it had never been
+                path = [0, *(i + 1 for i in verdict.accepted)]
+                read, forward = [read[i] for i in path], forward.take(path)
+                target.keep(path)
+            drafters.process(read, forward)
             rows = forward.logits.copy() if keeps_rows else forward.logits  # a replay would overwrite them
             target.truncate(len(tokens) + verdict.n_accepted)  # rejected draft tokens leave the target's memory
             emitted, spans, finish = emitter.emit(_verified(draft, verdict), rows)
@@ -296,5 +303,5 @@ class _Emitter:
 
 def _verified(draft: Draft, verdict: Verdict) -> list[VerifiedToken]:
     """The accepted draft tokens and the target's own."""
-    accepted: list[VerifiedToken] = [(token.id, "accepted", token.source) for token in draft[: verdict.n_accepted]]
+    accepted: list[VerifiedToken] = [(draft[i].id, "accepted", draft[i].source) for i in verdict.accepted]
     return [*accepted, (verdict.next_token, verdict.kind, "target")]

@@ -25,10 +25,18 @@ class TargetPass:
     Attributes:
         tokens: what comes next in the target's memory.
         logits: which rows are wanted, see ``Context.decode``.
+        parents: where they branch, which of them each follows, see ``Context.decode_tree``; all rows are wanted then.
     """
 
     tokens: Sequence[int]
     logits: Literal["all", "last", "none"] = "all"
+    parents: Sequence[int] | None = None
+
+    def run(self, target: Context) -> Forward:
+        """Run it alone."""
+        if self.parents is not None:
+            return target.decode_tree(self.tokens, self.parents)
+        return target.decode(self.tokens, self.logits)
 
 
 Reading = Generator[TargetPass, Forward, Result]
@@ -44,7 +52,7 @@ def read_alone(reading: Reading[Result], target: Context) -> Result:
     try:
         while True:
             wanted = next(reading) if forward is None else reading.send(forward)
-            forward = target.decode(wanted.tokens, wanted.logits)
+            forward = wanted.run(target)
     except StopIteration as end:
         return end.value  # type: ignore[no-any-return] # what the generator returned
 
@@ -58,4 +66,4 @@ def rounds_alone(steps: Steps, target: Context) -> Iterator[Round]:
                 yield step
                 step = next(steps, None)
             else:
-                step = steps.send(target.decode(step.tokens, step.logits))
+                step = steps.send(step.run(target))

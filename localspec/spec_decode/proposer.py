@@ -19,7 +19,7 @@ from localspec.sampling.sampling import (
     edit_logits,
     top_probability,
 )
-from localspec.spec_decode.drafters.base import DrafterFailed
+from localspec.spec_decode.drafters.base import DrafterFailed, Rival
 from localspec.spec_decode.verification import STREAM_DRAFT, STREAM_TARGET
 
 if TYPE_CHECKING:
@@ -55,7 +55,9 @@ class SamplingProposer:
         self.noise = noise
         self.constraint = constraint
         self.n_vocab = n_vocab
+        self.rivals: dict[int, Rival] | None = None
         self._choice: int | Distribution = 0
+        self._row: tuple[Row, Ids | None, float] | None = None  # greedily, while rivals are wanted
         self._n_sampled = 0
 
     def n_legal(self, tokens: Sequence[int]) -> int:
@@ -85,7 +87,9 @@ class SamplingProposer:
             row = edit_logits(row, history, self.params, ids)
             best = int(np.argmax(row))
             self._choice = best if ids is None else int(ids[best])
-            return top_probability(row) if row[best] > -math.inf else 0.0
+            confidence = top_probability(row) if row[best] > -math.inf else 0.0
+            self._row = (row, ids, confidence) if self.rivals is not None else None
+            return confidence
         try:
             q = distribution(row, history, self.params, ids)
         except UsageError:  # banned, all of them; the target may have more
@@ -103,6 +107,48 @@ class SamplingProposer:
 
     def choose(self, position: int, *, sampled: bool = True) -> tuple[int, Distribution | None]:
         """The draft token for the row last given to ``confidence``, and the law it was sampled from, if it was."""
+        token, law = self._choose(position, sampled)
+        if self.rivals is not None:
+            rival = self._second_best() if self.params.greedy else self._without(token, position, law is not None)
+            if rival is not None:
+                self.rivals[position] = rival
+        return token, law
+
+    def draw(self, rival: Rival) -> int:
+        """The token of a rival, sampled where it has a law: the second draw of a distribution, without replacement."""
+        if rival.law is None:
+            return rival.token
+        self._n_sampled += 1
+        return rival.law.sample(self.noise, self._n_sampled, STREAM_DRAFT)
+
+    def _second_best(self) -> Rival | None:
+        """Greedily, the second most probable token."""
+        if self._row is None:
+            return None
+        row, ids, confidence = self._row
+        best = int(np.argmax(row))
+        others = [
+            start + int(np.argmax(part)) for start, part in ((0, row[:best]), (best + 1, row[best + 1 :])) if len(part)
+        ]
+        if not others or confidence >= 1.0:
+            return None
+        second = max(others, key=lambda at: float(row[at]))
+        share = confidence * math.exp(float(row[second] - row[best])) / (1.0 - confidence)
+        return Rival(min(1.0, share), second if ids is None else int(ids[second]), None)
+
+    def _without(self, token: int, position: int, sampled: bool) -> Rival | None:
+        """What the distribution that a draft token came from proposes without it."""
+        law = self._choice
+        if isinstance(law, int) or len(law.ids) < 2:
+            return None
+        law = law.minus(Distribution(np.array([token]), np.ones(1)))
+        if sampled:
+            return Rival(float(law.probs.max()), -1, law)
+        # With a seed the target's own noise chooses, as it chose the first.
+        second = law.argmax() if self.params.seed is None else law.sample(self.noise, position, STREAM_TARGET)
+        return Rival(law.prob(second), second, None)
+
+    def _choose(self, position: int, sampled: bool) -> tuple[int, Distribution | None]:
         choice = self._choice
         if isinstance(choice, int):
             return choice, None

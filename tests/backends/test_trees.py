@@ -196,7 +196,7 @@ def test_a_window_is_one_of_positions(backend: Backend, tiny: TinyFiles) -> None
 
 
 def test_memories_that_cannot_branch_say_so(backend: Backend, tiny: TinyFiles) -> None:
-    if backend.name == "reference":
+    if backend.name in ("reference", "ik-llama"):
         pytest.skip("it computes none")
     with backend.load(tiny.recurrent, n_threads=1) as model, model.new_context(64) as context:
         assert not model.capabilities.trees

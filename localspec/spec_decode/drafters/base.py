@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from localspec.backends.base import Context, Forward
 from localspec.sampling.sampling import Distribution, Ids, Noise, Row, SamplingParams
-from localspec.spec_decode.rounds import DraftToken
+from localspec.spec_decode.draft import Draft, DraftToken
 from localspec.system.steps import Steps
 
 
@@ -75,6 +75,42 @@ class Plan(Protocol):
         """
 
 
+class Branching(Protocol):
+    """The controller's permission to add branches to a drafted chain; asked token by token."""
+
+    @property
+    def room(self) -> int:
+        """How many more tokens may be drafted in this round."""
+
+    def beside(self, draft: Draft, parent: int, source: str, confidence: float) -> float | None:
+        """Whether another token that follows a draft token is worth a row of the target's pass.
+
+        Args:
+            draft: the draft so far.
+            parent: index of the draft token that it would follow; -1 is the last settled token.
+            source: the drafter's name.
+            confidence: its own estimate, in [0, 1], that the token is right, where those that follow ``parent`` already
+                are not. As ever independent of the token, if it is sampled.
+
+        Returns:
+            The probability of acceptance, given that ``parent`` is accepted, if it should be sent, else None.
+        """
+
+
+class Rival(NamedTuple):
+    """What else a draft model would propose at a position, drawn only once it is wanted.
+
+    Attributes:
+        confidence: its own estimate, in [0, 1], that this is right where its first proposal is not.
+        token: the token; where it is sampled, -1.
+        law: what to sample it from: the law of the first proposal, without that. None where it is not sampled.
+    """
+
+    confidence: float
+    token: int
+    law: Distribution | None
+
+
 class Proposer(Protocol):
     """How a draft model's logits become a draft token, so that drafters need not know about sampling.
 
@@ -82,11 +118,13 @@ class Proposer(Protocol):
         params: the request's sampling parameters.
         noise: the request's randomness.
         n_vocab: how many token ids the target takes; no other may be drafted.
+        rivals: by position, what else there was to choose; None where nobody wants to know.
     """
 
     params: SamplingParams
     noise: Noise
     n_vocab: int | None
+    rivals: dict[int, Rival] | None
 
     def n_legal(self, tokens: Sequence[int]) -> int:
         """How many of these tokens, from the first, the target takes and a grammar, if there is one, allows here."""
@@ -118,6 +156,9 @@ class Proposer(Protocol):
 
     def choose(self, position: int, *, sampled: bool = True) -> tuple[int, Distribution | None]:
         """The draft token for the row last given to ``confidence``, and the law it was sampled from, if it was."""
+
+    def draw(self, rival: Rival) -> int:
+        """The token, sampled where it has a law."""
 
 
 class Drafter(ABC):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from localspec.backends.base import Context, Forward
 from localspec.errors import EngineError
-from localspec.spec_decode.drafters.base import Drafter, DrafterFailed, Plan, Proposer
+from localspec.spec_decode.drafters.base import Branching, Drafter, DrafterFailed, Plan, Proposer
 from localspec.spec_decode.rounds import Draft, DraftToken
 
 
@@ -45,29 +46,77 @@ class DrafterGroup:
             drafter.process(tokens, forward)
 
     def draft(
-        self, tokens: list[int], plan: Plan, proposer: Proposer, end_tokens: frozenset[int] = frozenset()
+        self,
+        tokens: list[int],
+        plan: Plan,
+        proposer: Proposer,
+        end_tokens: frozenset[int] = frozenset(),
+        branching: Branching | None = None,
     ) -> Draft:
-        """Draft what follows ``tokens`` (left as it was on return), up to an end token: nothing after one counts."""
+        """Draft what follows ``tokens`` (left as it was on return), up to an end token: nothing after one counts.
+
+        Args:
+            tokens: everything settled.
+            plan: the permission to draft.
+            proposer: makes draft tokens of logits.
+            end_tokens: tokens that end an answer.
+            branching: the permission to add branches, if there is one.
+        """
         settled = len(tokens)
-        draft = Draft()
+        proposer.rivals = None if branching is None else {}
         try:
-            while plan.room > 0:
-                for drafter in self._in_order(tokens, plan):
-                    found = _legal(self._ask(drafter, tokens, plan, proposer), proposer)
-                    if found:
-                        break
-                else:
-                    break
-                for token in found:
-                    draft.append(token)
-                    tokens.append(token.id)
-                    if proposer.extend(token.id) or token.id in end_tokens:
-                        return draft
+            draft = self._chain(tokens, plan, proposer, end_tokens)
+            if branching is not None and draft:
+                del tokens[settled:]
+                self._branch(draft, tokens, branching, proposer, end_tokens)
         finally:
             del tokens[settled:]
             for drafter in self.drafters:
                 drafter.drafted()
         return draft
+
+    def _chain(self, tokens: list[int], plan: Plan, proposer: Proposer, end_tokens: frozenset[int]) -> Draft:
+        draft = Draft()
+        while plan.room > 0:
+            for drafter in self._in_order(tokens, plan):
+                found = _legal(self._ask(drafter, tokens, plan, proposer), proposer)
+                if found:
+                    break
+            else:
+                break
+            for token in found:
+                draft.append(token)
+                tokens.append(token.id)
+                if proposer.extend(token.id) or token.id in end_tokens:
+                    return draft
+        return draft
+
+    def _branch(
+        self, draft: Draft, tokens: list[int], branching: Branching, proposer: Proposer, end_tokens: frozenset[int]
+    ) -> None:
+        """Beside a chain: what else its draft model would have said, place by place, and what others copy.
+
+        What is sampled comes before what is not, which may then be left out for being there already.
+        """
+        rivals = proposer.rivals or {}
+        for at, first in enumerate(draft[:]):
+            rival = rivals.get(len(tokens) + at)
+            expected = rival and branching.beside(draft, at - 1, first.source, rival.confidence)
+            if rival is not None and expected is not None:
+                token = DraftToken(proposer.draw(rival), first.source, rival.confidence, rival.law, expected)
+                draft.append(token, at - 1)
+        for drafter in [drafter for drafter in self.drafters if drafter.copies and drafter.source != draft[0].source]:
+            at = -1
+            for copy in self._ask(drafter, tokens, _Whatever(branching.room), proposer):
+                here = [child for child in draft.children(at) if draft[child].id == copy.id]
+                if not here:
+                    expected = branching.beside(draft, at, copy.source, copy.prob)
+                    if expected is None:
+                        break
+                    draft.append(DraftToken(copy.id, copy.source, copy.prob, None, expected), at)
+                at = here[0] if here else len(draft) - 1
+                if copy.id in end_tokens:
+                    break
 
     def _in_order(self, tokens: Sequence[int], plan: Plan) -> list[Drafter]:
         if len(self.drafters) < 2:
@@ -98,6 +147,40 @@ class DrafterGroup:
     def close(self) -> None:
         for drafter in self.drafters:
             drafter.close()
+
+
+@dataclass(slots=True)
+class _Whatever:
+    """A plan under which a drafter says all that it would, to be weighed afterwards: only for what costs nothing."""
+
+    room: int
+
+    def order(self, sources: Sequence[str]) -> Sequence[str]:
+        return sources
+
+    def more(self, source: str, pending: int = 0) -> bool:
+        return self.room > 0
+
+    def piece(self, source: str, pending: int) -> int:
+        return pending
+
+    def spent(self, source: str, n_tokens: int, ms: float) -> None:
+        pass
+
+    def nothing(self, source: str) -> None:
+        pass
+
+    def counterfactual(self, source: str, confidence: float, right: bool) -> None:
+        pass
+
+    def samples(self, source: str, confidence: float) -> bool:
+        return False
+
+    def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
+        if self.room <= 0:
+            return None
+        self.room -= 1
+        return confidence
 
 
 def _legal(draft: list[DraftToken], proposer: Proposer) -> list[DraftToken]:

@@ -1,0 +1,211 @@
+"""Whole answers with drafts that branch: what is said does not depend on it, and the law is the target's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+import localspec.spec_decode.decoder
+from localspec.backends import reference
+from localspec.backends.base import Context, Forward
+from localspec.controllers.fixed import FixedPlan
+from localspec.sampling.sampling import SamplingParams
+from localspec.spec_decode.controller import Controller
+from localspec.spec_decode.decoder import SpeculativeDecoder
+from localspec.spec_decode.draft import Draft, DraftToken
+from localspec.spec_decode.drafters.base import Branching, Drafter, Plan, Proposer
+from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
+from localspec.spec_decode.drafters.ngram import NgramDrafter
+from localspec.spec_decode.rounds import Round
+from tests.conftest import TinyFiles
+from tests.spec_decode.test_exactness import EXACT, PROMPT, SAMPLING, Predictions, Tokens, plain_law
+from tests.spec_decode.test_lossless import N_CTX, Answer, TableContext, World, run
+from tests.support.enumeration import Branches, BranchingNoise, branching_samples, explore, largest_difference
+
+
+@dataclass
+class Everywhere:
+    """Lets a draft branch wherever there is something to say, and remembers how often."""
+
+    room: int
+    sampled: bool = True
+
+    def beside(self, draft: Draft, parent: int, source: str, confidence: float) -> float | None:
+        if self.room <= 0 or confidence < 0.05:
+            return None
+        self.room -= 1
+        return confidence
+
+
+class Branchy(Controller):
+    """Another shape every round: by what it saw before, or by chance."""
+
+    def __init__(self, rng: random.Random | None = None, length: int = 2) -> None:
+        self.rng, self.length, self.mood = rng, length, 1
+        self.n_branched = self.n_beside = 0
+
+    def plan(self, room: int, n_past: int) -> Plan:
+        controller = self
+        length = self.length if self.rng is None else self.rng.choice([0, 1, 2, 3, 5])
+        self.room = room
+
+        class Sampling(FixedPlan):
+            def samples(self, source: str, confidence: float) -> bool:
+                return controller.mood != 0
+
+        return Sampling(min(room, length))
+
+    def branching(self) -> Branching | None:
+        if self.mood == 2 and self.rng is None:
+            return None
+        return Everywhere(2 if self.rng is None else max(0, self.room - 5))
+
+    def update(self, round_: Round) -> None:
+        self.mood = sum(round_.draft.ids) % 4
+        self.n_branched += round_.draft.branches
+        self.n_beside += any(i != at for at, i in enumerate(round_.verdict.accepted))
+
+    def explain(self) -> str:
+        return "branchy"
+
+
+class Forest(World):
+    """Every drafter, and drafts that branch."""
+
+    def __init__(self, pair_files: object, rng: random.Random, folder: object) -> None:
+        super().__init__(pair_files, rng, folder)  # type: ignore[arg-type]
+        self.controllers = [Branchy(rng) for _ in self.decoders]
+        for decoder, controller in zip(self.decoders, self.controllers, strict=True):
+            decoder.controller = controller
+
+    def groups(self) -> list[list[Drafter]]:
+        return [
+            [DraftModelDrafter(self.small.new_context(N_CTX))],
+            [DraftModelDrafter(self.small.new_context(N_CTX)), NgramDrafter(min_match=1)],
+            [self.random, NgramDrafter(min_match=1), DraftModelDrafter(self.small.new_context(N_CTX))],
+        ]
+
+
+@pytest.fixture
+def forest(tiny: TinyFiles, tmp_path: object, request: pytest.FixtureRequest) -> Forest:
+    return Forest(tiny.quick, random.Random(request.node.name), tmp_path)
+
+
+def check_that_it_branched(forest: Forest, n_answers: int) -> None:
+    for controller in forest.controllers:
+        assert controller.n_branched > n_answers / 5
+        assert controller.n_beside > n_answers / 50, "hardly any accepted path left the chain"
+
+
+def test_greedy_answers_equal_plain_ones(forest: Forest) -> None:
+    for _ in range(300):
+        forest.compare(SamplingParams())
+    check_that_it_branched(forest, 300)
+
+
+def test_seeded_answers_equal_plain_ones(forest: Forest) -> None:
+    for seed in range(200):
+        forest.compare(replace(SAMPLING, top_k=forest.rng.choice([0, 5, 20]), seed=seed))
+    check_that_it_branched(forest, 200)
+
+
+def test_what_is_kept_of_the_wrong_branch_is_noticed(forest: Forest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: the memory holds a row of a sibling."""
+    keep = reference.ReferenceContext._keep
+
+    def wrong(self: reference.ReferenceContext, path: Sequence[int]) -> None:
+        assert self._tree is not None
+        others = [i for i in range(len(self._tree[0])) if i not in path]
+        keep(self, [*path[:-1], others[0]] if others else path)
+
+    def many() -> None:
+        for _ in range(100):
+            forest.compare(SamplingParams())
+
+    monkeypatch.setattr(reference.ReferenceContext, "_keep", wrong)
+    with pytest.raises(AssertionError):
+        many()
+
+
+class BranchingTable(TableContext):
+    """A context that looks its rows up, of trees too."""
+
+    def _decode_tree(self, tokens: Sequence[int], parents: Sequence[int]) -> Forward:
+        paths: list[Tokens] = []
+        for token, parent in zip(tokens, parents, strict=True):
+            paths.append((*(paths[parent] if parent >= 0 else tuple(self.tokens)), token))
+        return Forward(np.stack([self.predictions[path] for path in paths]))
+
+    def _keep(self, path: Sequence[int]) -> None:
+        pass
+
+
+class Copier(Drafter):
+    """Says the same two tokens always, as n-grams might."""
+
+    source = "copier"
+    copies = True
+
+    def __init__(self, *copied: int) -> None:
+        self.copied = copied
+
+    def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
+        n_drafted = len(tokens) - self.n_settled
+        return [
+            DraftToken(token, self.source, 0.5)
+            for token in self.copied
+            if n_drafted == 0 and plan.keep(self.source, 0.5)
+        ]
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        self.n_settled = len(tokens)
+
+    def accept(self, emitted: Sequence[int]) -> None:
+        self.n_settled += len(emitted)
+
+
+@pytest.fixture
+def tables(tiny: TinyFiles) -> Iterator[tuple[Predictions, Predictions]]:
+    with reference.load(tiny.micro) as model, reference.load(tiny.micro_draft) as draft_model:
+        yield Predictions(model), Predictions(draft_model)
+
+
+@pytest.mark.parametrize(("length", "n", "beside_copies"), [(1, 2, False), (2, 3, False), (1, 3, True)])
+def test_the_law_of_whole_answers_is_that_of_plain_sampling(
+    tables: tuple[Predictions, Predictions], monkeypatch: pytest.MonkeyPatch, length: int, n: int, beside_copies: bool
+) -> None:
+    """Real decoder, drafter, proposer and group; samples and most probable tokens, with rivals, beside copies."""
+    branching_samples(monkeypatch)
+    target, small = tables
+    params = replace(SAMPLING, top_k=3, max_tokens=n, ignore_eos=True)
+    branched: list[bool] = []
+
+    def program(branches: Branches) -> Tokens:
+        noise = BranchingNoise(branches)
+        monkeypatch.setattr(localspec.spec_decode.decoder, "Noise", lambda seed: noise)
+        drafters: list[Drafter] = [DraftModelDrafter(BranchingTable(small))]
+        drafters += [Copier(3, 4)] * beside_copies
+        controller = Branchy(length=length)
+        rounds = run(SpeculativeDecoder(BranchingTable(target), drafters, controller), list(PROMPT), params)
+        branched.append(controller.n_branched > 0)
+        return tuple(token.id for round_ in rounds for token in round_.emitted)
+
+    law = explore(program)
+    assert sum(law.values()) == pytest.approx(1.0, abs=EXACT)
+    assert largest_difference(plain_law(params, target, n), law) < EXACT
+    assert sum(branched) > len(branched) / 2
+
+
+def test_an_engine_that_feeds_no_trees_gets_chains(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Context, "can_branch", property(lambda self: False))
+    with reference.load(tiny.quick.target) as model, reference.load(tiny.quick.draft) as small:
+        drafter = DraftModelDrafter(small.new_context(N_CTX))
+        decoder = SpeculativeDecoder(model.new_context(N_CTX), [drafter], Branchy(random.Random(0)))
+        rounds = run(decoder, [5, 6, 7], SamplingParams(max_tokens=20))
+    assert any(round_.draft for round_ in rounds)
+    assert not any(round_.draft.branches for round_ in rounds)
+    assert Answer.of(rounds).tokens
