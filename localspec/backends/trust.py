@@ -12,7 +12,7 @@ once, into tensor types that come out right.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from localspec.backends import repack
-from localspec.backends.base import FloatArray, Model, Progress
+from localspec.backends.base import Context, FloatArray, Model, Progress
 from localspec.backends.registry import engine_module, unavailable_reason
 from localspec.errors import EngineError, EngineMismatch, LocalspecError
 from localspec.model_files.gguf_parts import model_files
@@ -46,7 +46,7 @@ CHECK_TEXT = (
     "def area(r):\n    return 3.14159 * r ** 2\n"
 )
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def checking(model: Model) -> Steps[Agreement]:
 
 
 def _comparing_few(model: Model) -> Steps[Agreement]:
-    """Passes over 1 to 8 and 40 tokens, in the time of about 30 single tokens.
+    """Passes over 1 to 8 and 40 tokens, and one that branches, in the time of about 30 single tokens.
 
     Every width is tied to single-token passes: 8 on a memory that single passes wrote, 40 by single tokens behind it,
     and the narrow ones by 40. The worst comparison counts.
@@ -120,15 +120,31 @@ def _comparing_few(model: Model) -> Steps[Agreement]:
         narrow: list[FloatArray] = []
         if len(wide) >= sum(_NARROW):
             narrow = yield from decode(len(tokens) - sum(_NARROW), *_NARROW)
+        branched = (yield from _branching(context, tokens)) if model.capabilities.trees and len(wide) >= 4 else None
     found = [
         agreement(np.concatenate(single), batched[: len(single)]),
         agreement(np.concatenate(behind), wide[-len(behind) :]),
     ]
+    if branched is not None:
+        found.append(agreement(branched, np.concatenate([wide[-4:], wide[-2:]])))
     start = len(wide) - sum(_NARROW)
     for rows in narrow:
         found.append(agreement(rows, wide[start : start + len(rows)]))
         start += len(rows)
     return max(found, key=lambda each: each.mean_kl)
+
+
+def _branching(context: Context, tokens: Sequence[int]) -> Steps[FloatArray]:
+    """The rows of the last four tokens from a pass that branches, and of the last two behind what is kept of it [6]."""
+    context.truncate(len(tokens) - 4)
+    first, second, third, fourth = tokens[-4:]
+    tree = context.decode_tree([first, fourth, second, first, third, fourth], [-1, -1, 0, 0, 2, 4])
+    rows = tree.logits[[0, 2, 4, 5]]
+    yield
+    context.keep([0, 2])
+    behind = context.decode([third, fourth]).logits.copy()
+    yield
+    return np.concatenate([rows, behind])
 
 
 def _comparing_many(model: Model) -> Steps[Agreement]:

@@ -60,8 +60,9 @@ class TokensView(View):
         if self._folded and thinks:
             tail = [(f"thinking, {self._status.stats.thinking_tokens} tokens …", Style.NOTE)]
         elif self._drafts and round_.verdict.n_accepted < len(round_.draft) and not round_.finish_reason:
-            rejected = "".join(round_.draft_texts[round_.verdict.n_accepted :])
-            tail = [(rejected, Style.REJECTED)]
+            fates = zip(round_.draft_texts, round_.accepted, _branch_starts(round_), strict=False)
+            rejected = [(" | " if starts else "") + text for text, accepted, starts in fates if not accepted]
+            tail = [("".join(rejected).removeprefix(" | "), Style.REJECTED)]
             # The token that replaces a rejected one stands behind it until that is gone.
             if segments and round_.spans[-1].kind == "recovered" and round_.spans[-1].part == "answer":
                 self._pending = [segments.pop()]
@@ -139,6 +140,11 @@ class TextView(View):
 _MARKS = {True: ("✓", "✗", "→", "+", "·"), False: ("+", "-", ">", "*", ".")}
 
 
+def _branch_starts(round_: Round) -> list[bool]:
+    """For each draft token whether a branch begins with it, which does not go on from the one before."""
+    return [parent != i - 1 for i, parent in enumerate(round_.draft.parents)]
+
+
 def round_line(round_: Round, columns: int, paint: Painter, *, unicode: bool = True) -> str:
     """One line for a round: number, accepted of drafted, drafters, draft + verify time, each draft token and its fate.
 
@@ -156,7 +162,10 @@ def round_line(round_: Round, columns: int, paint: Painter, *, unicode: bool = T
     head = f"{round_.index + 1:4d} {fate:>5} {clip(sources, 11):<11} {times}  "
     pieces: list[tuple[str, Style]] = []
     texts = round_.draft_texts or [""] * n_drafted
-    for token, text, accepted in zip(round_.draft, texts, round_.accepted, strict=True):
+    starts = _branch_starts(round_)
+    for token, text, accepted, is_start in zip(round_.draft, texts, round_.accepted, starts, strict=True):
+        if is_start:
+            pieces.append((" |", Style.TARGET))
         if accepted:
             pieces.append((accepted_mark + on_one_line(text), token_style("accepted", token.source)))
         else:

@@ -183,6 +183,7 @@ def _round(event: Any) -> dict[str, Any]:
     check(event, dict, "the value")
     if event.get("type") != "round":
         raise ValueError("it is not a round")
+    drafted = entries(event, "draft", dict)
     return {
         "draft": [
             {
@@ -192,8 +193,9 @@ def _round(event: Any) -> dict[str, Any]:
                 "prob": number(token, "prob", 1),
                 "expected": number(token, "expected", 1),
                 "accepted": get(token, "accepted", bool),
+                "parent": _parent(get(token, "parent", int, None), index),
             }
-            for token in entries(event, "draft", dict)
+            for index, token in enumerate(drafted)
         ],
         "emitted": [
             {
@@ -209,6 +211,15 @@ def _round(event: Any) -> dict[str, Any]:
         "tokens_expected": number(event, "tokens_expected"),
         "reason": on_one_line(get(event, "reason", str, "")),
     }
+
+
+def _parent(parent: int | None, index: int) -> int:
+    """The draft token that one comes after: the one before it, where it does not say."""
+    if parent is None:
+        return index - 1
+    if not -1 <= parent < index:
+        raise ValueError(f"draft token {index} comes after {parent}, which is not before it")
+    return parent
 
 
 def _happened(round_: Mapping[str, Any]) -> bool:

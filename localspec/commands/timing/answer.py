@@ -231,9 +231,9 @@ def _figures(round_: Round) -> list[float]:
 
 
 def _judged(round_: Round) -> list[list[Any]]:
-    """The draft tokens that the target compared with its own: the accepted ones and the first that was not."""
-    accepted = round_.verdict.n_accepted
-    return [
-        [token.source, position, round(token.expected, 4), int(position < accepted)]
-        for position, token in enumerate(round_.draft[: accepted + 1])
-    ]
+    """The draft tokens that the target compared with its own: all at the places of accepted ones, and at the next."""
+    draft, path, judged = round_.draft, round_.verdict.accepted, list[list[Any]]()
+    for position, at in enumerate((-1, *path)):
+        for rival in draft.children(at):
+            judged.append([draft[rival].source, position, round(draft[rival].expected, 4), int(rival in path)])
+    return judged

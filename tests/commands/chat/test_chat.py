@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from localspec.commands.chat.views import TextView, round_line
 from localspec.errors import PromptTooLong, UsageError
 from localspec.model_files.catalog import short_name
 from localspec.sampling.sampling import SamplingParams
-from localspec.spec_decode.rounds import Round, SpecStats
+from localspec.spec_decode.rounds import Draft, Round, SpecStats
 from localspec.terminal.text import width
 from tests.support.saved_chats import write_chat
 from tests.support.scripted_llm import ScriptedLLM, make_round, speak
@@ -380,6 +381,13 @@ def test_round_line_shows_every_guess_and_its_fate() -> None:
         assert width(round_line(round_, columns, PLAIN)) <= columns
     struck = round_line(round_, 80, Painter(ansi=True, colour=False))
     assert "\x1b[2;9m(x\x1b[0m" in struck
+
+
+def test_round_line_shows_branches() -> None:
+    round_ = make_round(0, [("a", "model", True), ("b", "model", False), ("c", "model", True)], "d")
+    round_.draft = Draft(list(round_.draft), [-1, 0, 0])
+    round_.verdict = replace(round_.verdict, n_accepted=2, path=(0, 2))
+    assert "✓a✗b |✓c" in round_line(round_, 80, PLAIN)
 
 
 def test_status_line_fits_a_narrow_screen() -> None:

@@ -14,6 +14,7 @@ from localspec.commands.chat.status import AnswerStatus
 from localspec.commands.chat.style import Style
 from localspec.commands.chat.typesetter import Typesetter
 from localspec.commands.chat.views import TokensView
+from localspec.spec_decode.rounds import Draft
 from localspec.terminal.text import clip, on_one_line, visible, width
 from tests.support.scripted_llm import make_round
 from tests.support.tmux import Tmux
@@ -203,6 +204,16 @@ def test_view_shows_the_rejected_guess_in_place_of_what_replaced_it() -> None:
     view.round(make_round(2, [("six", "ngram", False)], "!", finish="stop"))
     view.finish()
     assert show() == "one three four five!"
+
+
+def test_view_shows_rejected_branches_apart() -> None:
+    screen, file = pyte.Screen(80, 24), io.StringIO()
+    view = TokensView(file, AnswerStatus(["d"], "auto"), colour=True)
+    round_ = make_round(0, [("one ", "model", True), ("two", "model", False), ("2", "model", False)], "three ")
+    round_.draft = Draft(list(round_.draft), [-1, 0, 0])
+    view.round(round_)
+    pyte.Stream(screen).feed(file.getvalue())
+    assert screen.display[0].startswith("one two | 2three")
 
 
 @pytest.mark.parametrize(

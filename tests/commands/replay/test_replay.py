@@ -70,6 +70,14 @@ def test_a_recording_is_read_whole() -> None:
         assert mine["ms"] == [theirs["ms_draft"], theirs["ms_verify"], theirs["ms_other"]]
 
 
+def test_a_draft_says_what_each_token_comes_after() -> None:
+    tree = [guess("a", True) | {"parent": -1}, guess("b", False) | {"parent": 0}, guess("c", True) | {"parent": 0}]
+    tokens = [emitted("a", "accepted", "model"), emitted("c", "accepted", "model"), emitted("d", "bonus")]
+    for draft, parents in ((tree, [-1, 0, 0]), ([guess("a", True), guess("b", False)], [-1, 0])):
+        (answer,) = read(events(a_round(*tokens, draft=draft))).answers
+        assert [token["parent"] for token in answer.rounds[0]["draft"]] == parents
+
+
 def test_figures_that_the_file_lacks_are_counted_from_its_rounds() -> None:
     whole = read(EVENTS.read_bytes()).answers[0].stats
     counted = read(b"".join(EVENTS.read_bytes().splitlines(keepends=True)[:-1])).answers[0].stats
@@ -179,6 +187,7 @@ CHAT = {"format": "localspec-chat", "version": 1, "turns": []}
         (events(a_round(emitted("a", "guessed"))), "kind is not one of accepted, recovered, bonus, plain"),
         (events(a_round(draft=[guess("a", True) | {"prob": 1.5}])), "prob is not a number from 0 to 1"),
         (events(a_round(draft=[guess("a", True) | {"accepted": 1}])), "accepted is not true or false"),
+        (events(a_round(draft=[guess("a", True) | {"parent": 0}])), "draft token 0 comes after 0"),
         (events({"draft": [], "emitted": [5]}), "an entry of emitted is not an object"),
         (events({"draft": []}), "emitted is missing"),
         (json.dumps(CHAT | {"version": 2}).encode(), "format version 2"),

@@ -40,7 +40,7 @@ class AnswerView {
     round.emitted.slice(0, nAccepted).forEach(put);
     round.draft.forEach((guess, i) => {
       if (guess.accepted) return;
-      this.put(index, element("del.token.rejected", {"data-guess": i, "aria-hidden": "true"}), inline(guess.text));
+      this.put(index, element("del.token.rejected", {"data-guess": i, "aria-hidden": "true"}), fork(round, i) + inline(guess.text));
     });
     round.emitted.slice(nAccepted).forEach((token, i) => put(token, nAccepted + i));
   }

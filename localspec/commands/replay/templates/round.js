@@ -57,9 +57,10 @@ class RoundView {
     const guess = round.draft[index];
     const [mark, name] = fate(round, index);
     const label = `guess ${index + 1}: ${word(guess.text)}, from ${sourceName(guess.source)}, `
-      + `probability ${percent(guess.prob)}, expected ${percent(guess.expected)}, ${name}`;
+      + `probability ${percent(guess.prob)}, expected ${percent(guess.expected)}, ${name}`
+      + (fork(round, index) && `, a branch ${follows(round, index)}`);
     const card = element("li.card", {tabindex: "0", "data-guess": index, "aria-label": label},
-      element("span.line", {}, element("span.word", {}, word(guess.text)), element("span.share", {}, percent(guess.prob))),
+      element("span.line", {}, element("span.word", {}, fork(round, index) + word(guess.text)), element("span.share", {}, percent(guess.prob))),
       meter(guess),
       element("span.fate", {}, element("span.mark", {}, mark), ` ${name}`));
     card.className += ` ${this.inks.guess(guess)} ${name.split(",")[0]}`;

@@ -96,7 +96,7 @@ class StripView {
         if (wide > 3 && size > 2) pen.strokeRect(left + 0.5, bottom - size + 0.5, wide - 1, size - 1);
         else { pen.globalAlpha *= 0.5; pen.fillStyle = this.colour("rejected"); pen.fillRect(left, bottom - size, wide, size); }
       } else {
-        pen.fillStyle = this.colour(ink === "accepted" ? `s${this.inks.slot(round.draft[i]?.source)}-line` : `${ink}-line`);
+        pen.fillStyle = this.colour(ink === "accepted" ? `s${this.inks.slot(round.emitted[i]?.source)}-line` : `${ink}-line`);
         pen.fillRect(left, bottom - size, wide, size);
       }
     });

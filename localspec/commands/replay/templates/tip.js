@@ -83,6 +83,7 @@ function describeToken(answer, index, data) {
     title = `${mark} ${why}`;
     draftRows(token);
     rows.push(["guess", `${Number(data.guess) + 1} of ${round.draft.length}`]);
+    if (fork(round, Number(data.guess))) rows.push(["branch", follows(round, Number(data.guess))]);
   } else {
     token = round.emitted[data.token];
     const {mark, means} = KINDS[token.kind];

@@ -66,9 +66,18 @@ class Inks {
   }
 }
 
+/* The guess that a guess comes after; -1 is the last settled token. */
+const before = (round, index) => round.draft[index].parent ?? index - 1;
+
+/* "⑂ " where a guess does not come after the one before it: a branch begins. */
+const fork = (round, index) => (before(round, index) === index - 1 ? "" : "⑂ ");
+
+/* "after guess 2", in words. */
+const follows = (round, index) => `after ${before(round, index) < 0 ? "the last token" : `guess ${before(round, index) + 1}`}`;
+
 /* The guess that an emitted token was, if it was one. */
 function guessOf(round, index) {
-  const token = round.emitted[index], guess = round.draft[index];
+  const token = round.emitted[index], guess = round.draft.filter((each) => each.accepted)[index];
   return token.kind === "accepted" && guess && guess.accepted && guess.id === token.id ? guess : null;
 }
 
@@ -76,8 +85,10 @@ function guessOf(round, index) {
 function fate(round, index) {
   const guess = round.draft[index];
   if (guess.accepted) {
-    const said = round.emitted[index] && round.emitted[index].kind === "accepted";
+    const token = round.emitted[round.draft.slice(0, index).filter((each) => each.accepted).length];
+    const said = token && token.kind === "accepted";
     return said ? ["✓", "accepted"] : ["✓", "accepted, behind the end"];
   }
-  return index > 0 && !round.draft[index - 1].accepted ? ["✗", "dropped"] : ["✗", "rejected"];
+  const parent = before(round, index);
+  return parent >= 0 && !round.draft[parent].accepted ? ["✗", "dropped"] : ["✗", "rejected"];
 }

@@ -28,15 +28,17 @@ export class AnswerText {
   add(round) {
     const accepted = round.emitted.filter((token) => token.kind === "accepted");
     const own = round.emitted.filter((token) => token.kind !== "accepted");
+    const kept = round.draft.filter((guess) => guess.accepted);
     accepted.forEach((token, i) => {
-      const title = `guess of the ${sourceName(token.source)}, accepted${expectation(round.draft[i])}`;
+      const title = `guess of the ${sourceName(token.source)}, accepted${expectation(kept[i])}`;
       this.put(element(`span.token.accepted.s${slot(token.source)}${thought(token)}`, {title}, token.text));
     });
     round.draft.forEach((guess, i) => {
       if (guess.accepted) return;
-      const fate = i > 0 && !round.draft[i - 1].accepted ? "behind a wrong one, dropped" : "rejected";
+      const parent = guess.parent ?? i - 1;  // a draft that branches says what each guess comes after
+      const fate = parent >= 0 && !round.draft[parent].accepted ? "behind a wrong one, dropped" : "rejected";
       const title = `guess of the ${sourceName(guess.source)}, ${fate}${expectation(guess)}`;
-      this.put(element("del.token.rejected", {title, "aria-hidden": "true"}, inLine(guess.text)));
+      this.put(element("del.token.rejected", {title, "aria-hidden": "true"}, (parent === i - 1 ? "" : "⑂") + inLine(guess.text)));
     });
     for (const token of own) {
       this.put(element(`span.token.${token.kind}${thought(token)}`, {title: OWN[token.kind] || token.kind}, token.text));
