@@ -62,7 +62,7 @@ class Context(ABC):
     @property
     def can_branch(self) -> bool:
         """Whether ``decode_tree`` works."""
-        return self.model.capabilities.trees
+        return self.model.capabilities.trees and type(self)._decode_tree is not Context._decode_tree
 
     def decode(self, tokens: Sequence[int], logits: Literal["all", "last", "none"] = "all") -> Forward:
         """Feed tokens after those already in the memory.
@@ -177,7 +177,7 @@ class Context(ABC):
         """
         self._check_ids(tokens)
         self._check_whole()
-        if not self.model.capabilities.trees:
+        if not self.can_branch:
             raise UsageError(f"{self.model.engine} cannot feed tokens that branch for {self.model.path.name}")
         if len(parents) != len(tokens) or any(not -1 <= parent < i for i, parent in enumerate(parents)):
             raise UsageError("each token of a tree follows one before it, or the memory")

@@ -193,7 +193,7 @@ def _round(event: Any) -> dict[str, Any]:
                 "prob": number(token, "prob", 1),
                 "expected": number(token, "expected", 1),
                 "accepted": get(token, "accepted", bool),
-                "parent": _parent(get(token, "parent", int, None), index),
+                **({"parent": _parent(get(token, "parent", int), index)} if "parent" in token else {}),
             }
             for index, token in enumerate(drafted)
         ],
@@ -213,10 +213,8 @@ def _round(event: Any) -> dict[str, Any]:
     }
 
 
-def _parent(parent: int | None, index: int) -> int:
-    """The draft token that one comes after: the one before it, where it does not say."""
-    if parent is None:
-        return index - 1
+def _parent(parent: int, index: int) -> int:
+    """The index of the draft token that one comes after, which is before it."""
     if not -1 <= parent < index:
         raise ValueError(f"draft token {index} comes after {parent}, which is not before it")
     return parent

@@ -88,13 +88,14 @@ class RunningSystem:
             for round_, rows, laws in self._rounds(plain, 0, arm, params, tally):
                 if params.seed is not None:
                     continue
-                for i, (token, p) in enumerate(zip(round_.emitted, laws, strict=True)):
-                    q = law_of(round_.draft[i].id, round_.draft[i].dist) if i < len(round_.draft) else None
+                draft = round_.draft
+                for at, token, p in zip((-1, *round_.verdict.accepted), round_.emitted, laws, strict=False):
+                    q = next((law_of(draft[i].id, draft[i].dist) for i in draft.children(at)), None)
                     bets.observe(p, token.id, q, before)
                     before = p
-                if len(round_.draft) > 1:
+                if len(draft) > 1 and not draft.branches:
                     settled = self.context.tokens[: round_.n_past + 1]
-                    windows.append(Window.of(rows, round_.draft, settled, params))
+                    windows.append(Window.of(rows, draft, settled, params))
 
     def _rounds(
         self, plain: PlainAnswer, start: int, arm: AuditArm, params: SamplingParams, tally: ArmTally
