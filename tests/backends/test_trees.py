@@ -10,7 +10,7 @@ import pytest
 from localspec.backends.base import Context, Forward, Model
 from localspec.errors import ContextFull, UsageError
 from tests.backends.test_backends import NOISE, agree, fresh_rows, rows, some_tokens
-from tests.conftest import Backend, TinyFiles
+from tests.conftest import Backend, TinyFiles, open_backend
 
 EVERY = ("layer:0", "layer:1", "norm")
 
@@ -193,6 +193,20 @@ def test_a_window_is_one_of_positions(backend: Backend, tiny: TinyFiles) -> None
                 tokens, before = some_tokens(10, seed=round_), list(context.tokens)
                 check_rows(model, before, tokens, parents, context.decode_tree(tokens, parents))
                 context.keep(path_to(parents, 9))
+
+
+@pytest.mark.parametrize("kv_type", ["q8_0", "q4_0"])
+def test_a_quantised_cache(tiny: TinyFiles, kv_type: str) -> None:
+    """Kept rows move with their scales."""
+    backend = open_backend("mlx")
+    with backend.load(tiny.spm, kv_type=kv_type) as model, model.new_context(128) as context:
+        random, before = np.random.default_rng(6), some_tokens(20)
+        context.decode(before)
+        for round_ in range(3):
+            parents = random_parents(random, 8)
+            tokens, before = some_tokens(8, seed=round_), list(context.tokens)
+            check_rows(model, before, tokens, parents, context.decode_tree(tokens, parents))
+            context.keep(path_to(parents, 7))
 
 
 def test_memories_that_cannot_branch_say_so(backend: Backend, tiny: TinyFiles) -> None:
