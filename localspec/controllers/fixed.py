@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from localspec.controllers.cost_model import PassTimes
 from localspec.errors import UsageError
 from localspec.spec_decode.controller import Controller
+from localspec.spec_decode.draft import Draft
 from localspec.spec_decode.drafters.base import Drafter, Plan
 from localspec.spec_decode.rounds import Round
 from localspec.values import shown
@@ -56,6 +57,19 @@ class FixedPlan:
         return confidence
 
 
+@dataclass(slots=True)
+class FixedBranching:
+    """Let a draft branch wherever a drafter has something to say, up to a number of tokens."""
+
+    room: int
+
+    def beside(self, draft: Draft, parent: int, source: str, confidence: float) -> float | None:
+        if self.room <= 0:
+            return None
+        self.room -= 1
+        return confidence
+
+
 class FixedController(Controller):
     """Always drafts the same number of tokens; 0 is plain decoding.
 
@@ -63,13 +77,17 @@ class FixedController(Controller):
         length: tokens per draft.
         times: the target's t(w), corrected by what is observed.
         drafters: those that take part: an unsure copy gives way where one of them runs a model.
+        beside: tokens of a draft beside and behind those of its chain, as far as drafters have any.
     """
 
-    def __init__(self, length: int, times: PassTimes | None = None, drafters: Sequence[Drafter] = ()) -> None:
+    def __init__(
+        self, length: int, times: PassTimes | None = None, drafters: Sequence[Drafter] = (), *, beside: int = 0
+    ) -> None:
         if not 0 <= length <= MAX_FIXED_DRAFT:
             raise UsageError(f"the draft length must be auto or 0..{MAX_FIXED_DRAFT}, not {shown(length)}")
         self.length = length
         self.times = times
+        self._beside, self._room = beside, 0
         has_model = any(drafter.runs_model for drafter in drafters)
         self.copying = {drafter.source for drafter in drafters if drafter.copies and has_model}
 
@@ -77,7 +95,11 @@ class FixedController(Controller):
         return self.length > 0
 
     def plan(self, room: int, n_past: int) -> Plan:
+        self._room = room - min(room, self.length)
         return FixedPlan(min(room, self.length), self.copying)
+
+    def branching(self) -> FixedBranching | None:
+        return FixedBranching(min(self._room, self._beside)) if self._beside else None
 
     def lose(self, source: str) -> None:
         self.copying = set()

@@ -18,12 +18,13 @@ from localspec.commands.questions import Question, in_turns, own_questions
 from localspec.commands.verify import verification_law
 from localspec.commands.verify.answers import AuditArm, RunningSystem
 from localspec.commands.verify.betting import Bets
-from localspec.commands.verify.drafters import Adversary, HeatedDrafter, NearMisses
+from localspec.commands.verify.drafters import Adversary, Beside, HeatedDrafter, NearMisses
 from localspec.commands.verify.plain import AuditStopped, plain_answer, prompt_cuts, wide_passes
 from localspec.commands.verify.result import AuditLog, AuditResult, Defect, Observation
 from localspec.commands.verify.rollbacks import ARM, Rollbacks, sensitivity
 from localspec.commands.verify.rounding import Judge, WidthNoise
 from localspec.controllers.auto_controller import MAX_DRAFT
+from localspec.controllers.fixed import FixedController
 from localspec.errors import UsageError
 from localspec.llm import LLM
 from localspec.runtime.pair import Pair
@@ -89,6 +90,7 @@ class Audit:
         self.target, self.drafters = self.pair.target, self.pair.state.drafters
         self.reach = MAX_DRAFT if options.draft_length == "auto" else max(MAX_DRAFT, int(options.draft_length))
         self.adversary = Adversary(self.target.n_vocab, self.reach)
+        self.beside = Beside(self.target.n_vocab, self.reach)
         # Every width, in an order that alternates wide and narrow, again and again.
         widths = list(range(2, self.reach + 2))
         random.Random(3).shuffle(widths)
@@ -171,6 +173,9 @@ class Audit:
         for _ in range(2):  # its answers take few passes, and there are many places for a rejection
             yield self._arm([self.adversary], self.reach)
         yield self._arm([NearMisses(self.target.n_vocab)], 2)
+        if self.pair.context.can_branch:  # what is accepted lies in the branch, beside a chain that is always wrong
+            beside = [NearMisses(self.target.n_vocab), self.beside]
+            yield AuditArm("branches", beside, FixedController(2, beside=self.reach))
 
     def _sampled_arms(self, number: int) -> Iterator[tuple[AuditArm, SamplingParams]]:
         """Without a seed, where the law is at stake, and with one, where every draw is known."""

@@ -93,6 +93,13 @@ class Adversary(Drafter):
         return draft[: self._reach] + [self._rng.randrange(self._n_vocab) for _ in range(self._reach - len(draft))]
 
 
+class Beside(Adversary):
+    """The adversary's drafts beside those of others, where drafts branch."""
+
+    source = "beside"
+    copies = True
+
+
 class NearMisses(Adversary):
     """Drafts at every place of a known answer the token that came second there, and then what follows the right one.
 

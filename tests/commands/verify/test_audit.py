@@ -17,6 +17,7 @@ import pytest
 from localspec import LLM, SamplingParams
 from localspec.backends.base import Context
 from localspec.backends.llama_family import LlamaContext
+from localspec.backends.reference import ReferenceContext
 from localspec.commands.options import RunOptions
 from localspec.commands.verify.audit import Audit, AuditOptions
 from localspec.commands.verify.betting import SUSPICIONS, Bets
@@ -103,6 +104,9 @@ def test_the_reference_is_equal_to_the_bit(tiny: TinyFiles) -> None:
     assert len(adversary.rejected_at) >= 3
     assert max(adversary.widths) == 17
     assert all(arm.answers == arm.complete for arm in everything.values())
+    branches = everything["branches"]
+    assert branches.accepted > branches.rounds
+    assert max(branches.widths) == 19
     assert report.decoding_law is not None
     assert report.decoding_law["tokens"] == 40
 
@@ -303,6 +307,14 @@ def test_a_defect_of_the_memory_is_found(
         defect(patch)
         report = audit(llm, NO_LAW)
     assert kind in found(report)
+
+
+def test_a_branch_that_is_kept_wrongly_is_found(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of the rejected chain stay where those of the accepted branch belong."""
+    monkeypatch.setattr(ReferenceContext, "_keep", lambda self, path: None)
+    with opened(tiny, "reference") as llm:
+        report = audit(llm, NO_LAW)
+    assert found(report) & {"row", "memory"}
 
 
 @pytest.mark.usefixtures("llama_cpp")
