@@ -156,6 +156,55 @@ def test_tokens_and_their_fates_are_the_files(tab: Callable[[Path], Tab], real: 
     assert kinds >= {"token accepted s0", "token accepted s1", "token recovered", "token bonus", "token rejected"}
 
 
+def test_branches_are_marked_and_say_what_they_come_after(tab: Callable[[Path], Tab], tmp_path: Path) -> None:
+    def guess(text: str, accepted: bool, parent: int) -> dict[str, Any]:
+        return {
+            "id": 5,
+            "text": text,
+            "source": "model",
+            "prob": 0.5,
+            "expected": 0.5,
+            "accepted": accepted,
+            "parent": parent,
+        }
+
+    draft = [
+        guess("a", True, -1),
+        guess("b", False, 0),
+        guess("x", False, 1),
+        guess("c", True, 0),
+        guess("d", False, -1),
+    ]
+    emitted = [
+        {"id": 5, "text": text, "kind": kind, "source": source}
+        for text, kind, source in (("a", "accepted", "model"), ("c", "accepted", "model"), ("e", "bonus", "target"))
+    ]
+    round_ = {
+        "type": "round",
+        "index": 0,
+        "draft": draft,
+        "emitted": emitted,
+        "ms_draft": 1,
+        "ms_verify": 2,
+        "ms_other": 1,
+    }
+    it = tab(write(tmp_path / "tree.html", (json.dumps(round_) + "\n").encode()))
+    it.press("Home")
+    it.press("ArrowRight")
+    shown = it.run(
+        """() => ({
+            answer: [...document.querySelectorAll("#answer .rejected")].map((found) => found.textContent),
+            words: [...document.querySelectorAll(".card .word")].map((found) => found.textContent),
+            fates: [...document.querySelectorAll(".card .fate")].map((found) => found.textContent),
+            labels: [...document.querySelectorAll(".card")].map((found) => found.getAttribute("aria-label"))})"""
+    )
+    assert shown["answer"] == ["b", "x", "⑂ d"]
+    assert shown["words"] == ["a", "b", "x", "⑂ c", "⑂ d"]
+    assert shown["fates"] == ["✓ accepted", "✗ rejected", "✗ dropped", "✓ accepted", "✗ rejected"]
+    assert shown["labels"][3].endswith(", a branch after guess 1")
+    assert shown["labels"][4].endswith(", a branch after the last token")
+
+
 def test_copied_text_is_the_answer(tab: Callable[[Path], Tab], real: Path) -> None:
     copied = tab(real).run("() => { getSelection().selectAllChildren($('answer')); return getSelection().toString(); }")
     assert copied.rstrip() == REPLY["text"].rstrip()
