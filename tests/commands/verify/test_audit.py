@@ -170,7 +170,8 @@ def test_a_target_alone_is_audited_too(tiny: TinyFiles) -> None:
     with LLM(tiny.quick.target, draft=None, backend="reference", n_ctx=2048) as llm:
         report = audit(llm)
     assert found(report) == set(), report.verdict
-    assert {arm.arm for arm in report.arms if not arm.sampled} == {"plain", "adversary ×16", "near misses ×2"}
+    arms = {"plain", "adversary ×16", "near misses ×2", "branches"}
+    assert {arm.arm for arm in report.arms if not arm.sampled} == arms
 
 
 @contextmanager
