@@ -9,7 +9,7 @@ import pytest
 
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.vocab import Vocab
-from localspec.sampling.sampling import Ids, Noise, Row, SamplingParams
+from localspec.sampling.sampling import Ids, Noise, Row, SamplingParams, distribution
 from localspec.sampling.structured.constraint import constraint_for
 from localspec.spec_decode.drafters.base import DrafterFailed
 from localspec.spec_decode.proposer import SamplingProposer
@@ -90,3 +90,55 @@ def test_where_nothing_of_it_may_come_there_is_no_confidence(vocab: Vocab, param
     row[3] = np.nan
     with pytest.raises(DrafterFailed, match="not numbers"):
         SamplingProposer(params, Noise(0)).confidence(row, [], ids=forbidden)
+
+
+# What else there is to choose, where drafts may branch.
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_a_rival_is_what_would_be_chosen_without_the_first(vocab: Vocab, chain: str) -> None:
+    """Greedily the second best; with a seed what the same noise chooses then; of a sample the law without it."""
+    params = CHAINS[chain]
+    for seed in range(20):
+        ids, row, whole = trimmed(vocab, seed)
+        proposer, again = (SamplingProposer(params, Noise(params.seed or 7), n_vocab=len(whole)) for _ in range(2))
+        proposer.rivals = {}
+        proposer.confidence(row, HISTORY, ids=ids)
+        first, law = proposer.choose(50)
+        rival = proposer.rivals.get(50)
+        if rival is None:  # the filters let a single token through
+            assert len(distribution(whole, HISTORY, params).ids) == 1
+            continue
+        banned = whole.copy()
+        banned[first] = -np.inf
+        if law is None:
+            again.confidence(banned, HISTORY)
+            chosen = again.choose(50)[0]
+            if not (params.top_k or params.top_p < 1 or params.min_p):  # what these let through depends on the first
+                assert rival.token == proposer.draw(rival) == chosen
+            assert rival.law is None
+        else:
+            assert rival.law is not None
+            assert rival.law.prob(first) == 0.0
+            others = law.ids != first
+            np.testing.assert_allclose(rival.law.probs_of(law.ids[others]), law.probs[others] / law.probs[others].sum())
+            assert rival.confidence == rival.law.probs.max()
+            assert proposer.draw(rival) in rival.law.ids
+        assert 0 < rival.confidence <= 1
+
+
+def test_the_confidence_of_a_second_best_is_its_share_of_the_rest() -> None:
+    proposer = SamplingProposer(SamplingParams(), Noise(0))
+    proposer.rivals = {}
+    proposer.confidence(np.log(np.array([0.1, 0.5, 0.1, 0.3], dtype=np.float32)), [])
+    assert proposer.choose(9) == (1, None)
+    rival = proposer.rivals[9]
+    assert (rival.token, rival.law) == (3, None)
+    assert rival.confidence == pytest.approx(0.6, rel=1e-5)
+
+
+def test_nobody_looks_for_rivals_unasked() -> None:
+    proposer = SamplingProposer(SamplingParams(), Noise(0))
+    proposer.confidence(np.zeros(4, dtype=np.float32), [])
+    proposer.choose(9)
+    assert proposer.rivals is None
