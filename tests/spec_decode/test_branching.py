@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 
 import localspec.spec_decode.decoder
+from localspec import LLM
 from localspec.backends import reference
 from localspec.backends.base import Context, Forward
-from localspec.controllers.fixed import FixedPlan
+from localspec.controllers.fixed import FixedBranching, FixedController, FixedPlan
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.controller import Controller
 from localspec.spec_decode.decoder import SpeculativeDecoder
@@ -209,3 +211,26 @@ def test_an_engine_that_feeds_no_trees_gets_chains(tiny: TinyFiles, monkeypatch:
     assert any(round_.draft for round_ in rounds)
     assert not any(round_.draft.branches for round_ in rounds)
     assert Answer.of(rounds).tokens
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(max_tokens=60), SamplingParams(temperature=1.0, seed=7, max_tokens=60)]
+)
+def test_through_the_whole_of_it(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, params: SamplingParams) -> None:
+    """The text is the plain one; rounds, events, statistics and logprobs go by the path that was accepted."""
+    monkeypatch.setattr(FixedController, "branching", lambda self: FixedBranching(4))
+    pair = tiny.quick
+    with LLM(pair.target, draft=["ngram", pair.draft], draft_length=2, backend="reference", n_ctx=256) as llm:
+        plain = llm.generate("la la la", params, speculate=False, logprobs=1)
+        rounds = list(llm.rounds("la la la", params, logprobs=1))
+    emitted = [token for round_ in rounds for token in round_.emitted]
+    assert [token.id for token in emitted] == plain.token_ids
+    assert [token.logprobs for token in emitted] == [token.logprobs for token in plain.tokens]
+    assert any(round_.draft.branches for round_ in rounds)
+    assert any(round_.verdict.path not in (None, tuple(range(round_.verdict.n_accepted))) for round_ in rounds)
+    for round_ in rounds:
+        event = json.loads(json.dumps(round_.as_event()))
+        accepted = [token["text"] for token in event["draft"] if token["accepted"]]
+        assert len(event["draft"]) == len(round_.draft_texts)
+        assert len(accepted) == round_.verdict.n_accepted
+        assert all("parent" in token for token in event["draft"]) == (round_.draft.branches or not event["draft"])
