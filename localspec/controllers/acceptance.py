@@ -269,20 +269,24 @@ class SourceAcceptance:
 
     def as_dict(self) -> dict[str, Any]:
         """What was learned, as JSON values."""
-        return {"hits": self.hits, "seen": self.seen, "histograms": self.histograms}
+        beside = [list(each) for each in self._beside]
+        return {"hits": self.hits, "seen": self.seen, "histograms": self.histograms, "beside": beside}
 
     def restore(self, stored: Any) -> None:
         """Start from what another run learned, at half its weight; anything that is not that is ignored."""
         try:
             hits, seen = [float(x) for x in stored["hits"]], [float(x) for x in stored["seen"]]
             histograms = [[float(x) for x in histogram] for histogram in stored["histograms"]]
-        except (TypeError, KeyError, ValueError):
+            beside = [(float(hit), float(n)) for hit, n in stored.get("beside", self._beside)]
+        except (TypeError, KeyError, ValueError, AttributeError):
             return
         sizes = [len(each) for each in (hits, seen, *histograms)]
         if sizes != [N_BINS] * (2 + len(self.histograms)):
             return
         are_shares = all(abs(sum(shares) - 1) < 0.05 and min(shares) >= 0 for shares in histograms)
-        if are_shares and all(0 <= hit <= n <= 1e4 for hit, n in zip(hits, seen, strict=True)):
+        counts = [*zip(hits, seen, strict=True), *beside]
+        if are_shares and len(beside) == N_BINS and all(0 <= hit <= n <= 1e4 for hit, n in counts):
+            self._beside = [(hit / 2, n / 2) for hit, n in beside]
             self.hits, self.seen = [hit / 2 for hit in hits], [n / 2 for n in seen]
             self.histograms = histograms
             self._drift(0.5)
