@@ -29,6 +29,7 @@ import numpy as np
 
 from benchmarks.record_traces import Spy
 from localspec.backends.base import FEW_ROWS, Forward
+from localspec.backends.heads import MAX_STATES
 from localspec.controllers.acceptance import COPIED, GREEDY, MOST_PROBABLE, SAMPLE, Prior, SourceAcceptance, of_a_head
 from localspec.controllers.auto_controller import AutoController
 from localspec.controllers.cost_model import PassTimes
@@ -36,7 +37,6 @@ from localspec.controllers.time_budget import TimeBudget
 from localspec.sampling.sampling import Distribution, Noise, SamplingParams
 from localspec.spec_decode.drafters.base import Drafter, Plan
 from localspec.spec_decode.drafters.draft_model import MAX_ABRIDGED, MAX_COUNTERFACTUAL, N_HEAD, N_TAIL
-from localspec.spec_decode.drafters.head import MAX_STATES
 from localspec.spec_decode.drafters.recycling import RecyclingDrafter
 from localspec.spec_decode.proposer import SamplingProposer
 from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Verdict

@@ -49,8 +49,8 @@ class LLM(Tokenizing, AskingModel):
     Args:
         model: a catalogue name, a path to a ``.gguf`` file, or ``hf:OWNER/REPO/FILE.gguf`` (already pulled).
         draft: ``auto`` (n-grams, and the head and the catalogue's draft for the target that are on disk), None, or one
-            or several of ``ngram``, ``recycled``, ``head`` (or ``head:FILE``), ``early-exit`` (or ``early-exit:N``,
-            with N layers of the target) and models as above.
+            or several of ``ngram``, ``recycled``, ``head`` (or ``head:FILE``), ``mtp``, ``early-exit`` (or
+            ``early-exit:N``, with N layers of the target) and models as above.
         draft_length: ``auto`` weighs cost and acceptance token by token; a number drafts that many tokens each round.
         backend: ``auto``, ``llama-cpp``, ``ik-llama``, ``mlx`` or ``reference``.
         n_ctx: context size in tokens, answer included; None is 8192, or what the model was trained for if less.

@@ -16,7 +16,7 @@ from typing import Literal
 
 from localspec.backends.context import Context, shared_prefix
 from localspec.backends.context_state import ContextState
-from localspec.backends.forward import FloatArray, Forward, checked_names
+from localspec.backends.forward import NEXTN, FloatArray, Forward, checked_names
 from localspec.backends.sequence_batch import SequenceBatch, SequencesInTurn
 from localspec.errors import Closed, UsageError
 from localspec.model_files.gguf_file import GGUFFile
@@ -61,6 +61,7 @@ class Capabilities:
         saves_state: contexts can hand out what they hold and take it back; see ``ContextState``.
         keeps_rows: once a pass was asked for more than ``FEW_ROWS`` rows of logits, every later one takes longer.
         hidden: contexts can return hidden states; see ``Forward.hidden``.
+        nextn: contexts can return the state ``nextn``.
         float_rows: ``Context.decode_floats`` works.
         first_layers: ``Context.decode_first_layers`` works, in a context that returns hidden states.
         trees: ``Context.decode_tree`` works.
@@ -72,6 +73,7 @@ class Capabilities:
     saves_state: bool = False
     keeps_rows: bool = False
     hidden: bool = False
+    nextn: bool = False
     float_rows: bool = False
     first_layers: bool = False
     trees: bool = False
@@ -180,6 +182,8 @@ class Model(ABC):
             raise UsageError(f"the context size must be over 0, not {n_ctx}")
         if hidden and not self.capabilities.hidden:
             raise UsageError(f"{self.engine} returns no hidden states for {self.path.name}")
+        if NEXTN in hidden and not self.capabilities.nextn:
+            raise UsageError(f"{self.engine} computes no MTP layer of {self.path.name}")
         return checked_names(hidden, self.n_layers)
 
     def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:

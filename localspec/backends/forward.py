@@ -1,7 +1,8 @@
 """What a pass returns: logits, and hidden states by name.
 
 A hidden state is what the residual stream holds for one token somewhere inside of the model [n_embd]. ``layer:i`` is
-the stream after block i, counted from 0; ``norm`` is what the output matrix multiplies, after the last norm.
+the stream after block i, counted from 0; ``norm`` is what the output matrix multiplies, after the last norm; ``nextn``
+what a model's own layer for multi-token prediction goes on from, where it has one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from localspec.errors import UsageError
 
 FloatArray = npt.NDArray[np.float32]
 
-NORM = "norm"
+NORM, NEXTN = "norm", "nextn"
 _NOTHING: Mapping[str, FloatArray] = MappingProxyType({})
 
 
@@ -27,8 +28,8 @@ class Forward:
         logits: float array [n_rows, n_vocab]; row i predicts the token that follows the i-th row asked for. Usually a
             view of the engine's memory: valid until the next decode on the same context; copy what must outlive it.
         hidden: by name, float32 [n, n_embd], copies that stay valid; empty where nothing was asked for. A ``layer:i``
-            before the last layer has a row for every token of the call, whatever logits were wanted; ``norm`` and the
-            last layer have a row for each row of logits, because engines compute no more there.
+            before the last layer, and ``nextn``, have a row for every token of the call, whatever logits were wanted;
+            ``norm`` and the last layer have a row for each row of logits, because engines compute no more there.
     """
 
     __slots__ = ("hidden", "logits")
@@ -56,7 +57,7 @@ def checked_names(names: Iterable[str], n_layers: int) -> tuple[str, ...]:
     Raises:
         UsageError: a model of ``n_layers`` has no such state.
     """
-    known = {NORM, *map(layer_name, range(n_layers))}
+    known = {NORM, NEXTN, *map(layer_name, range(n_layers))}
     for name in names:
         if name not in known:
             raise UsageError(f"no hidden state is called {name!r}: it is {NORM!r} or layer:0 to layer:{n_layers - 1}")

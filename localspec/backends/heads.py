@@ -22,8 +22,11 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from localspec.backends.base import Context, FloatArray, Model
+from localspec.backends.draft_head import STATE as STATE
+from localspec.backends.draft_head import DraftHead
 from localspec.backends.registry import engine_module
 from localspec.backends.repack import MARK
 from localspec.backends.trust import MAX_MEAN_KL, agreement, fingerprint, verdict_key, verdicts
@@ -38,8 +41,9 @@ from localspec.model_files.head_folders import find_heads
 from localspec.model_files.tensor_rows import tensor_rows
 from localspec.system.steps import exhaust
 
-STATE = "layer:0"
-"""The hidden state of a head's model that a chained head goes on from."""
+MAX_STATES = 64
+"""States that wait to be read, the last ones of a long prompt or of a stretch decoded plainly; where more were missed,
+the head's memory begins anew with these. Set by hand."""
 
 _CACHED_BYTES = 32 << 20
 """Tokens' shares of rows that are kept, 5,400 of a model of 1,536 channels. One takes about a millisecond."""
@@ -52,17 +56,16 @@ _ONE_THREAD, _ONE_THREAD_VECTOR = 1 << 18, 9216
 """Multiplications up to which OpenBLAS takes one thread for a product with a matrix, and with a vector."""
 
 
-class Head:
-    """A head, ready to draft for its target.
+class Head(DraftHead):
+    """A head that was made here: ``localspec distill``, and those that ship.
 
     Attributes:
         card: all about it.
-        kind: see ``head_card.Kind``.
-        taps: the hidden states of the target that it reads, in the order in which ``fuse`` takes them.
-        token_map: the target's token for each column of its logits, ascending int32 [n_out].
         masks: rows of a parallel head for positions not known yet, float32 [steps - 1, n_embd]; empty for others.
         model: its layer and output matrix, on an engine. Its token ids mean nothing; feed it with ``decode_floats``.
     """
+
+    token_map: npt.NDArray[np.int32]
 
     def __init__(self, path: Path, target: Path, model: Model) -> None:
         self.model = model
@@ -70,7 +73,8 @@ class Head:
         with GGUFFile(path) as file:
             self.card = card = check_head(file)
             self.kind: Kind = card.kind
-            self.taps, self.token_map = card.taps, card.token_map
+            self.taps, self.token_map, self.steps = card.taps, card.token_map, card.steps
+            self.rate = card.training.first_rate
             self._matrices: list[tuple[FloatArray, FloatArray]] = []
             self.masks: FloatArray = np.empty((0, card.n_embd), dtype=np.float32)
             if self.kind == "medusa":
@@ -91,6 +95,15 @@ class Head:
         """A memory for n_ctx rows; a chained head's returns the state that it goes on from, as ``hidden[STATE]``."""
         hidden = (STATE,) if self.kind == "chained" else ()
         return self.model.new_context(n_ctx, n_threads=n_threads, hidden=hidden)
+
+    def window(self, n_ctx: int) -> int:
+        return min(MAX_STATES, n_ctx // 2)
+
+    def true_rows(self, context: Context, states: FloatArray, tokens: Sequence[int]) -> FloatArray:
+        return self.fuse(states) + self.embed(tokens)
+
+    def chained_rows(self, state: FloatArray, tokens: Sequence[int]) -> FloatArray:
+        return self.chain(state) + self.embed(tokens)
 
     def fuse(self, states: FloatArray) -> FloatArray:
         """``fc · s``: the target's share of a row.

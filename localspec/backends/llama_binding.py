@@ -15,7 +15,7 @@ from localspec.backends.base import Progress
 from localspec.backends.llama_placement import Placed, Places
 from localspec.backends.placement import Placement
 from localspec.backends.state_tap import TensorFunctions
-from localspec.model_files.gguf_file import TensorInfo
+from localspec.model_files.gguf_file import GGUFFile, TensorInfo
 
 N_BATCH = 512
 """Most tokens in one call of the engine; longer inputs are fed in pieces."""
@@ -67,8 +67,15 @@ class Binding(ABC):
         """Where weights can be put, the servers that a placement names among them."""
 
     def load_model(
-        self, path: Path, n_gpu_layers: int, progress: Progress | None, placed: Placed | None = None
+        self,
+        path: Path,
+        n_gpu_layers: int,
+        progress: Progress | None,
+        placed: Placed | None = None,
+        *,
+        mtp: bool = False,
     ) -> int | None:
+        """The weights; ``mtp``: with those of its layer for multi-token prediction, of which the file has one."""
         params = self.api.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
         callback = self.api.llama_progress_callback(lambda fraction, _data: progress(fraction) if progress else True)
@@ -76,6 +83,8 @@ class Binding(ABC):
         self.set_model_options(params)
         if placed is not None:
             placed.fill(params)
+        if mtp:
+            params.load_mtp = True
         handle: int | None = self.api.llama_model_load_from_file(os.fsencode(path), params)
         return handle
 
@@ -115,6 +124,10 @@ class Binding(ABC):
 
     @abstractmethod
     def clear(self, ctx: int) -> None: ...
+
+    def has_mtp(self, gguf: GGUFFile) -> bool:
+        """Whether a file has a layer for multi-token prediction that this engine computes."""
+        return False
 
     def defragment(self, ctx: int) -> bool:
         """Have the next pass first move rows together; False for an engine that needs no free cells side by side."""

@@ -13,11 +13,14 @@ from localspec.backends.ggml import GPU, INTEGRATED, Ggml
 from localspec.backends.llama_binding import Binding
 from localspec.backends.llama_family import LlamaModel
 from localspec.backends.llama_placement import Place, Places
+from localspec.backends.llama_staging import staging
 from localspec.backends.noise import engine_log
 from localspec.backends.placement import Placement
 from localspec.backends.rpc import rpc
 from localspec.backends.state_tap import TensorFunctions
-from localspec.errors import EngineUnavailable
+from localspec.errors import EngineUnavailable, LocalspecError
+from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.head_kinds import mtp
 from localspec.system.machine import default_threads, prepare_threads
 
 NAME = "llama-cpp"
@@ -74,6 +77,16 @@ class LlamaCppBinding(Binding):
         # As in llama.cpp servers come first: what goes over the network is then least.
         return Places([*far, *devices.values()], [*far, *usual], buffers, int(self.lib.llama_max_devices()), links)
 
+    def has_mtp(self, gguf: GGUFFile) -> bool:
+        if not mtp.n_layers(gguf):
+            return False
+        try:
+            mtp.read(gguf)
+            staging()
+        except LocalspecError:  # the model works without; what asks for the layer says why there is none
+            return False
+        return hasattr(self.lib.llama_model_default_params(), "load_mtp")
+
     def set_context_options(self, params: Any, n_sequences: int) -> None:
         params.n_seq_max = n_sequences
         # Else rows are computed in another order than they are fed in, and no sequence may have the room of another.
@@ -112,6 +125,11 @@ def binding() -> LlamaCppBinding:
     return LlamaCppBinding()
 
 
+def gpu_layers(wanted: int | None, *, on_devices: bool = False) -> int:
+    """How many layers to put on a GPU: as many as were asked for, else all where there is one, here or on a server."""
+    return (-1 if binding().gpu or on_devices else 0) if wanted is None else wanted
+
+
 def load(
     path: Path | str,
     *,
@@ -122,14 +140,12 @@ def load(
     placement: Placement | None = None,
 ) -> LlamaModel:
     """Load a GGUF with llama.cpp; see ``backends.registry.LoadEngine``."""
-    engine = binding()
-    on_devices = engine.gpu or (placement is not None and bool(placement.rpc))
-    layers = (-1 if on_devices else 0) if n_gpu_layers is None else n_gpu_layers
+    on_devices = placement is not None and bool(placement.rpc)
     return LlamaModel(
-        engine,
+        binding(),
         Path(path),
         n_threads=n_threads or default_threads(),
-        n_gpu_layers=layers,
+        n_gpu_layers=gpu_layers(n_gpu_layers, on_devices=on_devices),
         kv_type=kv_type,
         placement=placement,
         progress=progress,

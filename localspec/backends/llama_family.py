@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
@@ -60,6 +61,7 @@ class LlamaModel(Model):
             if placement:
                 self._placed = Placed(placement, binding.places(placement), gguf, binding.name)
                 self.placement = str(placement)
+            has_mtp = binding.has_mtp(gguf)
         self.binding = binding
         self.backend = binding.name
         self.engine = f"{binding.name} {binding.version}"
@@ -67,6 +69,7 @@ class LlamaModel(Model):
         self.kv_type = kv_type
         self._n_gpu_layers, self._tokenizing = n_gpu_layers, Lock()
         self._contexts, self._batches = WeakSet[LlamaContext](), WeakSet[LlamaSequences]()
+        self._mtp = has_mtp and not self.reloads  # what is made of the weights of its layer does not outlive them
         handle = self._handle = self._load(path, progress)
         self.n_vocab = binding.n_vocab(handle)
         rewinds = not binding.is_recurrent(handle)
@@ -76,13 +79,17 @@ class LlamaModel(Model):
             saves_state=True,
             keeps_rows=binding.keeps_rows,
             hidden=True,
+            nextn=self._mtp,
             float_rows=rewinds and self.architecture in FLOAT_ROWS,
             first_layers=rewinds,
         )
         self._known_states: set[str] = set()
 
     def _load(self, path: Path, progress: Progress | None = None) -> int:
-        handle = self.binding.load_model(path, self._n_gpu_layers, progress, self._placed)
+        load = partial(self.binding.load_model, path, self._n_gpu_layers, progress, self._placed)
+        handle = load(mtp=True) if self._mtp else None
+        if not handle:
+            self._mtp, handle = False, load()
         if handle and self.lost is not None:
             self.binding.free_model(handle)
             handle = None
@@ -93,6 +100,11 @@ class LlamaModel(Model):
                 "try another --backend, or --verbose for the engine's own words"
             )
         return handle
+
+    @property
+    def reloads(self) -> bool:
+        """Whether the weights may be loaded again while contexts are open: those on servers, see ``recover``."""
+        return self._placed is not None and bool(self._placed.links)
 
     @property
     def lost(self) -> str | None:

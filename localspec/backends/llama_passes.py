@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from localspec.backends.forward import FloatArray, Forward, joined_states
+from localspec.backends.forward import NEXTN, FloatArray, Forward, joined_states
 from localspec.backends.llama_binding import N_BATCH, N_UBATCH
+from localspec.backends.llama_staging import staging
 from localspec.backends.state_tap import Flags, StateTap
 from localspec.errors import EngineError
 
@@ -54,7 +55,8 @@ class LlamaPasses:
         n_sequences: int = 1,
     ) -> None:
         self._binding, self._model = model.binding, model
-        self.tap = StateTap(model.binding.tensors, hidden, model.n_layers, model.n_embd) if hidden else None
+        tapped = [name for name in hidden if name != NEXTN]
+        self.tap = StateTap(model.binding.tensors, tapped, model.n_layers, model.n_embd) if tapped else None
         evaluate = self.tap.callback if self.tap is not None else None
         # Engines round the size up for their kernels; the extra room stays unused so that all count the same.
         size = -(-n_ctx // 256) * 256
@@ -66,6 +68,9 @@ class LlamaPasses:
                 f"{model.engine} has not enough memory for a context of {n_ctx} tokens; use a smaller --ctx"
             )
         self.handle: int = handle
+        self._returns_nextn = NEXTN in hidden
+        if self._returns_nextn:
+            staging().set_nextn(handle, True, False)  # of every token, not only of those with logits
         self._batch: Any = self._binding.lib.llama_batch_init(N_BATCH, 0, 1)
         as_array = np.ctypeslib.as_array
         self._tokens = as_array(self._batch.token, (N_BATCH,))
@@ -131,7 +136,7 @@ class LlamaPasses:
         batch = self._filled(rows, positions, wanted_rows, sequences)
         if self.tap is None:
             self._decode(batch)
-            return Forward(self._logits(n_rows))
+            return Forward(self._logits(n_rows), self._nextn(n))
         shape = (n, n_rows, last)
         search = not self._repeatable or shape not in self._shapes
         hidden = self._decode_tapped(self.tap, batch, wanted_rows, search, last)
@@ -141,7 +146,7 @@ class LlamaPasses:
         if hidden is None:
             raise EngineError(f"{self._model.engine} did not hand out the hidden states of {n} tokens")
         self._shapes.add(shape)
-        return Forward(self._logits(n_rows), hidden)
+        return Forward(self._logits(n_rows), hidden | ({} if last else self._nextn(n)))
 
     def _filled(
         self, rows: Sequence[int] | FloatArray, positions: Sequence[int], wanted_rows: Flags, sequences: Any
@@ -181,6 +186,10 @@ class LlamaPasses:
             return tap.states(wanted_rows, N_UBATCH)
         finally:
             tap.forget()
+
+    def _nextn(self, n: int) -> dict[str, FloatArray]:
+        """What a layer for multi-token prediction goes on from, after each of the last n tokens fed [n, n_embd]."""
+        return {NEXTN: staging().nextn(self.handle, n, self._model.n_embd)} if self._returns_nextn else {}
 
     def _logits(self, n_rows: int) -> FloatArray:
         n_vocab = self._model.n_vocab

@@ -13,7 +13,6 @@ from typing import Any
 
 from localspec.errors import DownloadError, ModelFileError
 from localspec.model_files.catalog import Catalog, Entry
-from localspec.model_files.head_folders import find_heads
 from localspec.model_files.local_files import known_entries, remove
 from localspec.model_files.sources.base import size_text
 from localspec.system.home import models_dir, offline
@@ -104,7 +103,9 @@ def _comparison(entry: Entry, n_bytes: int | None) -> str:
 
 def list_command(as_json: bool = False) -> int:
     """Print the catalogue, what was pulled from the hub besides, and the heads on this disk."""
-    entries, heads = known_entries(), [_described_head(path) for path in find_heads()]
+    from localspec.model_files.head_list import described_heads
+
+    entries, heads = known_entries(), described_heads()
     if as_json:
         listing = {"models": [_described(entry) for entry in entries], "heads": heads}
         print(json.dumps(listing, ensure_ascii=False, indent=2))
@@ -181,18 +182,6 @@ def _described(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _described_head(path: Path) -> dict[str, Any]:
-    """A head's facts; those of a damaged one are None, and ``error`` says why."""
-    from localspec.model_files.head_file import read_card
-
-    facts: dict[str, Any] = {"path": str(path), "bytes": path.stat().st_size, "kind": None, "target": None}
-    try:
-        card = read_card(path)
-    except ModelFileError as error:
-        return facts | {"error": str(error)}
-    return facts | {"kind": card.kind, "target": card.target.name, "target_fingerprint": card.target.fingerprint}
-
-
 # -- showing ----------------------------------------------------------------------------------------------------------
 
 
@@ -220,8 +209,13 @@ def _print_facts(facts: dict[str, Any]) -> None:
     total = max(1, sum(facts["bytes_by_tensor_type"].values()))
     for kind, n_bytes in facts["bytes_by_tensor_type"].items():
         rows.append(("", f"{kind:<8} {size_text(n_bytes):>8}  {n_bytes / total:4.0%}"))
-    rows += _head_rows(facts["head"]) if "head" in facts else _model_rows(facts)
-    if facts["cannot_generate_text"] and "head" not in facts:
+    if "head" in facts:
+        rows += _head_rows(facts["head"])
+    elif "published_head" in facts:
+        rows += _published_rows(facts["published_head"])
+    else:
+        rows += _model_rows(facts)
+    if facts["cannot_generate_text"] and not facts.keys() & {"head", "published_head"}:
         rows.append(("note", facts["cannot_generate_text"]))
     for label, text in rows:
         # What a file says of itself must not be able to steer the terminal.
@@ -242,7 +236,19 @@ def _model_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("template", f"{template['format']}, {template['characters']:,} characters; {', '.join(extras)}"))
     else:
         rows.append(("template", "none: a base model, or one that was stripped"))
+    if mtp := facts["mtp"]:
+        usable = mtp["unusable"] or "--draft mtp drafts with it, on llama-cpp"
+        rows.append(("MTP", f"{mtp['layers']} for multi-token prediction; {usable}"))
     return rows + _memory_rows(facts["memory"])
+
+
+def _published_rows(head: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [("head", f"{head['title']}, reads {', '.join(head['taps'])}")]
+    rows.append(("for", f"a model with {head['n_vocab']:,} tokens and states of {head['target_embedding_length']:,}"))
+    rows.append(("guesses", f"{head['n_out']:,} of them"))
+    borrowed = " and ".join(head["borrows"])
+    own = f"{borrowed} of the target, which has to be on llama-cpp" if borrowed else "nothing of the target's weights"
+    return [*rows, ("takes", own)]
 
 
 def _head_rows(head: dict[str, Any]) -> list[tuple[str, str]]:

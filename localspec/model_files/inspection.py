@@ -6,10 +6,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from localspec.errors import UnsupportedModel
+from localspec.errors import ModelFileError, UnsupportedModel
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.head_card import ARCHITECTURE, HeadCard
 from localspec.model_files.head_file import check_head
+from localspec.model_files.head_kinds import KINDS, is_published_head, mtp
+from localspec.model_files.head_kinds.base import PublishedHead
 from localspec.model_files.kv_memory import kv_shape
 from localspec.model_files.vocab import Vocab
 
@@ -51,6 +53,11 @@ def inspect(path: Path) -> dict[str, Any]:
         }
         if gguf.architecture == ARCHITECTURE:
             return facts | {"head": _head(check_head(gguf))}
+        if is_published_head(gguf):
+            try:
+                return facts | {"published_head": _published(KINDS[gguf.architecture](gguf))}
+            except UnsupportedModel as error:
+                facts["cannot_generate_text"] = str(error)
         return facts | {
             "context_length": gguf.n_ctx_train or None,
             "n_layers": _number(gguf.field("block_count")),
@@ -58,6 +65,7 @@ def inspect(path: Path) -> dict[str, Any]:
             "vocabulary": _vocabulary(gguf),
             "chat_template": _template(gguf),
             "memory": _memory(gguf),
+            "mtp": _mtp(gguf),
         }
 
 
@@ -73,6 +81,31 @@ def _head(card: HeadCard) -> dict[str, Any]:
     facts = asdict(card)
     del facts["token_map"], facts["license"]
     return facts | {"n_out": card.n_out}
+
+
+def _published(head: PublishedHead) -> dict[str, Any]:
+    return {
+        "kind": head.kind,
+        "title": head.title,
+        "taps": list(head.taps),
+        "target_embedding_length": head.n_target,
+        "embedding_length": head.n_embd,
+        "n_vocab": head.n_vocab,
+        "n_out": len(head.ids),
+        "borrows": list(head.borrows),
+    }
+
+
+def _mtp(gguf: GGUFFile) -> dict[str, Any] | None:
+    """The layers for multi-token prediction, and why they cannot be drafted with, if they cannot."""
+    n = mtp.n_layers(gguf)
+    if not n:
+        return None
+    try:
+        mtp.read(gguf)
+    except ModelFileError as error:
+        return {"layers": n, "unusable": str(error)}
+    return {"layers": n, "unusable": None}
 
 
 def _number(value: Any) -> int | None:

@@ -14,13 +14,13 @@ from localspec.errors import UsageError
 from localspec.prompts.thinking import THINK as THINK  # for those above who may not look into prompts
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.drafters.free import FREE_DRAFTERS
-from localspec.spec_decode.drafters.names import AUTOMATIC, CORPUS, EARLY_EXIT, HEAD, is_corpus
+from localspec.spec_decode.drafters.names import AUTOMATIC, CORPUS, EARLY_EXIT, FROM_STATES, HEAD, is_corpus
 from localspec.values import checked_whole, is_whole, listed, shown
 
 DraftLength = int | str
 """``auto``, or a number of tokens."""
 
-WORDS = ("auto", "none", *FREE_DRAFTERS, HEAD, EARLY_EXIT, CORPUS)
+WORDS = ("auto", "none", *FREE_DRAFTERS, *FROM_STATES, CORPUS)
 """What stands for a draft and is no model."""
 
 MAX_LAYERS = 9999

@@ -9,12 +9,14 @@ from pathlib import Path
 
 from localspec.backends.base import Context, Model
 from localspec.backends.heads import heads_for, target_facts
+from localspec.backends.published_heads import heads_beside
 from localspec.backends.trust import fingerprint
 from localspec.controllers.acceptance_store import AcceptanceStore
 from localspec.controllers.passes import WHOLE, EarlyExits, HeadPasses, PassKind
 from localspec.errors import EngineError, LocalspecError, UsageError, VocabularyMismatch
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.exit_head import exit_head
+from localspec.model_files.head_kinds import names_published_head
 from localspec.runtime.corpora import open_corpus
 from localspec.runtime.learned import keep, recall
 from localspec.runtime.model_loading import Loader, Report
@@ -28,6 +30,7 @@ from localspec.spec_decode.drafters.names import (
     CORPUS,
     EARLY_EXIT,
     HEAD,
+    MTP,
     is_corpus,
     kind_of,
     names_of_files,
@@ -104,15 +107,20 @@ class DraftMaker:
         return free, _named(models, free)
 
     def _automatic(self) -> tuple[list[Drafter], list[DraftModel]]:
-        """What costs nothing, and what is on the disk of a head and a draft model for the target."""
-        target, free = self.before.target.path, [self._free(name) for name in AUTOMATIC]
+        """What costs nothing, the target's MTP layer, and what is on the disk of a head and a draft model for it."""
+        target, free = self.before.target, [self._free(name) for name in AUTOMATIC]
         models: list[DraftModel] = []
         try:
-            for path in heads_for(target)[:1]:
+            for name in [MTP] if target.capabilities.nextn else []:
+                models += self._model(name, models)
+        except LocalspecError as error:
+            self._go_without(error)
+        try:
+            for path in (heads_for(target.path) or heads_beside(target))[:1]:
                 models += self._model(f"{HEAD}:{path}", models)
         except LocalspecError as error:
             self._go_without(error)
-        found = Catalog.load().draft_for(target)
+        found = Catalog.load().draft_for(target.path)
         try:
             models += self._model(str(found), models) if found is not None else []
         except VocabularyMismatch as error:
@@ -139,8 +147,11 @@ class DraftMaker:
     def _model(self, name: str, others: Sequence[DraftModel]) -> list[DraftModel]:
         """What a name stands for; nothing if it is one of the others under another name."""
         kind, _, rest = name.partition(":")
-        if kind == HEAD:
-            path = self._head_file(rest)
+        if name == MTP:
+            return [self._head(MTP, MTP, MTP, self.before.target.path)]
+        path = None if kind in (HEAD, EARLY_EXIT) else Catalog.load().resolve(name)
+        if kind == HEAD or (path is not None and names_published_head(path)):
+            path = path or self._head_file(rest)
             heads = [each for each in others if kind_of(each.source) == HEAD]
             if any(is_same_file(path, each.path) for each in heads):
                 return []
@@ -151,7 +162,7 @@ class DraftMaker:
             n_layers = int(rest) if rest else max(1, round(EXIT_SHARE * target.n_layers))
             name = f"{EARLY_EXIT}:{n_layers}"
             return [self._head(EARLY_EXIT, name, name, exit_head(target.path, target_facts(target.path), n_layers))]
-        path = Catalog.load().resolve(name)
+        assert path is not None
         draft_models = [each for each in others if each.drafter.reads_text]
         if any(is_same_file(path, each.path) for each in draft_models):
             return []
@@ -160,10 +171,10 @@ class DraftMaker:
     def _head_file(self, named: str) -> Path:
         if named:
             return Path(named).expanduser()
-        target = self.before.target.path
-        found = heads_for(target)
+        target = self.before.target
+        found = heads_for(target.path) or heads_beside(target)
         if not found:
-            raise UsageError(f"there is no head for {target.name} on this disk; localspec distill trains one")
+            raise UsageError(f"there is no head for {target.path.name} on this disk; localspec distill trains one")
         return found[0]
 
     def _draft_model(self, path: Path, source: str) -> DraftModel:

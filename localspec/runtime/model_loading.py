@@ -10,17 +10,21 @@ from typing import Any
 
 from localspec import backends
 from localspec.backends.base import Context, Model
-from localspec.backends.heads import Head, load_head
+from localspec.backends.draft_head import DraftHead
+from localspec.backends.heads import load_head
+from localspec.backends.published_heads import load_published
 from localspec.backends.repack import lightening, lighter_copy
 from localspec.backends.trust import fingerprint, verdict_key, verdicts
 from localspec.controllers.calibration import calibrating, calibrating_quickly, curve_key, curves, growth
 from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.passes import WHOLE, PassKind
 from localspec.errors import Cancelled, LocalspecError, VocabularyMismatch
+from localspec.model_files.head_kinds import names_published_head
 from localspec.runtime import draft_choice
 from localspec.runtime.engine_choice import ordered
 from localspec.runtime.load_options import LoadOptions
 from localspec.runtime.state import DecodingState
+from localspec.system.files import is_same_file
 from localspec.system.home import home
 from localspec.system.json_store import JsonStore
 from localspec.system.machine import cpu_name
@@ -139,13 +143,21 @@ class Loader:
         close_both(*published)
         return lighter
 
-    def load_head(self, path: Path, target: Model, report: Report) -> Head:
-        """Load a head on the engine of draft models, or else of its target.
+    def load_head(self, path: Path, target: Model, report: Report) -> DraftHead:
+        """Load a head on the engine of draft models, or else of its target; a published one on llama.cpp.
 
         Raises:
             UsageError: it is for another model.
             ModelFileError, EngineError: as when loading a model.
         """
+        if is_same_file(path, target.path) or names_published_head(path):
+            return load_published(
+                path,
+                target,
+                n_threads=self.options.n_threads,
+                n_gpu_layers=self.options.n_gpu_layers,
+                say=lambda line: report(line, None),
+            )
         wanted = self.options.draft_backend
         return load_head(
             path,

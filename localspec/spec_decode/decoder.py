@@ -157,7 +157,8 @@ class SpeculativeDecoder:
         end_tokens = frozenset() if params.ignore_eos else target.model.vocab.eog
         budget = min(params.max_tokens or target.n_ctx, target.n_ctx - len(tokens))
         emitter = _Emitter(text, end_tokens, budget, constraint, n_logprobs)
-        keeps_rows = n_logprobs is not None and target.model.capabilities.rollback == "replay"
+        replays = target.model.capabilities.rollback == "replay"
+        keeps_rows = n_logprobs is not None and replays
         drafters.begin(tokens)
         controller.begin(params, len(tokens))
         index, finish = 0, None
@@ -192,7 +193,9 @@ class SpeculativeDecoder:
                 target.keep(path)
             drafters.process(read, forward)
             rows = forward.logits.copy() if keeps_rows else forward.logits  # a replay would overwrite them
+            rejecting = time.perf_counter()
             target.truncate(len(tokens) + verdict.n_accepted)  # rejected draft tokens leave the target's memory
+            replayed = time.perf_counter() - rejecting if replays else 0.0  # by another pass, which the width cost too
             emitted, spans, finish = emitter.emit(_verified(draft, verdict), rows)
             settled = [token.id for token in emitted]
             tokens += settled
@@ -205,13 +208,13 @@ class SpeculativeDecoder:
                 verdict=verdict,
                 emitted=emitted,
                 ms_draft=(drafted - started) * 1e3,
-                ms_verify=(verified - drafted) * 1e3,
+                ms_verify=(verified - drafted + replayed) * 1e3,
                 n_past=len(tokens) - len(settled) - 1,
                 spans=spans,
                 finish_reason=finish,
             )
             controller.update(round_)
-            round_.ms_other = (time.perf_counter() - verified) * 1e3
+            round_.ms_other = (time.perf_counter() - verified - replayed) * 1e3
             yield round_
             index += 1
 

@@ -107,8 +107,8 @@ class Round:
     it. Where a thinking budget is spent, the target reads the tokens that close the block: a round of ``forced`` tokens
     without a draft.
 
-    Times are in milliseconds. ``ms_verify`` is the target's pass; ``ms_verify_expected`` is what the cost
-    model expected, None where there is none.
+    Times are in milliseconds. ``ms_verify`` is the target's pass, a replay included; ``ms_verify_expected`` is what the
+    cost model expected, None where there is none.
     """
 
     index: int

@@ -14,9 +14,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from localspec.backends.heads import Head, load_head
-from localspec.commands.files import _described_head
 from localspec.errors import LocalspecError, ModelFileError
 from localspec.model_files.head_file import read_card
+from localspec.model_files.head_list import head_facts
 from tests.fuzz.gguf_cases import SMALL, Builder, changes
 from tests.fuzz.headers import MAX_BYTES, inspect_it
 from tests.fuzz.target import Check, Target, Timed, one_line, peak_bytes, words
@@ -98,7 +98,7 @@ def _opened(folder: Path) -> Iterator[Check]:
         with load_head(path, target, "reference") as head:
             use(head)
 
-    readers = {"card": read_card, "inspect": inspect_it, "list": _described_head, "load": load}
+    readers = {"card": read_card, "inspect": inspect_it, "list": head_facts, "load": load}
 
     def check(case: Any) -> None:
         path = build(case)

@@ -110,7 +110,9 @@ def write_gguf(
     kind = gguf.GGMLQuantizationType[tensor_type]
     block = gguf.GGML_QUANT_SIZES[kind][0]
     for name, weight in weights.items():
-        if weight.ndim < 2 or weight.shape[-1] % block or "conv1d" in name or "ssm_a" in name:
+        if weight.dtype == np.int64:
+            writer.add_tensor(name, weight)
+        elif weight.ndim < 2 or weight.shape[-1] % block or "conv1d" in name or "ssm_a" in name:
             writer.add_tensor(name, np.ascontiguousarray(weight, dtype=np.float32))
         else:
             writer.add_tensor(name, gguf.quants.quantize(weight, kind), raw_dtype=kind)
@@ -401,8 +403,18 @@ def write_sliding_window(path: Path, window: int = 32, vocab: TinyVocab | None =
     return write_gguf(path, "gemma3", metadata | vocab_metadata(vocab), weights)
 
 
-def write_hybrid(path: Path, vocab: TinyVocab | None = None, *, seed: int = 0) -> Path:
-    """A Qwen 3.5 in small: three layers of four keep a state that cannot be rewound, the fourth keys and values."""
+def write_hybrid(
+    path: Path, vocab: TinyVocab | None = None, *, seed: int = 0, residual: float = 3.0, mtp: int = 0
+) -> Path:
+    """A Qwen 3.5 in small: three layers of four keep a state that cannot be rewound, the fourth keys and values.
+
+    Args:
+        path: where to write it.
+        vocab: its tokenizer.
+        seed: of the random weights.
+        residual: how much each layer adds to the embedding.
+        mtp: layers for multi-token prediction besides; see ``mtp_weights``.
+    """
     rng, vocab = np.random.default_rng(seed), vocab or bpe_vocab()
     n, n_head, n_kv, d_head, n_ff, n_layer = 128, 4, 2, 32, 256, 4
     d_state, n_group, n_value, kernel = 64, 2, 4, 4  # ik-llama's kernels are for states of 64 and 128
@@ -423,7 +435,7 @@ def write_hybrid(path: Path, vocab: TinyVocab | None = None, *, seed: int = 0) -
                 "attn_q.weight": matrix(2 * n_head * d_head, n),  # queries, and a gate for each
                 "attn_k.weight": matrix(n_kv * d_head, n),
                 "attn_v.weight": matrix(n_kv * d_head, n),
-                "attn_output.weight": matrix(n, n_head * d_head, 3.0),
+                "attn_output.weight": matrix(n, n_head * d_head, residual),
             }
             layer |= {f"{name}_norm.weight": np.ones(d_head, np.float32) for name in ("attn_q", "attn_k")}
         else:
@@ -436,13 +448,17 @@ def write_hybrid(path: Path, vocab: TinyVocab | None = None, *, seed: int = 0) -
                 "ssm_beta.weight": matrix(n_value, n),
                 "ssm_alpha.weight": matrix(n_value, n),
                 "ssm_norm.weight": np.ones(d_state, np.float32),
-                "ssm_out.weight": matrix(n, inner, 3.0),
+                "ssm_out.weight": matrix(n, inner, residual),
             }
         layer |= {"ffn_gate.weight": matrix(n_ff, n), "ffn_up.weight": matrix(n_ff, n)}
-        layer["ffn_down.weight"] = matrix(n, n_ff)
+        layer["ffn_down.weight"] = matrix(n, n_ff, residual / 3)
         weights |= {f"blk.{i}.{name}": weight for name, weight in layer.items()}
+        last = layer
+    for i in range(n_layer, n_layer + mtp):
+        weights |= {f"blk.{i}.{name}": weight for name, weight in (last | mtp_weights(n, rng)).items()}
     metadata = {
-        "qwen35.block_count": n_layer,
+        "qwen35.block_count": n_layer + mtp,
+        **({"qwen35.nextn_predict_layers": mtp} if mtp else {}),
         "qwen35.context_length": 2048,
         "qwen35.embedding_length": n,
         "qwen35.feed_forward_length": n_ff,
@@ -462,3 +478,85 @@ def write_hybrid(path: Path, vocab: TinyVocab | None = None, *, seed: int = 0) -
         "qwen35.ssm.group_count": n_group,
     }
     return write_gguf(path, "qwen35", metadata | vocab_metadata(vocab), weights)
+
+
+def mtp_weights(n: int, rng: np.random.Generator) -> Weights:
+    """What a layer for multi-token prediction has besides a block: it goes by the last token, and the state."""
+    state = 0.3 * rng.standard_normal((n, n)) / np.sqrt(n)
+    return {
+        "nextn.eh_proj.weight": np.concatenate([np.eye(n), state], axis=1).astype(np.float32),
+        "nextn.enorm.weight": np.ones(n, np.float32),
+        "nextn.hnorm.weight": np.ones(n, np.float32),
+        "nextn.shared_head_norm.weight": np.ones(n, np.float32),
+    }
+
+
+def write_glm(path: Path, vocab: TinyVocab | None = None, *, seed: int = 0, mtp: int = 1, drop: str = "") -> Path:
+    """A GLM 4.5 in small: a dense layer, then two of experts, and layers for multi-token prediction.
+
+    Args:
+        path: where to write it.
+        vocab: its tokenizer.
+        seed: of the random weights.
+        mtp: layers for multi-token prediction.
+        drop: tensors with this in their name are left out.
+    """
+    rng, vocab = np.random.default_rng(seed), vocab or bpe_vocab()
+    n, n_head, n_kv, d_head, n_ff, n_expert, n_layer, residual = 128, 4, 2, 32, 64, 4, 3, 0.15
+
+    def matrix(rows: int, columns: int, scale: float = 1.0) -> Array:
+        return (rng.standard_normal((rows, columns)) * (scale / np.sqrt(columns))).astype(np.float32)
+
+    def experts(rows: int, columns: int, scale: float = 1.0) -> Array:
+        return np.stack([matrix(rows, columns, scale) for _ in range(n_expert)])
+
+    weights: Weights = {
+        "token_embd.weight": matrix(len(vocab), n, np.sqrt(n)),
+        "output_norm.weight": np.ones(n, np.float32),
+        "output.weight": matrix(len(vocab), n, 3.0),
+    }
+    for i in range(n_layer + mtp):
+        layer: Weights = {name: np.ones(n, np.float32) for name in ("attn_norm.weight", "post_attention_norm.weight")}
+        layer |= {
+            "attn_q.weight": matrix(n_head * d_head, n, 2.0),
+            "attn_k.weight": matrix(n_kv * d_head, n),
+            "attn_v.weight": matrix(n_kv * d_head, n),
+            "attn_output.weight": matrix(n, n_head * d_head, residual),
+        }
+        layer |= {f"attn_{part}.bias": rng.uniform(-0.1, 0.1, len(layer[f"attn_{part}.weight"])) for part in "qkv"}
+        if i == 0:
+            layer |= {"ffn_gate.weight": matrix(2 * n_ff, n), "ffn_up.weight": matrix(2 * n_ff, n)}
+            layer["ffn_down.weight"] = matrix(n, 2 * n_ff, residual)
+        else:
+            layer |= {"ffn_gate_inp.weight": matrix(n_expert, n), "exp_probs_b.bias": np.zeros(n_expert, np.float32)}
+            layer |= {"ffn_gate_exps.weight": experts(n_ff, n), "ffn_up_exps.weight": experts(n_ff, n)}
+            layer |= {"ffn_gate_shexp.weight": matrix(n_ff, n), "ffn_up_shexp.weight": matrix(n_ff, n)}
+            layer["ffn_down_exps.weight"] = experts(n, n_ff, residual)
+            layer["ffn_down_shexp.weight"] = matrix(n, n_ff, residual)
+        if i >= n_layer:
+            layer |= mtp_weights(n, rng)
+        weights |= {f"blk.{i}.{name}": weight for name, weight in layer.items()}
+    metadata = {
+        "glm4moe.block_count": n_layer + mtp,
+        **({"glm4moe.nextn_predict_layers": mtp} if mtp else {}),
+        "glm4moe.context_length": 2048,
+        "glm4moe.embedding_length": n,
+        "glm4moe.feed_forward_length": 2 * n_ff,
+        "glm4moe.attention.head_count": n_head,
+        "glm4moe.attention.head_count_kv": n_kv,
+        "glm4moe.attention.key_length": d_head,
+        "glm4moe.attention.value_length": d_head,
+        "glm4moe.attention.layer_norm_rms_epsilon": 1e-5,
+        "glm4moe.rope.dimension_count": d_head // 2,
+        "glm4moe.rope.freq_base": 10000.0,
+        "glm4moe.expert_count": n_expert,
+        "glm4moe.expert_used_count": 2,
+        "glm4moe.expert_shared_count": 1,
+        "glm4moe.expert_feed_forward_length": n_ff,
+        "glm4moe.leading_dense_block_count": 1,
+        "glm4moe.expert_gating_func": 2,
+        "glm4moe.expert_weights_scale": 1.0,
+        "glm4moe.expert_weights_norm": True,
+    }
+    kept = {name: weight for name, weight in weights.items() if not drop or drop not in name}
+    return write_gguf(path, "glm4moe", metadata | vocab_metadata(vocab), kept)

@@ -274,7 +274,7 @@ def _split(argument: str) -> list[str]:
 def _models() -> Iterable[str]:
     from localspec.model_files.catalog import Catalog
 
-    return ["auto", "none", "ngram", "head", "early-exit", ONLY, *Catalog.load()]
+    return ["auto", "none", "ngram", "head", "mtp", "early-exit", ONLY, *Catalog.load()]
 
 
 COMMANDS = {

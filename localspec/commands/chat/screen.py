@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from localspec.commands.chat.status import AnswerStatus
 from localspec.commands.chat.style import Painter, Style
 from localspec.commands.chat.views import RoundsView, TextView, TokensView, View
-from localspec.spec_decode.drafters.names import EARLY_EXIT, HEAD, is_corpus
+from localspec.spec_decode.drafters.names import FROM_STATES, is_corpus
 from localspec.terminal.text import moves_cursor, terminal_size, visible
 
 
@@ -96,7 +96,7 @@ class ChatScreen:
         bold, line, both, slant = "bold", "underlined", "bold, underlined", "italic, underlined"
         if self.colour:
             bold, line, both, slant = f"green, {bold}", f"cyan, {line}", "magenta", "yellow"
-        has_head = any(name.partition(":")[0] in (HEAD, EARLY_EXIT) for name in drafters)
+        has_head = any(name.partition(":")[0] in FROM_STATES for name in drafters)
         return " · ".join(
             (
                 self.paint(f"draft's ({bold})", Style.MODEL),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from localspec.spec_decode.drafters.names import CORPUS, EARLY_EXIT, HEAD, NGRAM, RECYCLED, kind_of
+from localspec.spec_decode.drafters.names import CORPUS, FROM_STATES, NGRAM, RECYCLED, kind_of
 from localspec.spec_decode.rounds import TokenKind
 
 
@@ -54,5 +54,5 @@ def token_style(kind: TokenKind, source: str) -> Style:
     """The style of a verified token."""
     if kind != "accepted":
         return Style.TARGET
-    free, states = dict.fromkeys((NGRAM, RECYCLED), Style.NGRAM), dict.fromkeys((HEAD, EARLY_EXIT), Style.STATES)
+    free, states = dict.fromkeys((NGRAM, RECYCLED), Style.NGRAM), dict.fromkeys(FROM_STATES, Style.STATES)
     return (free | states | {CORPUS: Style.CORPUS}).get(kind_of(source), Style.MODEL)

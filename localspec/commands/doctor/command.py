@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localspec import __version__
@@ -18,9 +19,10 @@ from localspec.commands.report.model import Finding, Findings, Part
 from localspec.commands.report.terminal import Screen
 from localspec.errors import EngineError, LocalspecError, UsageError
 from localspec.model_files.catalog import Catalog
+from localspec.model_files.head_kinds import names_published_head
 from localspec.model_files.sources.base import size_text
 from localspec.spec_decode.drafters.free import FREE_DRAFTERS
-from localspec.spec_decode.drafters.names import EARLY_EXIT, HEAD, NGRAM, is_corpus
+from localspec.spec_decode.drafters.names import FROM_STATES, HEAD, MTP, NGRAM, is_corpus
 from localspec.system import power
 from localspec.system.files import is_same_file
 from localspec.terminal.progress import Progress
@@ -142,7 +144,8 @@ class Doctor:
             drafts = (models.of_path(found),) if found is not None else tuple(map(models.find_model, known))
             return ExaminedPair(target, drafts, True, True, ranking.heads_of(target), corpora)
         named: list[ExaminedModel] = []
-        heads = tuple(name for name in names if name.partition(":")[0] in (HEAD, EARLY_EXIT))
+        names = [f"{HEAD}:{name}" if _is_published(name) else name for name in names]
+        heads = tuple(name for name in names if name.partition(":")[0] in FROM_STATES)
         for each in (models.find_model(name) for name in names if name not in (*FREE_DRAFTERS, *heads, *corpora)):
             if not any(is_same_file(each.file, other.file) for other in named):
                 named.append(each)
@@ -261,7 +264,8 @@ class Doctor:
         with self._open(target, [NGRAM]) as llm:
             if calibrate:
                 watch.call(llm, lambda pair: pair.recalibrate(watch.report))
-            heads = examined.heads or ranking.heads_of(target)
+            has_mtp = llm.run(lambda pair: pair.target.capabilities.nextn)
+            heads = examined.heads or (*ranking.heads_of(target), *([MTP] if has_mtp else []))
             rank = self.found.rank = ranking.rank(llm, heads, drafts, self.options.params({}), watch, ranking.SECONDS)
         self._show(screen.ranking_parts(rank))
         advice = recommend_ranked(rank, target.spec, {draft.name: draft.spec for draft in drafts})
@@ -329,3 +333,8 @@ def _rollback(models: Sequence[ExaminedModel]) -> Iterator[Finding]:
 def _is_shown(warning: str) -> bool:
     """Whether a warning from loading says what the header has shown already."""
     return "is larger than the target" in warning or warning.startswith("--ctx ")
+
+
+def _is_published(name: str) -> bool:
+    """Whether a draft is the file of a published head, which has no vocabulary or memory to examine."""
+    return name.endswith(".gguf") and names_published_head(Path(name).expanduser())

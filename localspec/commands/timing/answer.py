@@ -16,7 +16,6 @@ from localspec.errors import Cancelled
 from localspec.runtime.pair import Pair
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.decoder import PREFILL_CHUNK
-from localspec.spec_decode.drafters.head import MAX_STATES
 from localspec.spec_decode.rounds import FinishReason, Round, SpecStats
 from localspec.system.usage import CPUTimes, others_share
 
@@ -102,18 +101,18 @@ class ReadQuestion:
     state: ContextState | None
     seconds: float
 
-    def put_into(self, context: Context) -> None:
-        """Have a target's context hold the prompt, and nothing else.
+    def put_into(self, context: Context, n_states: int = 0) -> None:
+        """Have a target's context hold the prompt, and nothing else; but for its last ``n_states`` tokens.
 
-        Where it returns hidden states its end is left to read, which the arm does before its time begins to count: no
-        copy of a context holds the states that a head goes on from.
+        Those are left to read where a head wants the target's states after them (``Drafter.n_states``), which the arm
+        does before its time begins to count: no copy of a context holds states.
         """
         prompt = self.tokens[:-1]
         n = context.reuse(prompt)
         if n < len(prompt) and self.state is not None:
             context.import_state(self.state)
             n = len(prompt)
-        n_wanted = max(0, len(prompt) - MAX_STATES) if context.hidden else len(prompt)
+        n_wanted = max(0, len(prompt) - n_states)
         if n > n_wanted:
             context.truncate(n_wanted)
         for start in range(n, n_wanted, PREFILL_CHUNK):
@@ -183,7 +182,7 @@ class TimedAnswer:
             read = time.perf_counter()
 
         self._subject.become(self.arm, pair)
-        self._asked.put_into(pair.context)
+        self._asked.put_into(pair.context, max((each.n_states for each in pair.state.drafters), default=0))
         self._rounds = pair.rounds(
             self._asked.tokens, self._params, self.arm.length, prefilled, self._subject.stop.is_set
         )

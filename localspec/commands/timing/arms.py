@@ -10,7 +10,7 @@ from localspec.errors import UsageError
 from localspec.runtime.arguments import DraftLength
 from localspec.spec_decode.drafters.free import FREE_DRAFTERS
 
-_SOURCE = "|".join((*FREE_DRAFTERS, r"model\d*", r"head\d*", "early-exit", r"corpus\d*"))
+_SOURCE = "|".join((*FREE_DRAFTERS, r"model\d*", r"head\d*", "early-exit", "mtp", r"corpus\d*"))
 _PATTERN = re.compile(rf"(?:(?P<sources>(?:{_SOURCE})(?:\+(?:{_SOURCE}))*):)?(?P<length>auto|\d{{1,4}})")
 
 

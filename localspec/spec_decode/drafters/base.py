@@ -170,6 +170,7 @@ class Drafter(ABC):
         copies: whether it copies what it has read, as n-grams do; an unsure copy can give way to a model's token.
         ranked: whether of it and others that are so the one with most ``confidence`` is asked first.
         taps: names of the target's hidden states that ``process`` is to bring, see ``Context.hidden``.
+        n_states: of the last tokens of a prompt, after how many it wants those states.
         rate: share of places at which its first token is right, so far as its file says; else None.
         failed: whether it has raised ``DrafterFailed``; it is then done without.
     """
@@ -179,6 +180,7 @@ class Drafter(ABC):
     copies: bool = False
     ranked: bool = False
     taps: tuple[str, ...] = ()
+    n_states: int = 0
     rate: float | None = None
     failed: bool = False
 

@@ -16,24 +16,23 @@ from typing import Literal
 import numpy as np
 
 from localspec.backends.base import FEW_ROWS, Context, FloatArray, Forward, shared_prefix
-from localspec.backends.heads import STATE, Head
+from localspec.backends.draft_head import STATE, DraftHead
 from localspec.errors import EngineError
 from localspec.sampling.sampling import Row
 from localspec.spec_decode.drafters.base import Drafter, DrafterFailed, Plan, Proposer
 from localspec.spec_decode.drafters.states import StateWindow
 from localspec.spec_decode.rounds import DraftToken
 
-MAX_STATES = 64
-"""States that wait to be read, the last ones of a long prompt or of a stretch decoded plainly; where more were missed,
-the head's memory begins anew with these. Set by hand."""
+LONGEST_PASS = 65
+"""Rows of the longest verification: as many tokens as may be drafted, and the one before."""
 
 
 class HeadDrafter(Drafter):
     """What all heads have in common: the target's states after settled tokens, and a memory of the rows made of them.
 
     States come with every pass of the target. Those of a verification count once it is known what was settled; those of
-    rejected draft tokens are dropped. Where states are missing (a prompt longer than ``MAX_STATES``, a conversation
-    that was put aside or came from a file), the memory begins anew: nothing has to be read for a head.
+    rejected draft tokens are dropped. Where states are missing (a prompt longer than ``DraftHead.window``, a
+    conversation that was put aside or came from a file), the memory begins anew: nothing has to be read for a head.
 
     Args:
         head: the head.
@@ -43,17 +42,17 @@ class HeadDrafter(Drafter):
 
     context: Context
 
-    def __init__(self, head: Head, context: Context, source: str = "head") -> None:
+    def __init__(self, head: DraftHead, context: Context, source: str = "head") -> None:
         self.source = source
         self.head = head
         self.context = context
         self.taps = head.taps
-        self.rate = head.card.training.first_rate
+        self.rate = head.rate
         self._ids = head.token_map.astype(np.int64)
         self._text: list[int] = []  # all that is settled
-        self._states = StateWindow(min(MAX_STATES, context.n_ctx // 2))
-        # Passes not yet placed in the text; a verification may be one token longer than MAX_STATES.
-        self._seen: deque[tuple[int, FloatArray]] = deque(maxlen=2 * MAX_STATES)
+        self.n_states = head.window(context.n_ctx)
+        self._states = StateWindow(self.n_states)
+        self._seen: deque[tuple[int, FloatArray]] = deque(maxlen=self.n_states + LONGEST_PASS)  # not yet placed
         self._first = self._n_true = 0  # the memory holds true rows for positions from _first on
 
     def clone(self, context: Context | None) -> Drafter:
@@ -74,7 +73,10 @@ class HeadDrafter(Drafter):
         self._n_true = max(0, min(self._n_true, shared - 1 - self._first))  # the last row has a token after it
         first = len(tokens) - 1 - len(self._seen)
         if first >= 0 and [token for token, _ in self._seen] == self._text[first:-1]:  # else a prefill was broken off
-            self._states.put(first, (state for _, state in self._seen))
+            states = [state for _, state in self._seen]
+            if self.head.has_zeroth and first == 0 < len(states):
+                states, first = [np.zeros_like(states[0]), *states], -1
+            self._states.put(first, states)
         self._seen.clear()
         self._begin_round()
 
@@ -97,7 +99,7 @@ class HeadDrafter(Drafter):
         # Clones take turns in one context; the rows' names tell whose they are.
         is_mine = self.context.tokens[: self._n_true] == self._text[self._first + 1 : held + 1]
         first = min(held, end - 1)
-        fits = end - self._first + self.head.card.steps <= self.context.n_ctx
+        fits = end - self._first + self.head.steps <= self.context.n_ctx
         if not (self._n_true and is_mine and fits and first >= self._states.start):
             first = self._first = self._states.start
         self._n_true = first - self._first
@@ -106,7 +108,10 @@ class HeadDrafter(Drafter):
     def _true_rows(self, positions: range) -> FloatArray:
         """The rows at these positions [n, n_embd]."""
         states = self._states.between(positions.start, positions.stop)
-        return self.head.fuse(states) + self.head.embed(self._text[positions.start + 1 : positions.stop + 1])
+        try:
+            return self.head.true_rows(self.context, states, self._text[positions.start + 1 : positions.stop + 1])
+        except EngineError as error:
+            raise DrafterFailed(f"failed: {error}") from error
 
     def _read(self, positions: range, logits: Literal["all", "last", "none"] = "last") -> Forward:
         """Put true rows into the memory, in the place of whatever follows those it has."""
@@ -144,7 +149,7 @@ class ChainedHead(HeadDrafter):
     were right, and 0.09 of the third.
     """
 
-    def __init__(self, head: Head, context: Context, source: str = "head") -> None:
+    def __init__(self, head: DraftHead, context: Context, source: str = "head") -> None:
         super().__init__(head, context, source)
         self._judged = 0  # up to this position of the text its guesses were asked for, or are none of its business
 
@@ -159,7 +164,7 @@ class ChainedHead(HeadDrafter):
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         drafted = tokens[len(self._text) :]
         unread = self._unread() if self._n_drafted is None else range(0)
-        if unread is None or len(drafted) >= self.head.card.steps:
+        if unread is None or len(drafted) >= self.head.steps:
             return []
         n_rows = len(unread) + len(drafted) - (self._n_drafted or 0)
         if not n_rows or not plan.more(self.source, n_rows):
@@ -172,7 +177,7 @@ class ChainedHead(HeadDrafter):
             if n_pass:
                 plan.spent(self.source, n_pass, (time.perf_counter() - started) * 1e3)
             started, n_pass = time.perf_counter(), 1
-            row = self._keep(self._decode(self.head.chain(self._state) + self.head.embed([token]), [token], "last"))
+            row = self._keep(self._decode(self.head.chained_rows(self._state, [token]), [token], "last"))
             self._n_drafted += 1
         confidence = proposer.confidence(row, tokens, ids=self._ids)
         plan.spent(self.source, n_pass, (time.perf_counter() - started) * 1e3)

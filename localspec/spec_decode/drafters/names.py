@@ -22,8 +22,12 @@ CHATS = "chats"
 
 HEAD = "head"
 EARLY_EXIT = "early-exit"
-"""What it calls a head, also ``head:FILE``, and the target's own first layers, also ``early-exit:N``. Any other name is
-that of a model."""
+MTP = "mtp"
+"""What it calls a head, also ``head:FILE``; the target's own first layers, also ``early-exit:N``; and the target's own
+layer for multi-token prediction. Any other name is that of a model, or of a published head's file."""
+
+FROM_STATES = (HEAD, EARLY_EXIT, MTP)
+"""Those of them that draft from what the target computes."""
 
 
 def is_corpus(name: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,7 @@ class OnePassHead(HeadDrafter):
 
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         n_drafted = len(tokens) - len(self._text)
-        if n_drafted >= self.head.card.steps:
+        if n_drafted >= self.head.steps:
             return []
         started, n_pass = time.perf_counter(), 0
         if self._rows is None:
@@ -55,6 +56,8 @@ class OnePassHead(HeadDrafter):
 class ParallelHead(OnePassHead):
     """A layer that reads learned rows in the place of those that are not known yet (P-EAGLE)."""
 
+    head: Head
+
     def _n_rows(self, unread: range) -> int:
         return len(unread) + len(self.head.masks)
 
@@ -71,8 +74,10 @@ class ParallelHead(OnePassHead):
 class MedusaHead(OnePassHead):
     """A matrix for each position ahead, and no memory (Cai et al. 2024, arXiv:2401.10774)."""
 
+    head: Head
+
     def _n_rows(self, unread: range) -> int:
-        return self.head.card.steps
+        return self.head.steps
 
     def _guesses(self, unread: range) -> FloatArray:
         (state,) = self._states.between(unread.stop - 1, unread.stop)
@@ -84,10 +89,10 @@ class MedusaHead(OnePassHead):
             raise DrafterFailed(f"failed: {error}") from error
 
 
-HEAD_DRAFTERS: Mapping[str, Callable[[Head, Context, str], Drafter]] = {
+HEAD_DRAFTERS: Mapping[str, Callable[[Any, Context, str], Drafter]] = {
     "chained": ChainedHead,
     "parallel": ParallelHead,
     "medusa": MedusaHead,
     "exit": EarlyExitDrafter,
 }
-"""``Head.kind`` -> what makes a drafter of it, a context of its own and a source."""
+"""``DraftHead.kind`` -> what makes a drafter of such a head, a context of its own and a source."""

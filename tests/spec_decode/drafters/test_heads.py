@@ -18,7 +18,7 @@ import pytest
 import localspec.spec_decode.decoder
 from localspec.backends import reference
 from localspec.backends.base import FEW_ROWS, Context, FloatArray, Forward
-from localspec.backends.heads import STATE, Head, load_head, target_facts
+from localspec.backends.heads import MAX_STATES, STATE, Head, load_head, target_facts
 from localspec.controllers.fixed import FixedController, FixedPlan
 from localspec.errors import EngineError, UsageError
 from localspec.model_files.exit_head import exit_head
@@ -29,7 +29,7 @@ from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.group import DrafterGroup
-from localspec.spec_decode.drafters.head import MAX_STATES, ChainedHead, HeadDrafter
+from localspec.spec_decode.drafters.head import ChainedHead, HeadDrafter
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.drafters.parallel import HEAD_DRAFTERS
 from localspec.spec_decode.drafters.states import StateWindow

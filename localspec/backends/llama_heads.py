@@ -1,0 +1,236 @@
+"""Published heads on llama.cpp: contexts that are fed with a state and a token a row.
+
+llama.cpp's own ``common/speculative.cpp`` shows which rows such a head is to get; how the engine's graphs treat them
+decides what is asked of it here. They compute logits of all rows of a pass and return those of the first so many, so
+either all rows are wanted or none; and states come back for every row, in the order of the rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from localspec.backends.base import Capabilities, Context, FloatArray, Forward, Model
+from localspec.backends.draft_head import STATE
+from localspec.backends.llama_cpp import binding, gpu_layers
+from localspec.backends.llama_family import LlamaModel
+from localspec.backends.llama_passes import KV_TYPES
+from localspec.backends.llama_staging import DECODE, ENCODE, staging
+from localspec.backends.soundness import check_sound
+from localspec.errors import EngineError, UnsupportedModel
+from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.head_kinds.base import PublishedHead
+from localspec.model_files.vocab import Vocab
+
+ROWS = 64
+"""Rows that are computed together. Room for the logits of each is set aside, 39 MB for 152k tokens."""
+
+
+class LlamaHeadModel(Model):
+    """The weights of a head, loaded by llama.cpp beside its target.
+
+    Args:
+        head: its header.
+        target: what it drafts for, loaded by the same engine where the head borrows from it.
+        n_threads: that its passes use.
+        n_gpu_layers: as for ``backends.load``.
+
+    Raises:
+        UnsupportedModel: the engine has no kernels for it.
+        ModelFileError: it is damaged.
+        EngineError: the engine refuses it, or the installed version lacks what it takes.
+    """
+
+    def __init__(self, head: PublishedHead, target: Model, *, n_threads: int, n_gpu_layers: int | None = None) -> None:
+        self.head, self.binding = head, binding()
+        layers = gpu_layers(n_gpu_layers)
+        self._own = not head.in_target
+        self.staging = staging()
+        self._anchor = 0
+        with GGUFFile(head.path) as file:
+            check_sound(file, head.vocab or Vocab.none(), self.binding.computes, self.binding.alignment)
+            self.size_bytes, self.n_ctx_train = file.n_bytes, file.n_ctx_train
+        self.path, self.architecture, self.chat_template = head.path, head.kind, None
+        self.backend = self.binding.name
+        self.engine = f"{self.binding.name} {self.binding.version}"
+        self.vocab, self.n_embd, self.n_layers = Vocab.none(), head.n_embd, 1
+        self.n_threads, self.n_vocab, self.kv_type = n_threads, len(head.ids), "f16"
+        self.capabilities = Capabilities(device=self.binding.device(layers), hidden=True, float_rows=True)
+        if head.in_target:
+            self.engine += f" {head.title}"  # its passes are not those of the model in the same file
+            self.handle = self._handle_of(target)
+            return
+        handle = self.binding.load_model(head.path, layers, None)
+        if not handle:
+            raise EngineError(f"{self.engine} could not load {head.path.name}; --verbose shows the engine's own words")
+        self.handle = handle
+        try:
+            self._check_width()
+            if head.borrows:
+                self._anchor = self._anchor_in(target)
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_width(self) -> None:
+        n_vocab = self.binding.n_vocab(self.handle)
+        if n_vocab != self.head.n_vocab:
+            raise UnsupportedModel(f"{self.path.name} says {self.head.n_vocab} tokens, and the engine finds {n_vocab}")
+
+    def _handle_of(self, target: Model) -> int:
+        """The target's own weights, of which the head is a part."""
+        if not isinstance(target, LlamaModel) or target.binding is not self.binding:
+            raise UnsupportedModel(
+                f"the {self.head.title} layer of {self.path.name} runs on llama-cpp, and the model is on "
+                f"{target.backend}; use --backend llama-cpp"
+            )
+        if not target.capabilities.nextn:
+            raise EngineError(f"{self.engine} could not load the {self.head.title} layer of {self.path.name}")
+        return target.handle
+
+    def _anchor_in(self, target: Model) -> int:
+        """A small context of the target, never fed, by which the engine finds the target's matrices."""
+        if not isinstance(target, LlamaModel) or target.binding is not self.binding:
+            what = " and ".join(self.head.borrows)
+            raise UnsupportedModel(
+                f"{self.path.name} takes its {what} from its target, which has to be on llama-cpp for that and is on "
+                f"{target.backend}; use --backend llama-cpp"
+            )
+        if target.reloads:
+            raise UnsupportedModel(f"{self.path.name} takes weights of its target, which cannot be on RPC servers then")
+        return self.new_handle(target.handle, 1, 1, self.n_threads, 0)
+
+    def new_handle(self, model: int, n_ctx: int, n_rows: int, n_threads: int, other: int) -> int:
+        """A context of the engine over some weights."""
+        api = self.binding.api
+        params = api.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch = -(-n_ctx // 256) * 256, n_rows, n_rows
+        params.n_threads = params.n_threads_batch = n_threads
+        params.type_k = params.type_v = KV_TYPES[self.kv_type]
+        self.binding.set_context_options(params, 1)
+        if other:
+            params.ctx_other = other
+        if not self._own:
+            params.ctx_type = self.staging.mtp
+        handle = api.llama_init_from_model(model, params)
+        if not handle:
+            raise EngineError(f"{self.engine} made no context of {n_ctx} rows for {self.path.name}")
+        return int(handle)
+
+    def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> LlamaHeadContext:
+        return LlamaHeadContext(self, n_ctx, n_threads, hidden, self._anchor)
+
+    def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
+        raise EngineError(f"{self.path.name} is a head, which reads no text")
+
+    def _close(self) -> None:
+        if self._anchor:
+            self.binding.free_context(self._anchor)
+        if self._own:
+            self.binding.free_model(self.handle)
+
+
+class LlamaHeadContext(Context):
+    """What a head remembers. ``decode_floats`` takes states as rows, and the tokens' real ids."""
+
+    model: LlamaHeadModel
+
+    def __init__(self, model: LlamaHeadModel, n_ctx: int, n_threads: int, hidden: tuple[str, ...], anchor: int) -> None:
+        super().__init__(model, n_ctx, hidden)
+        self._binding, self._functions = model.binding, model.staging
+        self._handle = model.new_handle(model.handle, n_ctx, ROWS, n_threads, anchor)
+        self._batch = self._functions.batch_init(self._handle)
+        self._functions.set_nextn(self._handle, True, False)  # of every row, not only of those with logits
+        self._position = (ctypes.c_int32 * 4)()
+
+    def fuse(self, states: FloatArray) -> FloatArray:
+        """The state that the head's rows begin with, of the target's tapped ones side by side; changes no memory.
+
+        Args:
+            states: [n, n_taps * n_target]
+
+        Returns:
+            [n, n_embd]
+
+        Raises:
+            EngineError: the engine failed.
+        """
+        self._check_open()
+        states = np.ascontiguousarray(states, dtype=np.float32)
+        made: list[FloatArray] = []
+        for start in range(0, len(states), ROWS):
+            part = states[start : start + ROWS]
+            self._functions.clear(self._batch)
+            for i, row in enumerate(part):
+                at = self._functions.add_floats(self._batch, 0, self._functions.floats(row))
+                # The engine insists on the next positions; what it computes does not depend on them.
+                self._place(at, self.n_past + i, wanted=True)
+            made.append(self._process(ENCODE, len(part)))
+        return np.concatenate(made)
+
+    def _decode_floats(
+        self, rows: FloatArray, tokens: Sequence[int], logits: Literal["all", "last", "none"]
+    ) -> Forward:
+        if max(tokens) >= self.model.head.n_vocab:
+            raise EngineError(f"{self.model.path.name} has no token {max(tokens)}")
+        n_before = len(tokens) - 1 if logits == "last" else len(tokens) * (logits == "none")
+        found: list[FloatArray] = []
+        states: list[FloatArray] = []
+        start = 0
+        while start < len(tokens):
+            wanted = start >= n_before
+            end = min(start + ROWS, len(tokens) if wanted else n_before)
+            self._functions.clear(self._batch)
+            for i in range(start, end):
+                at = self._functions.add_token(self._batch, 0, tokens[i])
+                if at < 0 or not self._functions.set_floats(self._batch, at, self._functions.floats(rows[i])):
+                    raise EngineError(f"{self.model.engine} takes no row of {rows.shape[1]} for {self.model.path.name}")
+                self._place(at, self.n_past + i, wanted=wanted)
+            states.append(self._process(DECODE, end - start))
+            if wanted:
+                found.append(self._logits(end - start))
+            start = end
+        n_out = self.model.n_vocab
+        values = np.concatenate(found) if found else np.empty((0, n_out), dtype=np.float32)
+        return Forward(values, {STATE: np.concatenate(states)} if STATE in self.hidden else {})
+
+    def _decode(self, tokens: Sequence[int], logits: Literal["all", "last", "none"]) -> Forward:
+        raise EngineError(f"{self.model.path.name} is a head, which reads no text")
+
+    def _place(self, at: int, position: int, *, wanted: bool) -> None:
+        if at < 0:
+            raise EngineError(f"{self.model.engine} takes no such row for {self.model.path.name}")
+        self._position[:] = [position] * 4
+        self._functions.set_position(self._batch, at, self._position)
+        self._functions.set_output(self._batch, at, wanted)
+
+    def _process(self, what: int, n: int) -> FloatArray:
+        """Compute the batch's n rows, and return the states that they left [n, n_embd]."""
+        status = self._functions.process(self._handle, what, self._batch)
+        if status != 0:
+            raise EngineError(f"{self.model.engine} failed on {n} rows of {self.model.path.name} (status {status})")
+        return self._functions.nextn(self._handle, n, self.model.n_embd)
+
+    def _logits(self, n: int) -> FloatArray:
+        """The logits of a pass, of the tokens that the head can guess [n, n_out], a copy."""
+        address = ctypes.cast(self._binding.lib.llama_get_logits(self._handle), ctypes.c_void_p).value
+        if not address:
+            raise EngineError(f"{self.model.engine} returned no logits")
+        width, ids = self.model.head.n_vocab, self.model.head.ids
+        view: Any = np.ctypeslib.as_array((ctypes.c_float * width * n).from_address(address))
+        rows: FloatArray = view[:, ids] if len(ids) < width else view.copy()
+        return rows
+
+    def _truncate(self, n: int) -> None:
+        if not n or not self._binding.remove(self._handle, n):
+            self._binding.clear(self._handle)
+            if n:
+                self.tokens = []
+                raise EngineError(f"{self.model.engine} cannot take rows back out of {self.model.path.name}")
+
+    def _close(self) -> None:
+        self._functions.batch_free(self._batch)
+        self._binding.free_context(self._handle)

@@ -1,0 +1,164 @@
+"""Heads that models are published with, at work; see ``model_files.head_kinds`` for the kinds.
+
+With s_p the tapped states of the target after token x_p, and the layer and its norms in the engine:
+
+    EAGLE-3      g_p = fc · s_p, and row p is (g_p, x_(p+1)); its own state before the last norm is the next g
+    MTP          row p is (s_p, x_(p+1)) for the tap "nextn", after a first row (0, x_0); its own state after the last
+                 norm is the next s
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from localspec.backends.base import Context, FloatArray, Model
+from localspec.backends.draft_head import STATE, DraftHead
+from localspec.backends.llama_cpp import NAME
+from localspec.backends.llama_heads import LlamaHeadContext, LlamaHeadModel
+from localspec.backends.trust import MAX_MEAN_KL, agreement, fingerprint, verdict_key, verdicts
+from localspec.errors import EngineMismatch, ModelFileError, UsageError, VocabularyMismatch
+from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.head_card import TargetFacts
+from localspec.model_files.head_kinds import names_published_head, read_mtp, read_published
+from localspec.model_files.head_kinds.base import PublishedHead
+from localspec.system.files import is_same_file
+from localspec.system.machine import default_threads
+
+STEPS = 16
+"""Most tokens that a head drafts ahead: it goes on from its own states, and how far that pays the controller finds out.
+llama.cpp's own default is 3."""
+
+_WINDOW_BYTES = 64 << 20
+"""States of the target that are kept for a head to read, should drafting begin late."""
+
+_MOST_BESIDE = 256
+"""Files of a folder whose headers are looked at."""
+
+_WIDTHS = (1, 1, 2, 3, 4, 5, 8)
+"""Rows of the passes that are compared with one of all these together."""
+
+
+class EngineHead(DraftHead):
+    """A published head on llama.cpp.
+
+    Attributes:
+        facts: its header.
+        model: its weights. Its contexts' ``decode_floats`` takes states and the tokens' real ids.
+    """
+
+    kind = "chained"
+    model: LlamaHeadModel
+
+    def __init__(self, facts: PublishedHead, model: LlamaHeadModel) -> None:
+        self.facts, self.model = facts, model
+        self.taps, self.token_map, self.steps = facts.taps, facts.ids, STEPS
+        self.has_zeroth = facts.in_target
+
+    def new_context(self, n_ctx: int, *, n_threads: int | None = None) -> Context:
+        return self.model.new_context(n_ctx + STEPS + 1, n_threads=n_threads, hidden=(STATE,))
+
+    def window(self, n_ctx: int) -> int:
+        return min(n_ctx, max(64, _WINDOW_BYTES // (4 * self.facts.n_target * len(self.taps))))
+
+    def true_rows(self, context: Context, states: FloatArray, tokens: Sequence[int]) -> FloatArray:
+        if not self.facts.fuses:
+            return states
+        assert isinstance(context, LlamaHeadContext)
+        return context.fuse(states)
+
+    def chained_rows(self, state: FloatArray, tokens: Sequence[int]) -> FloatArray:
+        return state
+
+    def close(self) -> None:
+        self.model.close()
+
+
+def misfit(head: PublishedHead, target: Model) -> str:
+    """Why a published head cannot draft for a loaded target, in a clause; "" where it can."""
+    with GGUFFile(target.path) as file:
+        return head.misfit(TargetFacts.of(file, ""), target.vocab)
+
+
+def heads_beside(target: Model) -> list[Path]:
+    """Published heads in the folder of a target's file that can draft for it here, by name."""
+    found: list[Path] = []
+    for path in sorted(target.path.parent.glob("*.gguf"))[:_MOST_BESIDE]:
+        if names_published_head(path):
+            try:
+                head = read_published(path)
+            except ModelFileError:
+                continue
+            if not misfit(head, target) and (target.backend == NAME or not head.borrows):
+                found.append(path)
+    return found
+
+
+def load_published(
+    path: Path,
+    target: Model,
+    *,
+    n_threads: int | None = None,
+    n_gpu_layers: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> EngineHead:
+    """Load a published head for a target.
+
+    Once for each file it is looked at whether several rows in a pass give what they give one by one.
+
+    Args:
+        path: the head's file; the target's own for its layer for multi-token prediction.
+        target: what it is to draft for.
+        n_threads: CPU threads; None takes the physical cores.
+        n_gpu_layers: as for ``backends.load``.
+        say: takes a line before long work.
+
+    Raises:
+        UnsupportedModel: there is no head in the file.
+        VocabularyMismatch: it is for a model with other tokens.
+        UsageError: it is for another model.
+        ModelFileError: the file is damaged, or the engine cannot compute it.
+        EngineError: the engine is not there, is too old, refuses the file, or is wrong about it.
+    """
+    facts = read_mtp(path) if is_same_file(path, target.path) else read_published(path)
+    if why := misfit(facts, target):
+        wrong = VocabularyMismatch if "vocabulary" in why else UsageError
+        raise wrong(f"{path.name} does not fit: {why}")
+    model = LlamaHeadModel(facts, target, n_threads=n_threads or default_threads(), n_gpu_layers=n_gpu_layers)
+    head = EngineHead(facts, model)
+    try:
+        options = {"n_threads": n_threads, "n_gpu_layers": n_gpu_layers}
+        key = verdict_key(model.backend, options, f"{fingerprint(path)} for {fingerprint(target.path)}")
+        verdict = verdicts().get(key)
+        if verdict is None:
+            say(f"checking that {model.engine} computes {path.name} rightly (once)")
+            worst = _disagreement(head)
+            verdict = {"holds": worst <= MAX_MEAN_KL, "why": f"KL {worst:.2g} nats"}
+            verdicts().put(key, verdict)
+        if not verdict["holds"]:
+            raise EngineMismatch(
+                f"{model.engine} computes {path.name} otherwise row by row than in one pass, {verdict['why']}"
+            )
+    except BaseException:
+        head.close()
+        raise
+    return head
+
+
+def _disagreement(head: EngineHead) -> float:
+    """The worst mean KL divergence [nats] between rows in one pass and the same rows in narrow ones."""
+    rng, n = np.random.default_rng(0), sum(_WIDTHS)
+    tokens = rng.integers(0, head.facts.n_vocab, n).tolist()
+    states = rng.standard_normal((n, len(head.taps) * head.facts.n_target)).astype(np.float32)
+    found = []
+    with head.model.new_context(n, hidden=(STATE,)) as context:
+        rows = head.true_rows(context, states, tokens)
+        wide = context.decode_floats(rows, tokens).logits
+        context.truncate(0)
+        for width in _WIDTHS:
+            part = slice(context.n_past, context.n_past + width)
+            narrow = context.decode_floats(rows[part], tokens[part]).logits
+            found.append(agreement(narrow, wide[part]).mean_kl)
+    return max(found)

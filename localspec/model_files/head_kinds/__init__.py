@@ -1,0 +1,58 @@
+"""Heads that models are published with, by what their files say: a module of this folder for every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from localspec.errors import ModelFileError, UnsupportedModel
+from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.head_kinds import eagle3, mtp
+from localspec.model_files.head_kinds.base import PublishedHead
+
+
+def _not_run(file: GGUFFile) -> PublishedHead:
+    raise UnsupportedModel(
+        f"{file.path.name} is a DFlash drafter, which localspec does not run; of those that are published it runs "
+        "EAGLE-3 heads and MTP layers"
+    )
+
+
+KINDS: dict[str, Callable[[GGUFFile], PublishedHead]] = {"eagle3": eagle3.read, "dflash": _not_run}
+"""The architecture that a file of a published head names -> what reads and checks its header."""
+
+
+def is_published_head(file: GGUFFile) -> bool:
+    """Whether an open file is such a head, and no model of its own."""
+    return file.architecture in KINDS
+
+
+def names_published_head(path: Path) -> bool:
+    """Whether a path is that of such a file; of what is no readable GGUF it is not."""
+    try:
+        with GGUFFile(path, alone=True) as file:
+            return is_published_head(file)
+    except ModelFileError:
+        return False
+
+
+def read_mtp(path: Path) -> PublishedHead:
+    """The header of the layer for multi-token prediction in a model's file.
+
+    Raises:
+        UnsupportedModel: it has none that the engine computes; says why.
+        ModelFileError: it is damaged.
+    """
+    with GGUFFile(path) as file:
+        return mtp.read(file)
+
+
+def read_published(path: Path) -> PublishedHead:
+    """The header of a published head's file.
+
+    Raises:
+        UnsupportedModel: it is none, or one that the engine cannot compute.
+        ModelFileError: it is damaged; says what is wrong, in a line.
+    """
+    with GGUFFile(path) as file:
+        return KINDS[file.architecture](file)

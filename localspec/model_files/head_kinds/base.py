@@ -1,0 +1,119 @@
+"""A head that came with a model, or was published for it: what drafting with it takes, and whether it fits a target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec.errors import ModelFileError
+from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.head_card import TargetFacts
+from localspec.model_files.vocab import Vocab
+from localspec.values import is_whole, shown
+
+
+@dataclass(frozen=True, eq=False)  # an array has no truth value
+class PublishedHead:
+    """A head, but for its weights. All that the engine would assert on has been checked.
+
+    It reads rows of a state and a token, one after the other: at place p the target's state after the p-th token, and
+    the token after that; and goes on from its own states.
+
+    Attributes:
+        kind: its name in files and arguments.
+        title: what people call the kind.
+        path: its file.
+        taps: the hidden states of the target that it reads, in order; see ``backends.forward``.
+        n_target: width of each of them.
+        n_embd: width of the states in its rows.
+        n_vocab: width of the logits that the engine returns for it.
+        ids: the target's tokens that it can guess, ascending int64 [n_out].
+        fuses: whether the engine makes a state of the tapped ones first, by a pass of its own.
+        in_target: whether it is a part of its target's file; its memory then begins with the first token and no state.
+        borrows: what it has not itself and the engine takes from the target: ``embeddings``, ``output``.
+        vocab: its tokens; None where the file names none.
+    """
+
+    kind: str
+    title: str
+    path: Path
+    taps: tuple[str, ...]
+    n_target: int
+    n_embd: int
+    n_vocab: int
+    ids: npt.NDArray[np.int64]
+    fuses: bool = False
+    in_target: bool = False
+    borrows: tuple[str, ...] = ()
+    vocab: Vocab | None = None
+
+    def misfit(self, target: TargetFacts, vocab: Vocab) -> str:
+        """Why it cannot draft for a target, in a clause; "" where it can.
+
+        Args:
+            target: the target's sizes.
+            vocab: the target's tokens.
+        """
+        if self.n_target != target.n_embd:
+            return f"it is for a model with states of {self.n_target} channels, and {target.name} has {target.n_embd}"
+        deepest = max((int(tap.removeprefix("layer:")) for tap in self.taps if tap.startswith("layer:")), default=-1)
+        if deepest >= target.n_layers - 1:
+            return f"it reads the state after layer {deepest + 1}, and {target.name} has {target.n_layers} layers"
+        if self.in_target:
+            return ""
+        if max(int(self.ids[-1]) + 1, self.n_vocab * bool(self.borrows)) > target.n_vocab:
+            return f"it is for a model with {self.n_vocab} tokens, and {target.name} has {target.n_vocab}"
+        if self.borrows and self.n_embd != target.n_embd:
+            what = " and ".join(self.borrows)
+            return f"it lacks {what} of its own, and those of {target.name} have {target.n_embd} channels"
+        if "output" in self.borrows and self.n_vocab != target.n_vocab:
+            return f"it takes the output matrix of a model with {self.n_vocab} tokens, not {target.n_vocab}"
+        difference = vocab.difference(self.vocab) if self.vocab is not None else ""
+        return f"its vocabulary is not that of {target.name}: {difference}" if difference else ""
+
+
+def whole(file: GGUFFile, name: str, default: int | None = None) -> int:
+    """A number over 0 of a head's header.
+
+    Raises:
+        ModelFileError: it has none, or something else.
+    """
+    value = file.field(name, default)
+    if not is_whole(value) or not 0 < value < 1 << 31:
+        raise damaged(file, f"{file.architecture}.{name} is {shown(value)}")
+    return int(value)
+
+
+def check_shapes(file: GGUFFile, shapes: dict[str, tuple[int, ...]], optional: Sequence[str] = ()) -> None:
+    """See that the tensors of a head are there and fit together.
+
+    Args:
+        file: the open file.
+        shapes: tensor -> (rows, columns), or the length of a vector.
+        optional: those that may be missing.
+
+    Raises:
+        ModelFileError: one is missing, or has another shape.
+    """
+    for name, shape in shapes.items():
+        tensor = file.tensors.get(name)
+        if tensor is None and name not in optional:
+            raise damaged(file, f"it lacks {name}")
+        if tensor is not None and tensor.shape != shape[::-1]:
+            raise damaged(file, f"{name} is {list(tensor.shape[::-1])} and should be {list(shape)}")
+
+
+def check_heads(n_head: int, n_head_kv: int, d_head: int, n_rot: int) -> str:
+    """What an engine would assert on in the sizes of an attention; "" if it is sound."""
+    if n_head % n_head_kv:
+        return f"its {n_head} attention heads share {n_head_kv} of keys"
+    return f"it turns {n_rot} of {d_head} channels" if n_rot % 2 or n_rot > d_head else ""
+
+
+def damaged(file: GGUFFile, what: str) -> ModelFileError:
+    """The error for a head's file that cannot be right."""
+    return ModelFileError(f"{file.path.name} is damaged: {what}; fetch it again")

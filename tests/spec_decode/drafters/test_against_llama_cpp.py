@@ -1,0 +1,116 @@
+"""Published heads as llama.cpp's own program drafts with them: the same draft tokens, round by round.
+
+``llama-speculative-simple`` is compiled from the source that llama-cpp-python ships, once, where the benchmarks keep
+llama.cpp's programs; minutes of work. $LOCALSPEC_TEST_PROGRAMS names another folder.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.build_llama_cpp import build, default_folder
+from localspec import LLM, SamplingParams
+from tests.conftest import TinyFiles, open_backend
+from tests.support import ggufs
+from tests.support.published_heads import write_eagle3
+
+FOLDER = Path(os.environ.get("LOCALSPEC_TEST_PROGRAMS") or default_folder())
+"""Read before ``isolated_home`` hides it."""
+
+N_ROUNDS = 200
+N_DRAFT = 4
+N_TOKENS = 150
+TEXTS = ("one two one two", "the of and to in is that", "with the not he his but", "an or had from this", "be by")
+_CANDIDATE = re.compile(rb"draft candidate +0, pos +(\d+): +(\d+) ")
+_ACCEPTED = re.compile(rb"accepted (\d+)/(\d+) draft tokens, the last target token is: \((\d+)\)")
+
+
+@dataclass
+class DraftRound:
+    """A round: the tokens drafted, how many were accepted, and what the target said then."""
+
+    draft: list[int]
+    n_accepted: int
+    next_token: int
+
+
+@pytest.fixture(scope="module")
+def program() -> Path:
+    """llama.cpp's own program."""
+    open_backend("llama-cpp")
+    return build(["llama-speculative-simple"], FOLDER.absolute(), os.cpu_count() or 1)["llama-speculative-simple"]
+
+
+def rounds_of_program(program: Path, target: Path, head: Path | None, text: str) -> list[DraftRound]:
+    """What llama.cpp drafts, read from its log."""
+    kind = ["--spec-type", "draft-mtp"] if head is None else ["--spec-type", "draft-eagle3", "-md", str(head)]
+    options = ["--spec-draft-n-max", str(N_DRAFT), "--spec-draft-p-min", "0", "--no-spec-draft-backend-sampling"]
+    options += ["-n", str(N_TOKENS), "-c", "512", "--temp", "0", "-t", "1", "-td", "1", "-lv", "5", "--fit", "off"]
+    command = [str(program), "-m", str(target), *kind, *options, "-p", text]
+    log = subprocess.run(command, capture_output=True, check=True, timeout=120, stdin=subprocess.DEVNULL).stderr
+    found: list[DraftRound] = []
+    draft: list[int] = []
+    for line in log.splitlines():
+        if match := _CANDIDATE.search(line):
+            draft = [*draft[: int(match[1])], int(match[2])]
+        elif match := _ACCEPTED.search(line):
+            n_accepted, n_drafted, token = map(int, match.groups())
+            found.append(DraftRound(draft[:n_drafted], n_accepted, token))
+            draft = []
+    return found
+
+
+def rounds_here(llm: LLM, text: str) -> list[DraftRound]:
+    params = SamplingParams(max_tokens=N_TOKENS + 8, ignore_eos=True)
+    rounds = llm.rounds(text, params)
+    return [
+        DraftRound([token.id for token in round_.draft], round_.verdict.n_accepted, round_.verdict.next_token)
+        for round_ in rounds
+    ]
+
+
+def eagle3(tiny: TinyFiles, folder: Path) -> tuple[Path, Path | None]:
+    return tiny.pair.target, write_eagle3(tiny.pair.target, folder / "eagle3.gguf", n_out=300)
+
+
+def glm(tiny: TinyFiles, folder: Path) -> tuple[Path, Path | None]:
+    return ggufs.write_glm(folder / "glm.gguf"), None
+
+
+def qwen35(tiny: TinyFiles, folder: Path) -> tuple[Path, Path | None]:
+    return ggufs.write_hybrid(folder / "qwen35.gguf", residual=0.3, mtp=1), None
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("make", [eagle3, glm, qwen35])
+def test_the_same_tokens_are_drafted_and_accepted(
+    program: Path, tiny: TinyFiles, tmp_path: Path, make: Callable[..., Any]
+) -> None:
+    """200 rounds over several prompts, each up to the first token that ends the program's answer."""
+    target, head = make(tiny, tmp_path)
+    options: dict[str, Any] = {"n_ctx": 512, "idle": False, "remember": False, "n_threads": 1}
+    theirs: list[DraftRound] = []
+    mine: list[DraftRound] = []
+    with LLM(target, "mtp" if head is None else head, backend="llama-cpp", draft_length=N_DRAFT, **options) as llm:
+        for case in range(40):
+            text = " ".join(TEXTS[case % len(TEXTS) :] + TEXTS[: case // len(TEXTS)])
+            expected = rounds_of_program(program, target, head, text)
+            expected = list(takewhile(lambda each: len(each.draft) == N_DRAFT, expected))  # till its budget cuts drafts
+            found = rounds_here(llm, text)[: len(expected)]
+            assert found == expected, text
+            theirs, mine = theirs + expected, mine + found
+            if len(theirs) >= N_ROUNDS:
+                break
+    assert len(theirs) >= N_ROUNDS
+    assert sum(each.n_accepted for each in mine) == sum(each.n_accepted for each in theirs) > 20

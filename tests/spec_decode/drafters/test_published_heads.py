@@ -1,0 +1,454 @@
+"""Heads that models are published with, on llama.cpp: what is said does not depend on them, and their memory is exact.
+
+A head that has embeddings and an output matrix of its own serves a target on any engine: with one on the reference
+engine texts are equal to the bit.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localspec import LLM, LocalspecError, SamplingParams
+from localspec.backends import llama_staging
+from localspec.backends.base import Forward
+from localspec.backends.published_heads import load_published
+from localspec.commands.files import inspect_command, list_command
+from localspec.controllers.fixed import FixedController, FixedPlan
+from localspec.errors import EngineError, ModelFileError
+from localspec.model_files.inspection import inspect
+from localspec.runtime.pair import Pair
+from localspec.sampling.sampling import Noise
+from localspec.spec_decode.decoder import SpeculativeDecoder
+from localspec.spec_decode.drafters.base import Drafter
+from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
+from localspec.spec_decode.drafters.head import ChainedHead
+from localspec.spec_decode.drafters.ngram import NgramDrafter
+from localspec.spec_decode.proposer import SamplingProposer
+from localspec.spec_decode.rounds import Round
+from localspec.system.home import models_dir
+from tests.conftest import TinyFiles, open_backend
+from tests.spec_decode.drafters.test_heads import accepted
+from tests.spec_decode.test_exactness import SAMPLING
+from tests.spec_decode.test_lossless import N_CTX, RandomController, World, run
+from tests.support import ggufs
+from tests.support.published_heads import write_eagle3
+
+GREEDY = SamplingParams(max_tokens=48, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1.0, seed=5, max_tokens=48, ignore_eos=True)
+PROMPT = "one two one two"
+
+
+@pytest.fixture(autouse=True)
+def home(measured_home: Path) -> Path:
+    """Where the tiny files are measured once; on a machine that has the engine."""
+    open_backend("llama-cpp")
+    return measured_home
+
+
+def write_head(tiny: TinyFiles, folder: Path, **options: Any) -> Path:
+    return write_eagle3(tiny.pair.target, folder / "head.gguf", **options)
+
+
+def open_llm(tiny: TinyFiles, draft: Any, engine: str = "llama-cpp", **options: Any) -> LLM:
+    defaults: dict[str, Any] = {"n_ctx": 256, "idle": False, "draft_length": 4, "remember": False}
+    return LLM(tiny.pair.target, draft, backend=engine, **(defaults | options))
+
+
+# -- what is said ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"n_out": 200}, {"own_embeddings": True, "n_out": 200, "tokens": False}, {"own_output": False}],
+    ids=["borrows-embeddings", "token-map", "own-embeddings", "borrows-both"],
+)
+def test_the_text_does_not_depend_on_it(tiny: TinyFiles, tmp_path: Path, options: dict[str, Any]) -> None:
+    head = write_head(tiny, tmp_path, **options)
+    with open_llm(tiny, head) as llm:
+        assert (llm.draft_names, llm.warnings) == (["head"], [])
+        for params in (GREEDY, SEEDED):
+            reply = llm.generate(PROMPT, params)
+            assert reply.token_ids == llm.generate(PROMPT, params, speculate=False).token_ids
+            counts = reply.stats["by_source"]["head"]
+            assert counts["num_accepted_tokens"] > 0.1 * counts["num_draft_tokens"] > 0
+
+
+class HeadWorld(World):
+    """Answers of a target on the reference engine, with published heads alone and among other drafters."""
+
+    def __init__(self, pair_files: Any, rng: random.Random, folder: Path) -> None:
+        self.path = pair_files.target
+        self.folder = folder
+        super().__init__(pair_files, rng, folder)
+
+    def head(self, n_ctx: int = N_CTX, **options: Any) -> ChainedHead:
+        options = {"own_embeddings": True, "own_output": True} | options
+        path = write_eagle3(self.path, self.folder / f"{len(list(self.folder.iterdir()))}.gguf", **options)
+        head = load_published(path, self.target)
+        return ChainedHead(head, head.new_context(n_ctx))
+
+    def groups(self) -> list[list[Drafter]]:
+        model = DraftModelDrafter(self.small.new_context(N_CTX))
+        return [
+            [self.head()],
+            [NgramDrafter(), self.head(n_out=200)],
+            [self.random, self.head(tokens=False)],
+            [NgramDrafter(min_match=2), model, self.head(n_out=100)],
+        ]
+
+
+@pytest.fixture
+def quick(tmp_path: Path) -> ggufs.Pair:
+    """A small pair with layers enough for three states."""
+    shape = ggufs.Shape(n_layer=4, n_embd=32, n_head=2, n_head_kv=1, n_ff=32, residual=0.15)
+    return ggufs.correlated_pair(tmp_path, ggufs.bpe_vocab(300), shape=shape, name="quick4")
+
+
+def test_answers_equal_plain_ones_to_the_bit(quick: ggufs.Pair, tmp_path: Path) -> None:
+    """200 answers, greedy, and sampled with a seed."""
+    world, rounds = HeadWorld(quick, random.Random(0), tmp_path), list[Round]()
+    for seed in range(200):
+        rounds += world.compare(replace(SAMPLING, seed=seed) if seed % 2 else SamplingParams())
+    assert accepted(rounds)["head"] > 0.2
+
+
+def test_what_is_drafted_after_rejections_is_what_a_fresh_head_drafts(quick: ggufs.Pair, tmp_path: Path) -> None:
+    """Its memory holds the target's true states of all that was settled, and nothing of what was rejected."""
+    world = HeadWorld(quick, random.Random(1), tmp_path)
+    used, fresh = world.head(), world.head()
+    target = world.target.new_context(N_CTX, hidden=used.taps)
+    n_rejected = n_different = 0
+    for _ in range(20):
+        prompt = world.next_prompt()
+        controller = RandomController(world.rng)
+        rounds = run(SpeculativeDecoder(target, [used], controller), prompt, SamplingParams(max_tokens=12))
+        n_rejected += sum(len(round_.draft) - round_.verdict.n_accepted for round_ in rounds)
+        tokens = prompt + [token.id for round_ in rounds for token in round_.emitted]
+        forward = world.target.new_context(N_CTX, hidden=used.taps).decode(tokens[:-1])
+        of_another_place = Forward(forward.logits, {name: np.roll(rows, 1, 0) for name, rows in forward.hidden.items()})
+        proposals = [proposed(used, tokens)]
+        n_rows = used.context.n_past
+        for states in (forward, of_another_place):
+            reader = ChainedHead(fresh.head, fresh.context)
+            reader.process(tokens[:-1], states)
+            reader.begin(tokens)
+            proposals.append(proposed(reader, tokens))
+        assert n_rows == reader.context.n_past == len(tokens) + 1
+        mine, expected, other = (np.array([prob for _, prob in each]) for each in proposals)
+        assert [token for token, _ in proposals[0]] == [token for token, _ in proposals[1]]
+        assert mine == pytest.approx(expected, rel=1e-3)
+        n_different += not np.allclose(mine, other, rtol=1e-2)
+    assert n_different > 15
+    assert n_rejected > 20
+
+
+def proposed(drafter: ChainedHead, tokens: list[int], n: int = 3) -> list[tuple[int, float]]:
+    """What it drafts next, with its confidence."""
+    proposer, plan, found = SamplingProposer(SamplingParams(), Noise(None)), FixedPlan(n), list[tuple[int, float]]()
+    text = list(tokens)
+    for _ in range(n):
+        for token in drafter.draft(text, plan, proposer):
+            assert token.prob is not None
+            found.append((token.id, token.prob))
+            text.append(token.id)
+    return found
+
+
+def test_a_head_reads_all_of_a_prompt(quick: ggufs.Pair, tmp_path: Path) -> None:
+    world = HeadWorld(quick, random.Random(2), tmp_path)
+    drafter = world.head(512)
+    target = world.target.new_context(512, hidden=drafter.taps)
+    prompt = [world.rng.randrange(20, 280) for _ in range(400)]
+    run(SpeculativeDecoder(target, [drafter], FixedController(3)), prompt, SamplingParams(max_tokens=4))
+    assert drafter.context.n_past >= 400
+    assert drafter.context.tokens[:399] == prompt[1:]
+
+
+# -- multi-token prediction -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["glm", "qwen35"])
+def with_mtp(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A model with a layer for multi-token prediction; of the second the memory cannot be rewound."""
+    path = tmp_path / f"{request.param}.gguf"
+    return ggufs.write_glm(path) if request.param == "glm" else ggufs.write_hybrid(path, residual=0.3, mtp=1)
+
+
+def open_mtp(target: Path, draft: Any = "mtp", **options: Any) -> LLM:
+    defaults: dict[str, Any] = {"n_ctx": 256, "idle": False, "draft_length": 4, "remember": False}
+    return LLM(target, draft, **({"backend": "llama-cpp"} | defaults | options))
+
+
+def test_the_text_does_not_depend_on_an_mtp_layer(with_mtp: Path) -> None:
+    with open_mtp(with_mtp) as llm:
+        assert (llm.draft_names, llm.warnings) == (["mtp"], [])
+        for params in (GREEDY, SEEDED):
+            reply = llm.generate(PROMPT, params)
+            assert reply.token_ids == llm.generate(PROMPT, params, speculate=False).token_ids
+            counts = reply.stats["by_source"]["mtp"]
+            assert counts["num_accepted_tokens"] > 0.05 * counts["num_draft_tokens"] > 0
+
+
+def test_an_mtp_layer_goes_on_after_rejections_as_a_fresh_one(with_mtp: Path) -> None:
+    def check(pair: Pair) -> None:
+        (draft,) = pair.state.models
+        used = draft.drafter
+        assert isinstance(used, ChainedHead)
+        tokens = used._text
+        with pair.target.new_context(256, hidden=used.taps) as target, used.head.new_context(256) as context:
+            reader = ChainedHead(used.head, context, "mtp")
+            reader.process(tokens[:-1], target.decode(tokens[:-1]))
+            reader.begin(tokens)
+            mine, expected = proposed(used, tokens), proposed(reader, tokens)
+            assert used.context.tokens == context.tokens == [*tokens, *(token for token, _ in mine[:-1])]
+        assert [token for token, _ in mine] == [token for token, _ in expected]
+        assert [prob for _, prob in mine] == pytest.approx([prob for _, prob in expected], rel=0.02)
+
+    with open_mtp(with_mtp) as llm:
+        text = PROMPT
+        for n in (9, 16, 3, 20):
+            text += llm.generate(text, replace(GREEDY, max_tokens=n)).text
+            llm.run(check)
+
+
+def test_what_a_rejection_costs_counts_where_memory_cannot_be_rewound(
+    with_mtp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a part of the pass: so the controller learns what drafts of each length cost."""
+
+    def slowly(pair: Pair) -> list[Round]:
+        real = pair.context._truncate
+
+        def truncate(n: int) -> None:
+            real(n)
+            time.sleep(0.02)
+
+        monkeypatch.setattr(pair.context, "_truncate", truncate)
+        prompt = pair.target.tokenize(PROMPT)
+        return list(pair.rounds(prompt, GREEDY, 4, lambda n_cached: None, lambda: False))
+
+    with open_mtp(with_mtp) as llm:
+        replays = llm.run(lambda pair: pair.target.capabilities.rollback) == "replay"
+        rejected = [each for each in llm.run(slowly) if each.verdict.n_accepted < len(each.draft)]
+        assert len(rejected) > 10
+        assert all((each.ms_verify if replays else each.ms_other) >= 20 for each in rejected)
+
+
+def test_a_model_without_a_usable_mtp_layer_answers_and_says_why_it_has_none(tmp_path: Path) -> None:
+    for path, why in (
+        (ggufs.write_glm(tmp_path / "none.gguf", mtp=0), "none.gguf has no layer for multi-token prediction"),
+        (ggufs.write_glm(tmp_path / "two.gguf", mtp=2), "two.gguf has 2 MTP layers; models with one are supported"),
+        (ggufs.write_glm(tmp_path / "cut.gguf", drop="nextn"), "cut.gguf was made without the MTP layer"),
+    ):
+        with pytest.raises(LocalspecError, match=why):
+            open_mtp(path)
+        with open_mtp(path, None) as llm:
+            assert len(llm.generate(PROMPT, GREEDY).token_ids) == GREEDY.max_tokens
+
+
+def test_an_mtp_layer_is_of_llama_cpp(tmp_path: Path) -> None:
+    open_backend("ik-llama")
+    path = ggufs.write_glm(tmp_path / "glm.gguf")
+    with pytest.raises(LocalspecError, match=r"runs on llama-cpp, .* is on ik-llama; use --backend llama-cpp"):
+        open_mtp(path, backend="ik-llama")
+
+
+# -- conversations ----------------------------------------------------------------------------------------------------
+
+
+def test_drafts_change_in_mid_conversation_and_answers_are_broken_off(tiny: TinyFiles, tmp_path: Path) -> None:
+    head = write_head(tiny, tmp_path, n_out=200)
+    with open_llm(tiny, None, n_ctx=1024) as plain, open_llm(tiny, None, n_ctx=1024) as llm:
+        text = PROMPT
+        for draft in (head, None, ["ngram", head], [head, tiny.pair.draft], "auto", f"head:{head}"):
+            llm.set_draft(draft)
+            stream = llm.rounds(text, GREEDY)
+            next(stream)
+            stream.close()
+            reply = llm.generate(text, GREEDY)
+            assert reply.token_ids == plain.generate(text, GREEDY).token_ids
+            text += reply.text
+        assert llm.warnings == []
+
+
+def test_forks_and_clones_draft_in_contexts_of_their_own(tiny: TinyFiles, tmp_path: Path) -> None:
+    head = write_head(tiny, tmp_path)
+
+    def compare(pair: Pair) -> None:
+        def answer() -> list[int]:
+            prompt = pair.target.tokenize(PROMPT, add_special=True)
+            rounds = pair.rounds(prompt, GREEDY, 3, lambda n_cached: None, lambda: False)
+            return [token.id for round_ in rounds for token in round_.emitted]
+
+        before, expected = pair.state, answer()
+        for own in (True, False):
+            fork = before.fork(["head"], own_contexts=own)
+            pair.use(fork)
+            assert answer() == expected
+            pair.use(before)
+            if own:
+                pair.release(fork)
+        assert answer() == expected
+
+    with open_llm(tiny, ["ngram", head]) as llm:
+        llm.run(compare)
+
+
+def test_a_head_whose_engine_fails_is_done_without(
+    tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_llm(tiny, write_head(tiny, tmp_path)) as llm:
+        plain = llm.generate(PROMPT, GREEDY, speculate=False).token_ids
+        functions, left = llama_staging.staging(), [7]
+        real = functions.process
+
+        def failing(handle: int, what: int, batch: int) -> int:
+            left[0] -= 1
+            return int(real(handle, what, batch)) if left[0] > 0 else 1
+
+        monkeypatch.setattr(functions, "process", failing)
+        assert llm.generate(PROMPT, GREEDY).token_ids == plain
+        assert llm.draft_names == []
+        (warning,) = llm.warnings
+        assert "head.gguf is not used any more: it failed" in warning
+
+
+# -- found without being named -----------------------------------------------------------------------------------------
+
+
+def test_auto_takes_a_head_that_lies_beside_its_target(tiny: TinyFiles, tmp_path: Path, quick: ggufs.Pair) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    target = folder / "target.gguf"
+    target.write_bytes(tiny.pair.target.read_bytes())
+    (folder / "a-damaged.gguf").write_bytes(write_eagle3(target, tmp_path / "a.gguf").read_bytes()[:9000])
+    write_eagle3(quick.target, folder / "b-of-another.gguf")
+    write_eagle3(target, folder / "c-damaged.gguf", drop=("fc.weight",))
+    own = write_eagle3(target, folder / "d-its-own.gguf")
+    for draft in ("auto", "head"):
+        with LLM(target, draft, backend="llama-cpp", n_ctx=256, idle=False, remember=False) as llm:
+            assert llm.warnings == []
+            assert [draft.path for draft in llm.run(lambda pair: pair.state.models)] == [own]
+    with LLM(target, "auto", backend="reference", n_ctx=256, idle=False, remember=False) as llm:
+        assert llm.run(lambda pair: pair.state.models) == []  # it borrows from a target on llama-cpp
+
+
+def test_auto_takes_the_mtp_layer(with_mtp: Path) -> None:
+    with open_mtp(with_mtp, "auto") as llm:
+        assert llm.draft_names == ["ngram", "mtp"]
+        reply = llm.generate(PROMPT, GREEDY)
+        assert reply.token_ids == llm.generate(PROMPT, GREEDY, speculate=False).token_ids
+        assert llm.warnings == []
+
+
+def test_inspect_and_list_know_them(
+    tiny: TinyFiles, tmp_path: Path, with_mtp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models_dir().mkdir(parents=True)
+    head = write_eagle3(tiny.pair.target, models_dir() / "head.gguf", n_out=200)
+    assert inspect_command(str(head)) == 0
+    out = capsys.readouterr().out
+    assert "EAGLE-3, reads layer:0, layer:1, layer:2" in out
+    assert "a model with 384 tokens and states of 128" in out
+    assert "embeddings of the target" in out
+    assert inspect(head)["published_head"]["n_out"] == 200
+    assert inspect_command(str(with_mtp)) == 0
+    assert "1 for multi-token prediction; --draft mtp drafts with it" in capsys.readouterr().out
+    two = inspect(ggufs.write_glm(tmp_path / "two.gguf", mtp=2))["mtp"]
+    assert two == {"layers": 2, "unusable": "two.gguf has 2 MTP layers; models with one are supported"}
+    assert inspect(tiny.bpe)["mtp"] is None
+    assert list_command() == 0
+    assert re.search(r"head\.gguf +\S+ \w+ +eagle3 +a model with 384 tokens", capsys.readouterr().out)
+
+
+# -- files that do not fit, or are damaged ----------------------------------------------------------------------------
+
+
+def test_a_head_of_another_model_is_refused_with_the_reason(tiny: TinyFiles, tmp_path: Path, quick: ggufs.Pair) -> None:
+    wide = write_eagle3(quick.target, tmp_path / "narrow.gguf")
+    deep = write_eagle3(tiny.pair.target, tmp_path / "deep.gguf", (1, 2, 4))
+    other = ggufs.write_llama(tmp_path / "other.gguf", ggufs.Shape(n_layer=4), ggufs.spm_vocab())
+    foreign = write_eagle3(other, tmp_path / "foreign.gguf")
+    for path, why in (
+        (wide, "does not fit: it is for a model with states of 32 channels, and tiny llama has 128"),
+        (deep, "does not fit: it reads the state after layer 4, and tiny llama has 4 layers"),
+        (foreign, "does not fit: its vocabulary is not that of tiny llama: the target's tokenizer is of the kind"),
+    ):
+        with pytest.raises(LocalspecError, match=why) as caught:
+            open_llm(tiny, path)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_head_that_borrows_needs_its_target_on_the_same_engine(tiny: TinyFiles, tmp_path: Path) -> None:
+    with pytest.raises(LocalspecError, match=r"takes its embeddings from its target, .* use --backend llama-cpp"):
+        open_llm(tiny, write_head(tiny, tmp_path), "reference")
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"extra": {"eagle3.target_layers": [1, 2]}}, r"target_layers is array"),
+        ({"extra": {"eagle3.target_layers": None}}, r"target_layers is None"),
+        ({"layers": (0, 1, 2)}, "reads the target's embeddings among its states"),
+        ({"extra": {"eagle3.block_count": 2}}, "several layers"),
+        ({"extra": {"eagle3.target_hidden_size": 64}}, r"fc.weight is \[128, 384\] and should be \[128, 192\]"),
+        ({"extra": {"eagle3.target_hidden_size": None}}, "target_hidden_size is None"),
+        ({"extra": {"eagle3.attention.head_count": 3}}, "attention heads share"),
+        ({"extra": {"eagle3.rope.dimension_count": 31}}, "it turns 31 of 32 channels"),
+        ({"extra": {"eagle3.rope.dimension_count": 64}}, "it turns 64 of 32 channels"),
+        ({"extra": {"eagle3.attention.value_length": 16}}, "keys and values differ"),
+        ({"extra": {"eagle3.vocab_size": 0}, "tokens": False}, "vocab_size is 0"),
+        ({"drop": ("fc.weight",)}, "lacks fc.weight"),
+        ({"drop": ("blk.0.attn_norm_2.weight",)}, "lacks blk.0.attn_norm_2.weight"),
+        ({"drop": ("output.weight",), "n_out": 100}, "a token map, and no output matrix"),
+        ({"ids": [5, 5, 7]}, "names tokens twice"),
+        ({"ids": [5, 6, 99999]}, "or outside 0..383"),
+        ({"ids": [-1, 6, 7]}, "or outside 0..383"),
+    ],
+)
+def test_what_the_engine_would_end_the_process_over_is_refused(
+    tiny: TinyFiles, tmp_path: Path, options: dict[str, Any], why: str
+) -> None:
+    head = write_head(tiny, tmp_path, **options)
+    with pytest.raises(ModelFileError, match=why) as caught:
+        open_llm(tiny, head)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_block_drafter_is_refused_by_name(tiny: TinyFiles, tmp_path: Path) -> None:
+    path = ggufs.write_gguf(tmp_path / "block.gguf", "dflash", {"dflash.block_count": 1}, {"fc.weight": np.eye(32)})
+    with pytest.raises(LocalspecError, match=r"block\.gguf is a DFlash drafter, which localspec does not run"):
+        open_llm(tiny, path)
+    assert "DFlash" in inspect(path)["cannot_generate_text"]
+
+
+def test_a_version_without_the_functions_is_named(
+    tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import llama_cpp
+
+    llama_staging.staging.cache_clear()
+    monkeypatch.delattr(llama_cpp, "llama_process")
+    try:
+        with pytest.raises(EngineError, match=r"cannot run published heads, as version 0\.3\.36"):
+            open_llm(tiny, write_head(tiny, tmp_path))
+    finally:
+        llama_staging.staging.cache_clear()
+
+
+def test_a_head_gives_its_memory_back(tiny: TinyFiles, tmp_path: Path) -> None:
+    with open_llm(tiny, write_head(tiny, tmp_path)) as llm:
+        (draft,) = llm.run(lambda pair: pair.state.models)
+        llm.set_draft(None)
+        for closed in (lambda: draft.model.new_context(8), lambda: draft.context.truncate(0)):
+            with pytest.raises(LocalspecError, match="was closed"):
+                closed()
+        assert len(llm.generate(PROMPT, GREEDY).token_ids) == GREEDY.max_tokens
