@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from localspec import LLM, SamplingParams
-from localspec.backends.base import FloatArray, Forward
-from localspec.commands.questions import of_categories, own_questions, read_questions
+from localspec.backends.base import Context, FloatArray, Forward
+from localspec.commands.questions import in_turns, of_categories, own_questions, read_questions
 from localspec.sampling.sampling import Distribution, Noise, distribution, top_probability
 from localspec.spec_decode.drafters.draft_model import N_HEAD, N_TAIL
 from localspec.spec_decode.drafters.head import HeadDrafter
@@ -74,17 +74,17 @@ class Spy:
         return confidence
 
 
-def rows(context: Any, tokens: list[int], first: int) -> FloatArray:
-    """Logits that predict tokens[first:], from one reading of the text [n - first, n_vocab]."""
+def reading(context: Context, tokens: list[int], first: int) -> Forward:
+    """A text read once: logits that predict tokens[first:], and the hidden states after all tokens but the last."""
     context.truncate(0)
-    found = []
+    logits, hidden = [], {tap: list[FloatArray]() for tap in context.hidden}
     for start in range(0, len(tokens) - 1, PIECE):
-        piece = tokens[start : min(start + PIECE, len(tokens) - 1)]
-        logits = context.decode(piece).logits
-        keep = max(0, first - 1 - start)
-        found.append(logits[keep:].copy())
+        forward = context.decode(tokens[start : min(start + PIECE, len(tokens) - 1)])
+        logits.append(forward.logits[max(0, first - 1 - start) :].copy())
+        for tap, states in forward.hidden.items():
+            hidden[tap].append(states.copy())
     context.truncate(0)
-    return np.concatenate(found)
+    return Forward(np.concatenate(logits), {tap: np.concatenate(states) for tap, states in hidden.items()})
 
 
 def abridged(prompt: list[int]) -> list[int]:
@@ -93,23 +93,21 @@ def abridged(prompt: list[int]) -> list[int]:
 
 
 def model_trace(
-    llm: LLM, prompt: list[int], answer: list[int], params: SamplingParams, *, whole: bool = True
+    llm: LLM, target: Forward, prompt: list[int], answer: list[int], params: SamplingParams, *, whole: bool = True
 ) -> dict[str, list[float]]:
-    tokens, pair = prompt + answer, llm._pair
-    context = pair.contexts[1]
+    tokens = prompt + answer
     read = prompt if whole else abridged(prompt)
-    drafts = rows(context, read + answer, len(read))
+    drafts = reading(llm._pair.contexts[1], read + answer, len(read)).logits
     trace: dict[str, list[float]] = {"confidence": [], "right": [], "sampled": [], "certainty": []}
-    targets = rows(pair.context, tokens, len(prompt))
     for i, row in enumerate(drafts):
         history = tokens[: len(prompt) + i]
-        trace["certainty"].append(round(top_probability(targets[i], params.temperature or 1.0), 4))
+        trace["certainty"].append(round(top_probability(target.logits[i], params.temperature or 1.0), 4))
         if params.greedy:
             guess = int(row.argmax())
             confidence = top_probability(row)
             right = sampled = float(guess == answer[i])
         else:
-            q, p = distribution(row, history, params), distribution(targets[i], history, params)
+            q, p = distribution(row, history, params), distribution(target.logits[i], history, params)
             confidence, right = float(q.probs.max()), p.prob(q.argmax())
             sampled = overlap(p, q)
         for name, value in (("confidence", confidence), ("right", right), ("sampled", sampled)):
@@ -122,18 +120,19 @@ def overlap(p: Distribution, q: Distribution) -> float:
     return sum(min(p.prob(int(token)), float(prob)) for token, prob in zip(q.ids, q.probs, strict=True))
 
 
-def ngram_trace(llm: LLM, prompt: list[int], answer: list[int], params: SamplingParams) -> dict[str, list[float]]:
+def ngram_trace(
+    llm: LLM, target: Forward, prompt: list[int], answer: list[int], params: SamplingParams
+) -> dict[str, list[float]]:
     drafter, proposer = NgramDrafter(), SamplingProposer(params, Noise(0))
     drafter.begin(prompt)
     trace: dict[str, list[float]] = {"confidence": [], "right": []}
     tokens = list(prompt)
-    targets = rows(llm._pair.context, tokens + answer, len(prompt)) if not params.greedy else None
     for i, token in enumerate(answer):
         spy = Spy()
         guesses = drafter.draft(tokens, spy, proposer)
         right = float(guesses[0].id == token) if guesses else 0.0
-        if guesses and targets is not None:
-            right = distribution(targets[i], tokens, params).prob(guesses[0].id)
+        if guesses and not params.greedy:
+            right = distribution(target.logits[i], tokens, params).prob(guesses[0].id)
         trace["confidence"].append(round(spy.confidence, 4) if guesses else -1.0)
         trace["right"].append(round(right, 4))
         drafter.accept([token])
@@ -141,25 +140,27 @@ def ngram_trace(llm: LLM, prompt: list[int], answer: list[int], params: Sampling
     return trace
 
 
-def head_trace(llm: LLM, prompt: list[int], answer: list[int], params: SamplingParams) -> dict[str, list[list[float]]]:
+def head_trace(
+    llm: LLM, target: Forward, prompt: list[int], answer: list[int], params: SamplingParams
+) -> dict[str, list[list[float]]]:
     """What a chained head would have guessed: [steps, n], by draft tokens before it and place; -1 where it has none."""
     drafter = next(draft.drafter for draft in llm._pair.state.models if draft.source == "head")
     assert isinstance(drafter, HeadDrafter)
     proposer = SamplingProposer(replace(params, seed=None), Noise(0))
     names, steps = ("confidence", "right", "sampled"), range(drafter.head.card.steps)
     found = {name: [[-1.0] * len(answer) for _ in steps] for name in names}
-    tokens, context = prompt + answer, llm._pair.context
-    targets = rows(context, tokens, len(prompt)) if not params.greedy else []
-    laws = [distribution(row, tokens[: len(prompt) + i], params) for i, row in enumerate(targets)]
-    context.truncate(0)
-    for start in range(0, len(prompt) - 1, PIECE):
-        piece = prompt[start : min(start + PIECE, len(prompt) - 1)]
-        drafter.process(piece, context.decode(piece))
+    tokens = prompt + answer
+    rows = () if params.greedy else target.logits
+    laws = [distribution(row, tokens[: len(prompt) + i], params) for i, row in enumerate(rows)]
+
+    def process(first: int, last: int) -> None:
+        states = {tap: states[first:last] for tap, states in target.hidden.items()}
+        drafter.process(tokens[first:last], Forward(target.logits[:0], states))
+
+    process(0, len(prompt) - 1)
     drafter.begin(prompt)
     for place in range(len(answer)):
-        settled, row = len(prompt) + place, place % PIECE
-        if row == 0:
-            forward = context.decode(tokens[settled - 1 : min(settled - 1 + PIECE, len(tokens) - 1)])
+        settled = len(prompt) + place
         for depth in steps[: len(answer) - place]:
             spy, at = Spy(sampled=True), place + depth
             for token in drafter.draft(tokens[: settled + depth], spy, proposer):
@@ -168,10 +169,8 @@ def head_trace(llm: LLM, prompt: list[int], answer: list[int], params: SamplingP
                     right, sampled = laws[at].prob(token.dist.argmax()), overlap(laws[at], token.dist)
                 for name, value in zip(names, (spy.confidence, right, sampled), strict=True):
                     found[name][depth][at] = round(value, 4)
-        states = {tap: state[row : row + 1] for tap, state in forward.hidden.items()}
-        drafter.process(tokens[settled - 1 : settled], Forward(forward.logits[row : row + 1], states))
+        process(settled - 1, settled)
         drafter.accept(tokens[settled : settled + 1])
-    context.truncate(0)
     return found
 
 
@@ -189,7 +188,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, help="questions to add, such as short_questions.jsonl")
     args = parser.parse_args()
     questions = of_categories(own_questions(args.set), args.category or ())
-    questions += read_questions(args.prompts) if args.prompts else []
+    questions = in_turns(questions + (read_questions(args.prompts) if args.prompts else []))
     functions: dict[str, Any] = {
         "ngram": ngram_trace,
         "model": model_trace,
@@ -213,10 +212,14 @@ def main() -> None:
             params = SamplingParams(temperature=args.temperature, top_k=top_k, seed=1, max_tokens=args.tokens)
             reply = llm.chat(messages, params, speculate=False)
             tokens = llm.encode(messages)
+            text, n_prompt = tokens + reply.token_ids, len(tokens)
+            target = llm.run(lambda pair, t=text, n=n_prompt: reading(pair.context, t, n))
             sources = {
-                name: llm.run(lambda pair, f=function, t=tokens, r=reply, p=params: f(llm, t, r.token_ids, p))
-                for name, function in functions.items()
+                name: llm.run(lambda pair, f=f, x=target, t=tokens, r=reply, p=params: f(llm, x, t, r.token_ids, p))
+                for name, f in functions.items()
+                if name != "abridged" or abridged(tokens) != tokens
             }
+            sources.setdefault("abridged", sources["model"])
             trace = {"id": question.id, "category": question.category, "prompt_tokens": len(tokens)}
             traces.append(trace | {"prompt": tokens, "answer": reply.token_ids, "sources": sources})
             with write_atomically(args.out, durable=False) as file:
