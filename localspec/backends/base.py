@@ -17,7 +17,7 @@ from typing import Literal
 from localspec.backends.context import Context, shared_prefix
 from localspec.backends.context_state import ContextState
 from localspec.backends.forward import NEXTN, FloatArray, Forward, checked_names
-from localspec.backends.sequence_batch import SequenceBatch, SequencesInTurn
+from localspec.backends.sequence_batch import Piece, SequenceBatch, SequencesInTurn
 from localspec.errors import Closed, UsageError
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.head_card import is_engine_file
@@ -31,6 +31,7 @@ __all__ = [
     "FloatArray",
     "Forward",
     "Model",
+    "Piece",
     "Progress",
     "SequenceBatch",
     "shared_prefix",
@@ -65,6 +66,7 @@ class Capabilities:
         float_rows: ``Context.decode_floats`` works.
         first_layers: ``Context.decode_first_layers`` works, in a context that returns hidden states.
         trees: ``Context.decode_tree`` works.
+        batches: a pass over several sequences is one, see ``Model.new_batch``; else there is one for each.
     """
 
     rollback: Literal["exact", "replay"] = "exact"
@@ -77,6 +79,7 @@ class Capabilities:
     float_rows: bool = False
     first_layers: bool = False
     trees: bool = False
+    batches: bool = False
 
 
 class Model(ABC):
@@ -159,23 +162,37 @@ class Model(ABC):
         self._check_open()
         return self._new_context(n_ctx, n_threads or self.n_threads, self._check_memory(n_ctx, hidden))
 
-    def new_batch(self, n_sequences: int, n_ctx_each: int, *, hidden: Sequence[str] = ()) -> SequenceBatch:
-        """Empty memories of several sequences that are fed together; see ``SequenceBatch``.
+    def new_batch(
+        self,
+        n_sequences: int,
+        n_cells: int,
+        *,
+        n_ctx: int | None = None,
+        n_threads: int | None = None,
+        hidden: Sequence[str] = (),
+    ) -> SequenceBatch:
+        """An empty memory of several sequences that are fed together; see ``SequenceBatch``.
 
         Args:
             n_sequences: how many.
-            n_ctx_each: room of each [tokens].
-            hidden: as for ``new_context``.
+            n_cells: room of all together [tokens].
+            n_ctx: most tokens of one; ``n_cells`` by default.
+            n_threads, hidden: as for ``new_context``.
 
         Raises:
-            UsageError: a number is not positive, there is no such state, or the engine returns none.
+            UsageError: a number is not positive, there is no such state, or the engine returns none, or takes fewer
+                sequences.
             EngineError: not enough memory.
             Closed: the model was closed.
         """
         self._check_open()
         if n_sequences <= 0:
             raise UsageError(f"the number of sequences must be over 0, not {n_sequences}")
-        return self._new_batch(n_sequences, n_ctx_each, self._check_memory(n_ctx_each, hidden))
+        names = self._check_memory(n_cells, hidden)
+        n_ctx = n_cells if n_ctx is None else min(n_ctx, n_cells)
+        if n_ctx <= 0:
+            raise UsageError(f"the context size must be over 0, not {n_ctx}")
+        return self._new_batch(n_sequences, n_cells, n_ctx, n_threads or self.n_threads, names)
 
     def _check_memory(self, n_ctx: int, hidden: Sequence[str]) -> tuple[str, ...]:
         if n_ctx <= 0:
@@ -224,16 +241,18 @@ class Model(ABC):
     @abstractmethod
     def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> Context: ...
 
-    def _new_batch(self, n_sequences: int, n_ctx_each: int, hidden: tuple[str, ...]) -> SequenceBatch:
+    def _new_batch(
+        self, n_sequences: int, n_cells: int, n_ctx: int, n_threads: int, hidden: tuple[str, ...]
+    ) -> SequenceBatch:
         contexts: list[Context] = []
         try:
             while len(contexts) < n_sequences:
-                contexts.append(self._new_context(n_ctx_each, self.n_threads, hidden))
+                contexts.append(self._new_context(n_ctx, n_threads, hidden))
         except BaseException:
             for context in contexts:
                 context.close()
             raise
-        return SequencesInTurn(contexts)
+        return SequencesInTurn(contexts, n_cells)
 
     @abstractmethod
     def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]: ...

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from localspec.backends import ik_state
 from localspec.backends.base import Progress
 from localspec.backends.builds import built_for, digest, foreign_features, system_info
-from localspec.backends.llama_binding import Binding
+from localspec.backends.llama_binding import Binding, Bytes
 from localspec.backends.llama_family import LlamaModel
 from localspec.backends.llama_placement import Place, Places
 from localspec.backends.noise import engine_log
@@ -88,6 +90,7 @@ class IkLlamaBinding(Binding):
     repacks = True
     """False maps a file instead of reading and repacking all of it."""
     token_before_floats = True  # of its first pass of one row it looks at the token, which floats have none of
+    batches_kv_types = False  # without flash attention the values are not quantised
     state_flags = (0,)  # left out, it is whatever the register holds: at times "no keys and values"
 
     def __init__(self) -> None:
@@ -129,6 +132,7 @@ class IkLlamaBinding(Binding):
         pointer, i32, u32, size_t = ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint32, ctypes.c_size_t
         for name, argtypes, restype in (
             ("llama_kv_cache_seq_rm", [pointer, i32, i32, i32], ctypes.c_bool),
+            ("llama_kv_cache_seq_cp", [pointer, i32, i32, i32, i32], None),
             ("llama_kv_cache_defrag", [pointer], None),
             ("llama_kv_cache_update", [pointer], i32),
             ("llama_synchronize", [pointer], None),
@@ -197,6 +201,15 @@ class IkLlamaBinding(Binding):
 
     def remove(self, ctx: int, start: int, sequence: int = 0) -> bool:
         return bool(self.lib.llama_kv_cache_seq_rm(ctx, sequence, start, -1))
+
+    def copy(self, ctx: int, source: int, target: int, n: int) -> None:
+        self.lib.llama_kv_cache_seq_cp(ctx, source, target, 0, n)
+
+    def by_rows(self, state: Bytes) -> Bytes:
+        return ik_state.by_rows(state)
+
+    def by_columns(self, state: Bytes) -> Bytes:
+        return ik_state.by_columns(state)
 
     def clear(self, ctx: int) -> None:
         self.api.llama_kv_cache_clear(ctx)
@@ -268,16 +281,18 @@ def load(
             gguf.check_generates_text()
         check_kv_type(gguf, kv_type)
         architecture, familiar = gguf.architecture, is_familiar(gguf)
+    survives: Callable[..., bool] | None = None
     if not familiar:
         from localspec.backends import trial
 
-        if not trial.survives(path, f"{NAME} {engine.version}", kv_type, n_threads, progress):
+        survives = partial(trial.survives, path, f"{NAME} {engine.version}", kv_type, n_threads)
+        if not survives(progress):
             raise UnsupportedModel(
                 f"{path.name}: {NAME} {VERSION} does not compute this {architecture!r} model; use --backend "
                 "llama-cpp (pip install 'localspec[llama-cpp]')"
             )
     layers = (_ALL_LAYERS if engine.gpu else 0) if n_gpu_layers is None else n_gpu_layers
-    return LlamaModel(
+    model = LlamaModel(
         engine,
         path,
         n_threads=n_threads,
@@ -286,6 +301,9 @@ def load(
         placement=placement,
         progress=progress,
     )
+    if survives is not None:
+        model.survives_several = partial(survives, several=True)
+    return model
 
 
 def is_familiar(gguf: GGUFFile) -> bool:

@@ -11,11 +11,16 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from localspec.backends.base import Progress
 from localspec.backends.llama_placement import Placed, Places
 from localspec.backends.placement import Placement
 from localspec.backends.state_tap import TensorFunctions
 from localspec.model_files.gguf_file import GGUFFile, TensorInfo
+
+Bytes = npt.NDArray[np.uint8]
 
 N_BATCH = 512
 """Most tokens in one call of the engine; longer inputs are fed in pieces."""
@@ -41,6 +46,7 @@ class Binding(ABC):
         keeps_rows: see ``Capabilities``.
         token_before_floats: whether a context must have decoded a single token before it is fed with floats.
         tensors: what reads a node of a pass.
+        batches_kv_types: whether a memory of several sequences may be of any type; else it is f16.
     """
 
     name: str
@@ -53,6 +59,7 @@ class Binding(ABC):
     keeps_rows = False
     token_before_floats = False
     tensors: TensorFunctions
+    batches_kv_types = True
 
     @abstractmethod
     def set_model_options(self, params: Any) -> None:
@@ -120,7 +127,16 @@ class Binding(ABC):
 
     @abstractmethod
     def remove(self, ctx: int, start: int, sequence: int = 0) -> bool:
-        """Drop all rows of a sequence from position ``start``; False when this memory cannot."""
+        """Drop all rows of a sequence from position ``start``; False when this memory cannot, or has lost rows that
+        the next one looks at."""
+
+    @abstractmethod
+    def copy(self, ctx: int, source: int, target: int, n: int) -> None:
+        """Let a sequence have the rows of the first n positions of another, too."""
+
+    def holds(self, ctx: int, n: int, sequence: int = 0) -> bool:
+        """Whether a sequence of n rows has all that the next one looks at."""
+        return True
 
     @abstractmethod
     def clear(self, ctx: int) -> None: ...
@@ -135,6 +151,14 @@ class Binding(ABC):
 
     def close_gaps(self, ctx: int, n: int) -> None:  # noqa: B027
         """Move rows together after n were taken from a memory of several sequences, where an engine needs that."""
+
+    def by_rows(self, state: Bytes) -> Bytes:
+        """The record of one of several sequences as a context of one has it."""
+        return state
+
+    def by_columns(self, state: Bytes) -> Bytes:
+        """Undo ``by_rows``."""
+        return state
 
     @abstractmethod
     def is_recurrent(self, model: int) -> bool:

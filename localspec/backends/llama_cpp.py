@@ -100,7 +100,19 @@ class LlamaCppBinding(Binding):
         self.lib.llama_model_free(model)
 
     def remove(self, ctx: int, start: int, sequence: int = 0) -> bool:
-        return bool(self.lib.llama_memory_seq_rm(self.lib.llama_get_memory(ctx), sequence, start, -1))
+        removed = self.lib.llama_memory_seq_rm(self.lib.llama_get_memory(ctx), sequence, start, -1)
+        return bool(removed) and self.holds(ctx, start, sequence)
+
+    def copy(self, ctx: int, source: int, target: int, n: int) -> None:
+        self.lib.llama_memory_seq_cp(self.lib.llama_get_memory(ctx), source, target, 0, n)
+
+    def holds(self, ctx: int, n: int, sequence: int = 0) -> bool:
+        # Layers with a window leave out of a saved state what lies before it, and give such cells to other sequences.
+        window = self.lib.llama_model_n_swa(self.lib.llama_get_model(ctx))
+        if not window or not n:
+            return True
+        first = self.lib.llama_memory_seq_pos_min(self.lib.llama_get_memory(ctx), sequence)
+        return bool(0 <= first <= max(0, n - window))
 
     def clear(self, ctx: int) -> None:
         self.lib.llama_memory_clear(self.lib.llama_get_memory(ctx), True)

@@ -5,32 +5,29 @@ The two engines differ in names and in a few semantics; each fills in a ``Bindin
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any, Literal
+from typing import Literal
 from weakref import WeakSet
 
 import numpy as np
-import numpy.typing as npt
 
 from localspec.backends.base import Capabilities, Context, ContextState, FloatArray, Forward, Model, Progress
 from localspec.backends.forward import layer_name
-from localspec.backends.llama_binding import Binding
+from localspec.backends.llama_binding import Binding, Bytes
 from localspec.backends.llama_passes import LlamaPasses
 from localspec.backends.llama_placement import Placed
 from localspec.backends.llama_sequences import LlamaSequences
+from localspec.backends.llama_state import restore, save, saved_sequence, state_bytes
 from localspec.backends.placement import Placement
 from localspec.backends.rpc_link import ask
 from localspec.backends.sequence_batch import SequenceBatch
 from localspec.backends.soundness import check_sound
-from localspec.errors import EngineError, UsageError
+from localspec.errors import EngineError, UnsupportedModel, UsageError
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.kv_memory import check_kv_type
-
-Bytes = npt.NDArray[np.uint8]
 
 Wanted = Literal["all", "last", "none"]
 
@@ -82,8 +79,11 @@ class LlamaModel(Model):
             nextn=self._mtp,
             float_rows=rewinds and self.architecture in FLOAT_ROWS,
             first_layers=rewinds,
+            batches=rewinds,
         )
         self._known_states: set[str] = set()
+        self.survives_several: Callable[[], bool] = lambda: True
+        """Whether the process lives through passes over several sequences; for files where that is not known."""
 
     def _load(self, path: Path, progress: Progress | None = None) -> int:
         load = partial(self.binding.load_model, path, self._n_gpu_layers, progress, self._placed)
@@ -151,11 +151,18 @@ class LlamaModel(Model):
         self._check_states(hidden)
         return LlamaContext(self, n_ctx, n_threads, hidden)
 
-    def _new_batch(self, n_sequences: int, n_ctx_each: int, hidden: tuple[str, ...]) -> SequenceBatch:
-        if self.capabilities.rollback == "replay":
-            return super()._new_batch(n_sequences, n_ctx_each, hidden)
+    def _new_batch(
+        self, n_sequences: int, n_cells: int, n_ctx: int, n_threads: int, hidden: tuple[str, ...]
+    ) -> SequenceBatch:
+        if not self.capabilities.batches:
+            return super()._new_batch(n_sequences, n_cells, n_ctx, n_threads, hidden)
+        if not self.survives_several():
+            raise UnsupportedModel(
+                f"{self.path.name}: {self.engine} does not compute several sequences of this {self.architecture!r} "
+                "model in one pass; answer one at a time, or use --backend llama-cpp"
+            )
         self._check_states(hidden)
-        batch = LlamaSequences(self, n_sequences, n_ctx_each, hidden)
+        batch = LlamaSequences(self, n_sequences, n_cells, n_ctx, n_threads, hidden)
         self._batches.add(batch)
         return batch
 
@@ -214,7 +221,7 @@ class LlamaContext(Context):
     def _decode(self, tokens: Sequence[int], logits: Wanted) -> Forward:
         if self.model.capabilities.rollback == "replay" and len(tokens) > 1:
             # An empty memory needs no copy: clearing leads back to it.
-            self._checkpoint = (self.n_past, self._save()) if self.n_past else None
+            self._checkpoint = (self.n_past, save(self.model, self._handle)) if self.n_past else None
         return self._compute(tokens, self.n_past, logits)
 
     def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
@@ -253,42 +260,21 @@ class LlamaContext(Context):
             self.tokens = []
             raise
 
-    def _save(self) -> Bytes:
-        state: Bytes = np.empty(self._state_bytes(), dtype=np.uint8)
-        written = self._binding.lib.llama_state_seq_get_data(
-            self._handle, _address(state), state.nbytes, 0, *self._binding.state_flags
-        )
-        self.model.check_devices()
-        if not written:
-            raise EngineError(f"{self.model.engine} could not save the state of a context")
-        return state[:written]
-
     def _restore(self, state: Bytes) -> None:
         self._binding.clear(self._handle)
-        if not self._binding.lib.llama_state_seq_set_data(
-            self._handle, _address(state), state.nbytes, 0, *self._binding.state_flags
-        ):
-            raise EngineError(f"{self.model.engine} refuses the saved state of a context")
-        self.model.check_devices()
+        restore(self.model, self._handle, state)
 
     def _export(self) -> dict[str, Bytes]:
-        return {"sequence": self._save()}
+        return {"sequence": save(self.model, self._handle)}
 
     def _state_bytes(self) -> int:
-        return int(self._binding.lib.llama_state_seq_get_size(self._handle, 0, *self._binding.state_flags))
+        return state_bytes(self._binding, self._handle)
 
     def _import(self, state: ContextState) -> None:
         self._checkpoint = None
-        sequence = state.arrays.get("sequence")
-        if sequence is None or sequence.dtype != np.uint8 or sequence.ndim != 1:
-            raise EngineError(f"the saved state does not fit {self.model.path.name}")
-        self._restore(np.ascontiguousarray(sequence))
+        self._restore(saved_sequence(state, self.model.path))
 
     def _close(self) -> None:
         self.model._contexts.discard(self)
         self._passes.close()
         self._checkpoint = None
-
-
-def _address(array: Bytes) -> Any:
-    return array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from localspec.backends.forward import NEXTN, FloatArray, Forward, joined_states
 from localspec.backends.llama_binding import N_BATCH, N_UBATCH
 from localspec.backends.llama_staging import staging
 from localspec.backends.state_tap import Flags, StateTap
-from localspec.errors import EngineError
+from localspec.errors import Cancelled, EngineError
 
 if TYPE_CHECKING:
     from localspec.backends.llama_family import LlamaModel
@@ -92,6 +92,7 @@ class LlamaPasses:
         *,
         sequences: Sequence[int] | None = None,
         last: str | None = None,
+        interrupted: Callable[[], bool] | None = None,
     ) -> Forward:
         """Feed rows in as many calls of the engine as it takes.
 
@@ -101,18 +102,22 @@ class LlamaPasses:
             wanted_rows: of which rows to return logits [n].
             sequences: to which they belong [n]; None is the first.
             last: the hidden state after which to end.
+            interrupted: asked between calls.
 
         Raises:
             EngineError: the engine failed; rows before the failure are in the memory.
+            Cancelled: ``interrupted`` was true; rows before that are in the memory.
         """
         if not self.handle:
             raise EngineError(f"{self._model.path.name} is not loaded: a device was lost")
         if isinstance(rows, np.ndarray) and not self._takes_floats:
-            self._decode_a_token(positions[0])
+            self._decode_a_token(positions[0], sequences[0] if sequences is not None else 0)
         forwards: list[Forward] = []
         # Only what is computed together can be ended together, or be tried again whole.
         size = N_BATCH if last is None and self._one_sequence else N_UBATCH
         for start in range(0, len(rows), size):
+            if start and interrupted is not None and interrupted():
+                raise Cancelled("decoding was stopped")
             part = slice(start, start + size)
             forward = self._call(
                 rows[part], positions[part], wanted_rows[part], sequences[part] if sequences is not None else None, last
@@ -204,12 +209,12 @@ class LlamaPasses:
         view: FloatArray = np.ctypeslib.as_array((ctypes.c_float * n_vocab * n_rows).from_address(address))
         return view
 
-    def _decode_a_token(self, position: int) -> None:
+    def _decode_a_token(self, position: int, sequence: int) -> None:
         """Have the engine count a pass of a single token: it does once it waited for that alone."""
         self._binding.lib.llama_synchronize(self.handle)
-        self.run([0], [position], np.zeros(1, dtype=bool))
+        self.run([0], [position], np.zeros(1, dtype=bool), sequences=[sequence])
         self._binding.lib.llama_synchronize(self.handle)
-        self._binding.remove(self.handle, position)
+        self._binding.remove(self.handle, position, sequence)
         self._takes_floats = True
 
     def close(self) -> None:

@@ -1,25 +1,45 @@
-"""Several sequences fed in one pass: many answers side by side, as when data for training are made.
+"""Several sequences in one memory, fed in one pass: conversations side by side.
 
 A row of a wide pass costs a fraction of a pass of its own: 16 answers side by side made 40 tokens per second where one
 alone made 14 (1.5B, ik-llama on two cores).
+
+Each sequence is a ``Context`` too (``batch[i]``): what can be done with one conversation is done with that, as if it
+were alone. What concerns several is done with the batch: ``decode`` feeds any of them in one pass, ``copy_prefix``
+lets one begin with what another holds. The room is one: ``free_cells`` says what is left of it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import numpy as np
+import numpy.typing as npt
 
-from localspec.backends.forward import Forward, joined_states
-from localspec.errors import Closed, ContextFull, UsageError
+from localspec.backends.cells import Cells
+from localspec.backends.context import Context
+from localspec.backends.context_state import ContextState
+from localspec.backends.forward import FloatArray, Forward
+from localspec.errors import Cancelled, Closed, ContextFull, UsageError
 
 if TYPE_CHECKING:
-    from localspec.backends.base import Context, Model
+    from localspec.backends.base import Model
 
-Pieces = Sequence[tuple[int, Sequence[int]]]
-"""What to feed: (sequence, its next tokens), one after another."""
+Wanted = Literal["all", "last", "none"]
+
+
+class Piece(NamedTuple):
+    """What one sequence is fed in a pass.
+
+    Attributes:
+        sequence: its number.
+        tokens: its next ones, at least one.
+        logits: which rows to return: one per token, the last one only, or none (of a prompt that is not at its end).
+    """
+
+    sequence: int
+    tokens: Sequence[int]
+    logits: Wanted = "all"
 
 
 class SequenceBatch(ABC):
@@ -28,87 +48,146 @@ class SequenceBatch(ABC):
     Attributes:
         model: whose memories they are.
         n_sequences: how many there are.
-        n_ctx_each: room of each [tokens].
+        n_cells: room of all together [tokens].
+        n_ctx: most tokens of one.
         hidden: names of the hidden states that passes return.
+        shares_prefix: whether tokens that ``copy_prefix`` gives to a second sequence take no more room.
+        interrupted: asked between the parts in which an engine computes a long pass; a true answer ends it with
+            ``Cancelled``. Each sequence has one of its own, for when it is fed alone.
     """
 
-    def __init__(self, model: Model, n_sequences: int, n_ctx_each: int, hidden: tuple[str, ...]) -> None:
+    shares_prefix = False
+
+    def __init__(self, model: Model, n_sequences: int, n_cells: int, n_ctx: int, hidden: tuple[str, ...]) -> None:
         self.model = model
         self.n_sequences = n_sequences
-        self.n_ctx_each = n_ctx_each
+        self.n_cells = n_cells
+        self.n_ctx = n_ctx
         self.hidden = hidden
-        self._n_past = [0] * n_sequences
+        self.interrupted: Callable[[], bool] | None = None
+        self.cells = Cells(n_cells, n_sequences)
+        self._sequences = [_Sequence(self, i) for i in range(n_sequences)]
         self._closed = False
 
-    def n_past(self, sequence: int) -> int:
-        """Tokens in the memory of a sequence."""
-        self._check(sequence)
-        return self._n_past[sequence]
-
-    def decode(self, pieces: Pieces, logits: Literal["all", "last"] = "all") -> Forward:
-        """Feed the next tokens of some of the sequences.
-
-        Args:
-            pieces: which sequences, each at most once, and at least one token for each.
-            logits: which rows to return: one per token, or that of the last token of each piece.
-
-        Returns:
-            Logits and hidden states in the order of the pieces and of the tokens in them; with ``last``, ``norm`` and
-            the last layer have as many rows as the logits. See ``Forward``.
+    def __getitem__(self, sequence: int) -> Context:
+        """One of the sequences: the same object each time. Closing it empties it for good.
 
         Raises:
-            ContextFull: a piece does not fit; nothing was fed.
-            UsageError: a sequence that there is not or that occurs twice, no tokens, an id outside of the vocabulary.
+            UsageError: there is no such sequence.
+            Closed: the batch was closed.
+        """
+        self._check_open()
+        if not 0 <= sequence < self.n_sequences:
+            raise UsageError(f"there are sequences 0 to {self.n_sequences - 1}, and no {sequence}")
+        return self._sequences[sequence]
+
+    @property
+    def free_cells(self) -> int:
+        """Tokens that still have room, of whichever sequence."""
+        return self.cells.n_free
+
+    def decode(self, pieces: Sequence[Piece]) -> list[Forward]:
+        """Feed the next tokens of some of the sequences, in one pass.
+
+        Args:
+            pieces: of which sequences, each at most once.
+
+        Returns:
+            What ``Context.decode`` would return, for each piece. The logits are valid until the next pass of any of the
+            sequences.
+
+        Raises:
+            ContextFull: a piece does not fit, or all together do not; nothing was fed.
+            UsageError: a sequence that there is not or that occurs twice, no tokens, an id outside of the vocabulary,
+                or behind rows of ``decode_first_layers``.
+            Cancelled: ``interrupted`` was true; all memories are as before.
             EngineError: the engine failed; all memories are as before.
             Closed: it was closed.
         """
-        for sequence, tokens in pieces:
-            self._check(sequence)
-            if not tokens:
-                raise UsageError("decode needs at least one token of each sequence")
-            if min(tokens) < 0 or max(tokens) >= self.model.n_vocab:
-                raise UsageError(f"token ids must lie in 0..{self.model.n_vocab - 1}")
-            if self._n_past[sequence] + len(tokens) > self.n_ctx_each:
-                raise ContextFull(
-                    f"sequence {sequence} holds {self.n_ctx_each} tokens; {self._n_past[sequence]} are used and "
-                    f"{len(tokens)} more do not fit"
-                )
-        if not pieces or len({sequence for sequence, _ in pieces}) < len(pieces):
+        self._check_open()
+        contexts = [self[piece.sequence] for piece in pieces]
+        if not pieces or len({piece.sequence for piece in pieces}) < len(pieces):
             raise UsageError("decode needs at least one piece, and no two of one sequence")
+        for context, piece in zip(contexts, pieces, strict=True):
+            context._check_ids(piece.tokens)
+            context._check_whole()
+        self.check_cells(sum(len(piece.tokens) for piece in pieces))
         try:
-            forward = self._decode(pieces, logits)
+            forwards = self._decode(pieces)
         except BaseException:
-            for sequence, _ in pieces:
-                self._truncate(sequence, self._n_past[sequence])
+            for context in contexts:
+                context._truncate(context.n_past)
             raise
-        for sequence, tokens in pieces:
-            self._n_past[sequence] += len(tokens)
-        return forward
+        for context, piece in zip(contexts, pieces, strict=True):
+            context.tokens.extend(piece.tokens)
+            self.cells.take(piece.sequence, len(piece.tokens))
+        return forwards
 
-    def truncate(self, sequence: int, n: int) -> None:
-        """Forget all but the first n tokens of a sequence.
+    def copy_prefix(self, source: int, target: int, n: int) -> None:
+        """Let a sequence hold the first n tokens of another, and nothing else; they go on independently.
+
+        Where the engine can (``shares_prefix``) the tokens are held once, and it takes no time to speak of. Else they
+        are copied; a memory that cannot be cut (recurrent, or a sliding window that moved on) reads them again.
 
         Raises:
-            UsageError: there is no such sequence, or it does not hold as many.
+            ContextFull: there is no room for a copy; the target is then empty.
+            UsageError: no such sequence, the two are one, or the source does not hold as many.
+            EngineError: the engine failed; the target is then empty.
             Closed: it was closed.
         """
-        if not 0 <= n <= self.n_past(sequence):
-            raise UsageError(f"cannot truncate {self._n_past[sequence]} tokens to {n}")
-        if n < self._n_past[sequence]:
-            self._truncate(sequence, n)
-            self._n_past[sequence] = n
+        if source == target:
+            raise UsageError(f"sequence {source} cannot be copied to itself")
+        first, second = self[source], self[target]
+        if not 0 <= n <= first.n_past:
+            raise UsageError(f"cannot copy {n} of {first.n_past} tokens")
+        first._check_whole()
+        second.truncate(0)
+        if not n:
+            return
+        if self.shares_prefix:
+            self.cells.share(source, target, n)
+        else:
+            self.check_cells(n)
+            self.cells.take(target, n)
+        second.tokens = first.tokens[:n]
+        try:
+            self._copy_prefix(source, target, n)
+        except BaseException:
+            second.truncate(0)
+            raise
 
-    def _check(self, sequence: int) -> None:
+    def truncate(self, sequence: int, n: int) -> None:
+        """Forget all but the first n tokens of a sequence; see ``Context.truncate``."""
+        self[sequence].truncate(n)
+
+    def check_cells(self, n: int, n_given_back: int = 0) -> None:
+        """Refuse n tokens that do not fit.
+
+        Raises:
+            ContextFull: so it is.
+        """
+        if n > self.free_cells + n_given_back:
+            raise ContextFull(
+                f"the memory of {self.n_sequences} sequences holds {self.n_cells} tokens; {self.free_cells} are free "
+                f"and {n} more do not fit"
+            )
+
+    def _check_open(self) -> None:
         if self._closed:
             raise Closed("this batch of sequences was closed")
-        if not 0 <= sequence < self.n_sequences:
-            raise UsageError(f"there are sequences 0 to {self.n_sequences - 1}, and no {sequence}")
 
     def close(self) -> None:
         """Free the memories; safe to call twice."""
         if not self._closed:
             self._closed = True
+            for context in self._sequences:
+                context.close()
             self._close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._closed
 
     def __enter__(self) -> SequenceBatch:
         return self
@@ -117,30 +196,143 @@ class SequenceBatch(ABC):
         self.close()
 
     @abstractmethod
-    def _decode(self, pieces: Pieces, logits: Literal["all", "last"]) -> Forward: ...
+    def _decode(self, pieces: Sequence[Piece]) -> list[Forward]:
+        """Feed pieces that were checked; ``interrupted`` is to be asked between parts."""
 
     @abstractmethod
     def _truncate(self, sequence: int, n: int) -> None:
-        """Drop all rows of a sequence from position n on, those of a broken-off pass included."""
+        """Drop all rows of a sequence from position n on, those of a broken-off pass included; its ``tokens`` still
+        name what it held. If that fails, they must be left naming no more than what is still there."""
+
+    @abstractmethod
+    def _copy_prefix(self, source: int, target: int, n: int) -> None:
+        """Give the rows of the first n tokens to an empty sequence, whose ``tokens`` name them already."""
+
+    def _decode_floats(self, sequence: int, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
+        raise NotImplementedError
+
+    def _decode_first_layers(self, sequence: int, tokens: Sequence[int], n_layers: int) -> Forward:
+        raise NotImplementedError
+
+    @abstractmethod
+    def _export(self, sequence: int) -> Mapping[str, npt.NDArray[Any]]: ...
+
+    @abstractmethod
+    def _state_bytes(self, sequence: int) -> int: ...
+
+    @abstractmethod
+    def _import(self, sequence: int, state: ContextState) -> None: ...
 
     @abstractmethod
     def _close(self) -> None: ...
 
 
-class SequencesInTurn(SequenceBatch):
-    """A context for each sequence, one pass after another: for engines that compute one sequence at a time."""
+class _Sequence(Context):
+    """One sequence of a batch."""
 
-    def __init__(self, contexts: Sequence[Context]) -> None:
+    def __init__(self, batch: SequenceBatch, number: int) -> None:
+        super().__init__(batch.model, batch.n_ctx, batch.hidden)
+        self._batch, self._number = batch, number
+
+    def _check_room(self, n: int) -> None:
+        super()._check_room(n)
+        self._batch.check_cells(n)
+
+    def import_state(self, state: ContextState) -> None:
+        self._check_open()
+        if len(state.tokens) <= self.n_ctx:
+            self._batch.check_cells(len(state.tokens), self._batch.cells.n_own(self._number))
+        super().import_state(state)
+
+    def _decode(self, tokens: Sequence[int], logits: Wanted) -> Forward:
+        (forward,) = self._batch._decode([Piece(self._number, tokens, logits)])
+        return self._taken(forward, tokens)
+
+    def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
+        return self._taken(self._batch._decode_floats(self._number, rows, tokens, logits), tokens)
+
+    def _decode_first_layers(self, tokens: Sequence[int], n_layers: int) -> Forward:
+        return self._taken(self._batch._decode_first_layers(self._number, tokens, n_layers), tokens)
+
+    def _taken(self, forward: Forward, tokens: Sequence[int]) -> Forward:
+        self._batch.cells.take(self._number, len(tokens))
+        return forward
+
+    def _truncate(self, n: int) -> None:
+        try:
+            self._batch._truncate(self._number, n)
+        finally:
+            self._batch.cells.cut(self._number, min(n, self.n_past))
+
+    def _export(self) -> Mapping[str, npt.NDArray[Any]]:
+        return self._batch._export(self._number)
+
+    def _state_bytes(self) -> int:
+        return self._batch._state_bytes(self._number)
+
+    def _import(self, state: ContextState) -> None:
+        self._batch.cells.cut(self._number, 0)
+        self._batch._import(self._number, state)
+        self._batch.cells.take(self._number, len(state.tokens))
+
+    def _close(self) -> None:
+        if not self._batch.closed:
+            self._truncate(0)
+
+
+class SequencesInTurn(SequenceBatch):
+    """A context for each sequence, one pass after another: for engines that compute one sequence at a time.
+
+    Nothing is shared: a prefix is copied, and each context has room for ``n_ctx`` tokens; ``n_cells`` is kept to
+    nevertheless.
+    """
+
+    def __init__(self, contexts: Sequence[Context], n_cells: int) -> None:
         first = contexts[0]
-        super().__init__(first.model, len(contexts), first.n_ctx, first.hidden)
+        super().__init__(first.model, len(contexts), n_cells, first.n_ctx, first.hidden)
         self._contexts = contexts
 
-    def _decode(self, pieces: Pieces, logits: Literal["all", "last"]) -> Forward:
-        forwards = [self._contexts[sequence].decode(tokens, logits) for sequence, tokens in pieces]
-        return Forward(np.concatenate([forward.logits for forward in forwards]), joined_states(forwards))
+    def _decode(self, pieces: Sequence[Piece]) -> list[Forward]:
+        forwards: list[Forward] = []
+        for sequence, tokens, logits in pieces:
+            context = self._contexts[sequence]
+            context.interrupted = self.interrupted
+            if forwards and self.interrupted is not None and self.interrupted():
+                raise Cancelled("decoding was stopped")
+            forwards.append(context.decode(tokens, logits))
+        return forwards
+
+    def _decode_floats(self, sequence: int, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
+        return self._contexts[sequence].decode_floats(rows, tokens, logits)
+
+    def _decode_first_layers(self, sequence: int, tokens: Sequence[int], n_layers: int) -> Forward:
+        return self._contexts[sequence].decode_first_layers(tokens, n_layers)
 
     def _truncate(self, sequence: int, n: int) -> None:
-        self._contexts[sequence].truncate(n)
+        context = self._contexts[sequence]
+        try:
+            context.truncate(min(n, context.n_past))
+        finally:  # of what its context lost, nothing may be named
+            del self._sequences[sequence].tokens[context.n_past :]
+
+    def _copy_prefix(self, source: int, target: int, n: int) -> None:
+        tokens, context = self._sequences[target].tokens, self._contexts[target]
+        if self.model.capabilities.saves_state and (
+            self.model.capabilities.rollback == "exact" or n == self._contexts[source].n_past
+        ):
+            context.import_state(self._contexts[source].export_state())
+            context.truncate(n)
+        else:
+            context.decode(tokens, "none")
+
+    def _export(self, sequence: int) -> Mapping[str, npt.NDArray[Any]]:
+        return self._contexts[sequence].export_state().arrays
+
+    def _state_bytes(self, sequence: int) -> int:
+        return self._contexts[sequence].state_bytes
+
+    def _import(self, sequence: int, state: ContextState) -> None:
+        self._contexts[sequence].import_state(state)
 
     def _close(self) -> None:
         for context in self._contexts:

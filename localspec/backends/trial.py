@@ -27,7 +27,9 @@ _KILLED_FROM_OUTSIDE = {-int(each) for each in (signal.SIGINT, signal.SIGTERM)} 
 """Says nothing about the file: the user stopped it (the last is Windows' Ctrl-C), or the machine ran out of memory."""
 
 
-def survives(path: Path, engine: str, kv_type: str, n_threads: int, progress: Progress | None = None) -> bool:
+def survives(
+    path: Path, engine: str, kv_type: str, n_threads: int, progress: Progress | None = None, *, several: bool = False
+) -> bool:
     """Whether a process that loads a file with ik-llama and decodes with it comes to its end; remembered.
 
     Args:
@@ -36,15 +38,18 @@ def survives(path: Path, engine: str, kv_type: str, n_threads: int, progress: Pr
         kv_type: type of the KV cache.
         n_threads: CPU threads.
         progress: see ``backends.base.Progress``.
+        several: whether it decodes several sequences in one pass, for which the engine has other kernels.
 
     Raises:
         Cancelled: ``progress`` returned False.
     """
     store, key = JsonStore(home() / "trials", _FORMAT), {"engine": engine, "file": fingerprint(path), "kv": kv_type}
+    if several:
+        key["memory"] = "several"
     known = (store.get(key) or {}).get("survives")
     if isinstance(known, bool):
         return known
-    status = _run(path, kv_type, n_threads, progress)
+    status = _run(path, kv_type, n_threads, progress, several)
     # An exception (1) is no reason to refuse: the same one will be raised here, in the engine's own words.
     found = status in (0, 1)
     if status not in _KILLED_FROM_OUTSIDE:
@@ -52,15 +57,14 @@ def survives(path: Path, engine: str, kv_type: str, n_threads: int, progress: Pr
     return found
 
 
-def _run(path: Path, kv_type: str, n_threads: int, progress: Progress | None) -> int:
+def _run(path: Path, kv_type: str, n_threads: int, progress: Progress | None, several: bool) -> int:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     if sys.platform == "linux":
         environment["PATH"] = os.devnull  # an abort would call a debugger first, which takes seconds
     command = [sys.executable, "-c", "from localspec.backends import trial_child; trial_child.main()"]
     quiet = subprocess.DEVNULL
-    with subprocess.Popen(
-        [*command, str(path), kv_type, str(n_threads)], env=environment, stdin=quiet, stdout=quiet, stderr=quiet
-    ) as child:
+    command += [str(path), kv_type, str(n_threads), "several" if several else "one"]
+    with subprocess.Popen(command, env=environment, stdin=quiet, stdout=quiet, stderr=quiet) as child:
         try:
             while True:
                 try:

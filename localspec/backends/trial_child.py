@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from localspec.backends import ik_llama
+from localspec.backends.base import Model, Piece
 
 N_TOKENS = 280
 """More than the engine computes together, so that windows and masks are met by a second piece."""
@@ -13,16 +14,28 @@ N_TOKENS = 280
 
 def main() -> None:
     """What the child does: read, draft, reject, start over."""
-    path, kv_type, n_threads = sys.argv[1:]
+    path, kv_type, n_threads, how_many = sys.argv[1:]
     ik_llama.binding().repacks = False
-    with (
-        ik_llama.open_untried(Path(path), n_threads=int(n_threads), kv_type=kv_type) as model,
-        model.new_context(N_TOKENS + 8) as context,
-    ):
+    with ik_llama.open_untried(Path(path), n_threads=int(n_threads), kv_type=kv_type) as model:
         tokens = [i % model.n_vocab for i in range(1, N_TOKENS + 1)]
+        (_feed_several if how_many == "several" else _feed_one)(model, tokens)
+
+
+def _feed_one(model: Model, tokens: list[int]) -> None:
+    with model.new_context(N_TOKENS + 8) as context:
         context.decode(tokens, "last")
         context.decode(tokens[:5])
         context.truncate(N_TOKENS + 2)
         context.decode(tokens[:1])
         context.truncate(0)
         context.decode(tokens[:3])
+
+
+def _feed_several(model: Model, tokens: list[int]) -> None:
+    with model.new_batch(2, 2 * N_TOKENS) as batch:
+        batch.decode([Piece(0, tokens[:-8], "last"), Piece(1, tokens[:20])])
+        batch.decode([Piece(0, tokens[:5]), Piece(1, tokens[:3])])
+        batch.truncate(0, 40)
+        batch.decode([Piece(0, tokens[:1]), Piece(1, tokens[:1])])
+        batch.copy_prefix(0, 1, 30)
+        batch.decode([Piece(0, tokens[:3]), Piece(1, tokens[:2])])

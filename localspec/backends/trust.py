@@ -101,7 +101,7 @@ def _comparing_few(model: Model) -> Steps[Agreement]:
     Every width is tied to single-token passes: 8 on a memory that single passes wrote, 40 by single tokens behind it,
     and the narrow ones by 40. The worst comparison counts.
     """
-    tokens = _check_tokens(model, 48)
+    tokens = check_tokens(model, 48)
     few = min(8, len(tokens) // 2)
     with model.new_context(len(tokens) + 8) as context:
 
@@ -148,7 +148,7 @@ def _branching(context: Context, tokens: Sequence[int]) -> Steps[FloatArray]:
 
 
 def _comparing_many(model: Model) -> Steps[Agreement]:
-    tokens = _check_tokens(model, 64)
+    tokens = check_tokens(model, 64)
     n_single = min(20, len(tokens) - 1)
     with model.new_context(len(tokens) + 8) as context:
         wide = context.decode(tokens).logits[-n_single:].copy()
@@ -171,28 +171,6 @@ def _comparing_many(model: Model) -> Steps[Agreement]:
     return max(wide_narrow, wide_single, key=lambda found: found.mean_kl)
 
 
-def check_batch(model: Model) -> Agreement:
-    """Compare sequences fed side by side, which other kernels than those of one sequence may compute, with each alone.
-
-    In the time of about ten single tokens; not part of ``load_checked``, as no answer is made that way.
-    """
-    tokens = _check_tokens(model, 64)
-    texts = [tokens, tokens[len(tokens) // 4 :], tokens[len(tokens) // 2 :]]
-    rows = []
-    with model.new_batch(len(texts), len(tokens)) as batch:
-        prompts = [(i, text[:-2]) for i, text in enumerate(texts)]
-        batch.decode(prompts, "last")
-        for place in (-2, -1):
-            rows.append(batch.decode([(i, [text[place]]) for i, text in enumerate(texts)]).logits.copy())
-    alone = []
-    with model.new_context(len(tokens)) as context:
-        for text in texts:
-            context.truncate(0)
-            context.decode(text[:-2], "none")
-            alone.append(context.decode(text[-2:]).logits.copy())
-    return agreement(np.concatenate(alone), np.stack(rows, axis=1).reshape(-1, model.n_vocab))
-
-
 def compare_models(model: Model, other: Model) -> Agreement:
     """Compare passes over the fixed text in two engines."""
     return exhaust(comparing_models(model, other))
@@ -200,7 +178,7 @@ def compare_models(model: Model, other: Model) -> Agreement:
 
 def comparing_models(model: Model, other: Model) -> Steps[Agreement]:
     """As ``compare_models``, a pass at a time."""
-    tokens = _check_tokens(model, 64)
+    tokens = check_tokens(model, 64)
     rows = []
     for each in (model, other):
         with each.new_context(len(tokens) + 8) as context:
@@ -212,7 +190,8 @@ def comparing_models(model: Model, other: Model) -> Steps[Agreement]:
     return agreement(rows[0], rows[1])
 
 
-def _check_tokens(model: Model, n: int) -> list[int]:
+def check_tokens(model: Model, n: int) -> list[int]:
+    """The fixed text, at most n tokens of it; n other ones where a vocabulary has too few for it."""
     tokens = model.tokenize(CHECK_TEXT, add_special=True)
     return tokens[:n] if len(tokens) >= 8 else [i % model.n_vocab for i in range(1, n + 1)]
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.model_files.head_card import ALL_TEXTS, HeadCard
-from localspec.training.lessons import Embed, Packer, Piece, Size, first_lesson, n_lessons
+from localspec.training.lessons import Embed, Packer, Size, Stretch, first_lesson, n_lessons
 from localspec.training.network import NOWHERE, Batch, HeadNetwork, Weights
 from localspec.training.shards import Passage
 
@@ -55,9 +55,9 @@ class HeldOutTest:
         stride = 1 if n_places is None else max(1, -(-total // n_places))
         self._groups = list(self._grouped(passages, stride))
 
-    def _grouped(self, passages: Sequence[Passage], stride: int) -> Iterator[list[Piece]]:
+    def _grouped(self, passages: Sequence[Passage], stride: int) -> Iterator[list[Stretch]]:
         """Pieces that fit into a batch together."""
-        group, rows, lessons = list[Piece](), 0, 0
+        group, rows, lessons = list[Stretch](), 0, 0
         for piece in (piece for passage in passages for piece in self._pieces(passage, stride)):
             n_rows, n = self._packer.rows_of(piece), len(places(piece))
             if group and (rows + n_rows >= _SIZE.n_rows or lessons + n > _SIZE.n_starts):
@@ -68,12 +68,12 @@ class HeldOutTest:
         if group:
             yield group
 
-    def _pieces(self, passage: Passage, stride: int) -> Iterator[Piece]:
+    def _pieces(self, passage: Passage, stride: int) -> Iterator[Stretch]:
         at, last = first_lesson(passage), first_lesson(passage) + n_lessons(passage)
         while at < last:
             # A piece sees at most as many places before it as it may have lessons; so two of these halves always fit.
             end = min(last, at + _SIZE.n_starts * min(stride, 2))
-            yield Piece(passage, at, end, stride)
+            yield Stretch(passage, at, end, stride)
             at += -(-(end - at) // stride) * stride
 
     def rates(
@@ -95,11 +95,11 @@ class HeldOutTest:
                 found.add(piece.passage.category, guessed[:, here], true[:, here])
         return found.rates()
 
-    def _batch(self, group: Sequence[Piece]) -> Batch:
+    def _batch(self, group: Sequence[Stretch]) -> Batch:
         n = sum(len(places(piece)) for piece in group)
         return self._packer.pack(group, np.arange(n, dtype=np.int32))
 
 
-def places(piece: Piece) -> range:
+def places(piece: Stretch) -> range:
     """Places of the passage that a piece asks about."""
     return range(piece.begin, piece.end, piece.stride)

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.backends.base import FloatArray, Model
-from localspec.backends.sequence_batch import SequenceBatch
+from localspec.backends.sequence_batch import Piece, SequenceBatch
 from localspec.errors import LocalspecError
 from localspec.prompts.prompts import Messages
 from localspec.sampling.sampling import Noise, SamplingParams, distribution, top_k_ids
@@ -182,9 +182,9 @@ class ExampleMaker:
             todo = self._format.answering(messages)
         except LocalspecError:
             return None
-        if not todo or len(todo) > self._batch.n_ctx_each - self._longest_answer // 2:
+        if not todo or len(todo) > self._batch.n_ctx - self._longest_answer // 2:
             return None
-        longest = min(self._longest_answer, self._batch.n_ctx_each - len(todo))
+        longest = min(self._longest_answer, self._batch.n_ctx - len(todo))
         greedy = Noise(derived(self._seed, f"{name}/greedy")).uniform(0, 0) < GREEDY_SHARE
         temperature = 0.0 if greedy else ANSWER_TEMPERATURE
         return _Sequence(
@@ -192,7 +192,7 @@ class ExampleMaker:
         )
 
     def _pieces(self, read: Read) -> Iterator[_Sequence]:
-        longest, number = min(LONGEST_READ, self._batch.n_ctx_each), 0
+        longest, number = min(LONGEST_READ, self._batch.n_ctx), 0
         for tokens in self._tokens_of(read):
             for at in range(0, len(tokens) - _SHORTEST, longest):
                 piece = tokens[at : at + longest + 1]  # the last is what follows the last place
@@ -236,27 +236,24 @@ class ExampleMaker:
         Raises:
             EngineError: the engine failed.
         """
-        pieces: list[tuple[int, list[int]]] = []
+        pieces: list[Piece] = []
         room = ROWS_PER_PASS
         # What is written goes before what is read, so that no answer waits for a long prompt.
         for i, sequence in sorted(enumerate(self._at_work), key=lambda each: len(each[1].todo)):
             n_fed = len(sequence.todo) - (sequence.stage == "read")
             if room:
-                pieces.append((i, sequence.todo[: min(room, n_fed)]))
-                room -= len(pieces[-1][1])
-        forward = self._batch.decode(pieces)
-        finished, at = [], 0
-        for i, tokens in pieces:
-            rows = slice(at, at + len(tokens))
-            at += len(tokens)
-            states = [forward.hidden[name][rows] for name in self._batch.hidden]
-            passage = self._advance(i, self._at_work[i], tokens, forward.logits[rows], states)
+                pieces.append(Piece(i, sequence.todo[: min(room, n_fed)]))
+                room -= len(pieces[-1].tokens)
+        finished: list[Passage] = []
+        for (i, tokens, _), forward in zip(pieces, self._batch.decode(pieces), strict=True):
+            states = [forward.hidden[name] for name in self._batch.hidden]
+            passage = self._advance(i, self._at_work[i], tokens, forward.logits, states)
             if passage is not None:
                 finished.append(passage)
         return finished
 
     def _advance(
-        self, i: int, sequence: _Sequence, tokens: list[int], logits: FloatArray, states: list[FloatArray]
+        self, i: int, sequence: _Sequence, tokens: Sequence[int], logits: FloatArray, states: list[FloatArray]
     ) -> Passage | None:
         """Take in what a pass computed for one sequence."""
         sequence.fed += tokens
@@ -306,7 +303,7 @@ class ExampleMaker:
         between = self._format.before_user
         if between is None or not answer.turn:
             return False
-        room = self._batch.n_ctx_each - len(answer.fed) - len(between) - self._format.longest_prompt
+        room = self._batch.n_ctx - len(answer.fed) - len(between) - self._format.longest_prompt
         chance = Noise(derived(self._seed, f"{answer.name}/goes on")).uniform(0, len(answer.fed))
         if room < self._longest_answer // 2 or chance >= _GOES_ON_SHARE:
             return False
@@ -325,7 +322,7 @@ class ExampleMaker:
             sequence.longest = self._format.longest_prompt
             sequence.temperature = PROMPT_TEMPERATURES[int(noise * len(PROMPT_TEMPERATURES))]
         else:
-            sequence.longest = min(self._longest_answer, self._batch.n_ctx_each - sequence.turn)
+            sequence.longest = min(self._longest_answer, self._batch.n_ctx - sequence.turn)
             sequence.temperature = 0.0 if noise < GREEDY_SHARE else ANSWER_TEMPERATURE
 
     def _end(self, i: int, sequence: _Sequence) -> Passage | None:

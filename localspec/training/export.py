@@ -15,7 +15,7 @@ from localspec.backends.heads import STATE, Head
 from localspec.model_files.head_card import Training
 from localspec.system.machine import cpu_name
 from localspec.training.evaluation import Tally
-from localspec.training.lessons import Embed, Packer, Piece, Size, first_lesson, n_lessons
+from localspec.training.lessons import Embed, Packer, Size, Stretch, first_lesson, n_lessons
 from localspec.training.network import NOWHERE, HeadNetwork, Weights
 from localspec.training.run_folder import Run
 from localspec.training.shards import Passage
@@ -81,7 +81,7 @@ def check(
     tally, same, real = Tally(), np.zeros(head.card.steps), np.zeros(head.card.steps)
     for passage in some:
         begin = first_lesson(passage)
-        piece = Piece(passage, begin, begin + min(_N_PLACES, n_lessons(passage)))
+        piece = Stretch(passage, begin, begin + min(_N_PLACES, n_lessons(passage)))
         n = piece.end - begin
         batch = packer.pack([piece], np.arange(n, dtype=np.int32))
         expected, true = (np.asarray(rows)[:, :n] for rows in network.guesses(weights, batch))
@@ -93,7 +93,7 @@ def check(
     return EngineCheck(tally.rates(), tuple((same / np.maximum(real, 1)).tolist()))
 
 
-def engine_logits(head: Head, piece: Piece) -> Iterator[FloatArray]:
+def engine_logits(head: Head, piece: Stretch) -> Iterator[FloatArray]:
     """The logits of every step [steps, n_out], at every place of a piece, of a head on an engine.
 
     Further steps are told the passage's tokens, not their own.

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.backends.base import Model, SequenceBatch
+from localspec.backends.batch_trust import check_batch
 from localspec.backends.heads import load_head
-from localspec.backends.trust import check_batch
 from localspec.errors import Cancelled, EngineError, UsageError
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.head_card import HeadCard

@@ -34,7 +34,7 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Stretch:
     """Some lessons of a passage: every ``stride``-th of its places from ``begin`` to before ``end``."""
 
     passage: Passage
@@ -79,15 +79,15 @@ class Packer:
         self._embed = embed
         self._steps = steps
 
-    def rows_of(self, piece: Piece) -> int:
+    def rows_of(self, piece: Stretch) -> int:
         """Rows that it takes in a batch: its lessons, what they see, and what further steps are compared with."""
         return self._last_row(piece) - piece.first_row
 
-    def _last_row(self, piece: Piece) -> int:
+    def _last_row(self, piece: Stretch) -> int:
         return min(len(piece.passage) - 1, piece.end + self._steps - 1)
 
     def pack(
-        self, pieces: Sequence[Piece], starts: npt.NDArray[np.int32], rng: np.random.Generator | None = None
+        self, pieces: Sequence[Stretch], starts: npt.NDArray[np.int32], rng: np.random.Generator | None = None
     ) -> Batch:
         """Put pieces together; they must fit.
 
@@ -204,7 +204,7 @@ class Reading:
         """The next batch, and the lessons in it."""
         size = self._packer.size
         # The last row and the last lesson stay free: what is padding points to them.
-        rows, lessons, pieces = size.n_rows - 1, size.n_lessons - 1, list[Piece]()
+        rows, lessons, pieces = size.n_rows - 1, size.n_lessons - 1, list[Stretch]()
         while lessons > 0 and (piece := self._piece(lessons, rows)) is not None:
             pieces.append(piece)
             lessons -= piece.end - piece.begin
@@ -216,7 +216,7 @@ class Reading:
         self.cursor.n_batches += 1
         return self._packer.pack(pieces, starts, rng), n
 
-    def _piece(self, n_free: int, rows_free: int) -> Piece | None:
+    def _piece(self, n_free: int, rows_free: int) -> Stretch | None:
         """What comes next, as much of it as there is room for; None if there is none for a lesson of it."""
         cursor = self.cursor
         while cursor.index >= len(self._order) or n_lessons(self._next) <= cursor.lesson:
@@ -229,10 +229,10 @@ class Reading:
         passage = self._next
         begin = first_lesson(passage) + cursor.lesson
         end = min(len(passage) - 1, begin + n_free)
-        piece = Piece(passage, begin, end)
+        piece = Stretch(passage, begin, end)
         excess = self._packer.rows_of(piece) - rows_free
         if excess > 0:
-            piece = Piece(passage, begin, end - excess)
+            piece = Stretch(passage, begin, end - excess)
         return piece if piece.end > begin and self._packer.rows_of(piece) <= rows_free else None
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from localspec.backends.base import Model, SequenceBatch
+from localspec.backends.base import Model, Piece, SequenceBatch
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.kv_memory import KV_VALUE_BYTES, kv_shape
 
@@ -48,18 +48,18 @@ def open_batch(
     each = max(1, sequence_bytes(model, n_ctx))
     possible = [width for width in WIDTHS if width == 1 or width * each <= room]
     best, rate = 1, 0.0
-    with model.new_batch(possible[-1], n_ctx, hidden=taps) as batch:
+    with model.new_batch(possible[-1], possible[-1] * n_ctx, n_ctx=n_ctx, hidden=taps) as batch:
         for width in possible:
             if stopped():
                 break
             seconds = []
             for _ in range(_PASSES):
                 began = time.perf_counter()
-                batch.decode([(sequence, [0]) for sequence in range(width)])
+                batch.decode([Piece(sequence, [0]) for sequence in range(width)])
                 seconds.append(time.perf_counter() - began)
             found = width / min(seconds)
             if width > 1 and min(seconds) * n_ctx / 2 > patience:
                 break
             if found > _WORTH * rate:
                 best, rate = width, found
-    return model.new_batch(best, n_ctx, hidden=taps), rate
+    return model.new_batch(best, best * n_ctx, n_ctx=n_ctx, hidden=taps), rate

@@ -20,6 +20,7 @@ from localspec.backends.base import Context, ContextState, FloatArray, Model
 from localspec.errors import Cancelled, Closed, ContextFull, EngineError, ModelFileError, UsageError
 from localspec.runtime.saved_state import maker_of
 from tests.conftest import Backend, TinyFiles
+from tests.support import several
 from tests.support.memory import growth_per_cycle, resident_mb
 
 NOISE = 0.05
@@ -32,9 +33,9 @@ def model(backend: Backend, tiny: TinyFiles) -> Iterator[Model]:
         yield model
 
 
-@pytest.fixture
-def context(model: Model) -> Iterator[Context]:
-    with model.new_context(256) as context:
+@pytest.fixture(params=several.KINDS)
+def context(request: pytest.FixtureRequest, model: Model) -> Iterator[Context]:
+    with several.opened(model, request.param, 256) as context:
         yield context
 
 

@@ -20,7 +20,7 @@ from localspec.backends.llama_family import LlamaContext
 from localspec.errors import Cancelled, Closed, ContextFull, UsageError
 from tests.backends.test_backends import agree, fresh_rows, rows, some_tokens
 from tests.conftest import Backend, TinyFiles
-from tests.support import ggufs
+from tests.support import ggufs, several
 
 SHAPE = ggufs.Shape(n_layer=3)
 WEIGHTS = ggufs.llama_weights(SHAPE, 384)
@@ -40,9 +40,9 @@ def model(backend: Backend, path: Path) -> Iterator[Model]:
         yield model
 
 
-@pytest.fixture
-def context(model: Model) -> Iterator[Context]:
-    with model.new_context(256, hidden=EVERY) as context:
+@pytest.fixture(params=several.KINDS)
+def context(request: pytest.FixtureRequest, model: Model) -> Iterator[Context]:
+    with several.opened(model, request.param, 256, EVERY) as context:
         yield context
 
 
@@ -354,11 +354,13 @@ def test_rows_of_a_wrong_kind_are_refused(model: Model, context: Context) -> Non
 
 @pytest.mark.parametrize("n_layers", [1, 2])
 @pytest.mark.parametrize("n", [1, 5])
-def test_the_first_layers_alone(model: Model, context: Context, expected: Any, n_layers: int, n: int) -> None:
+def test_the_first_layers_alone(
+    request: pytest.FixtureRequest, model: Model, context: Context, expected: Any, n_layers: int, n: int
+) -> None:
     """Once and again, several in a row; what they leave when they are truncated is nothing, to the bit."""
     tokens = some_tokens(40)
     wanted = expected(tokens)
-    with model.new_context(256, hidden=EVERY) as undisturbed:
+    with several.opened(model, request.node.callspec.params["context"], 256, EVERY) as undisturbed:
         undisturbed.decode(tokens[:20])
         for _ in range(2):
             whole = undisturbed.decode(tokens[20:25]).logits.copy()

@@ -24,7 +24,7 @@ def make(
     model: Model, n: int, n_sequences: int = 3, *, format: PromptFormat | None = None, seed: int = 5, **options: object
 ) -> tuple[list[Passage], ExampleMaker]:
     """The first n passages that come to their end."""
-    with model.new_batch(n_sequences, 256, hidden=TAPS) as batch:
+    with model.new_batch(n_sequences, n_sequences * 256, n_ctx=256, hidden=TAPS) as batch:
         maker = ExampleMaker(model, format or format_of(model), batch, seed, longest_answer=40, **options)  # type: ignore[arg-type]
         found: list[Passage] = []
         while len(found) < n:
@@ -162,7 +162,7 @@ def test_a_conversation_is_one_passage_as_the_chat_template_has_it(reference: Ba
 
 
 def test_what_is_under_way_is_a_lesson_too(reference: Backend, tiny: TinyFiles) -> None:
-    with reference.load(tiny.bpe) as model, model.new_batch(3, 256, hidden=TAPS) as batch:
+    with reference.load(tiny.bpe) as model, model.new_batch(3, 3 * 256, n_ctx=256, hidden=TAPS) as batch:
         maker = ExampleMaker(model, format_of(model), batch, 1)
         for _ in range(200):
             maker.step()

@@ -20,7 +20,7 @@ from tests.support.lessons import written_by
 jax = pytest.importorskip("jax", reason="the trainer needs jax: pip install 'localspec[distill]'")
 
 from localspec.training.export import check, engine_logits  # noqa: E402
-from localspec.training.lessons import Packer, Piece, Size, first_lesson, n_lessons  # noqa: E402
+from localspec.training.lessons import Packer, Size, Stretch, first_lesson, n_lessons  # noqa: E402
 from localspec.training.network import HeadNetwork  # noqa: E402
 
 TAPS = ("layer:0", "norm")
@@ -56,7 +56,7 @@ def test_every_step_guesses_as_the_engine_does(
     path = write_random_head(target, tmp_path / "head.gguf", kind, taps, 200, biases=biases, type_name="F32", steps=3)
     trained = Trained(path, target)
     one, other = written_by(target, taps, [90, 40])
-    pieces = [Piece(other, 18, 33), Piece(one, 60, 89), Piece(other, 30, 39)]
+    pieces = [Stretch(other, 18, 33), Stretch(one, 60, 89), Stretch(other, 30, 39)]
     packer = Packer(trained.card.token_map, trained.embed, Size(256, 64, 60), trained.card.steps)
     n = sum(piece.end - piece.begin for piece in pieces)
     batch = packer.pack(pieces, np.arange(n, dtype=np.int32))
@@ -85,7 +85,7 @@ def test_finished_heads_are_checked_place_by_place(tiny: TinyFiles, tmp_path: Pa
         assert max(check(head, trained.network, wrong, trained.embed, passages).agreement) < 0.9
         expected = []
         for passage in passages:
-            piece = Piece(passage, first_lesson(passage), first_lesson(passage) + n_lessons(passage))
+            piece = Stretch(passage, first_lesson(passage), first_lesson(passage) + n_lessons(passage))
             said = passage.top_ids[piece.begin + 1 :, 0]
             expected += [
                 head.token_map[each[0].argmax()] == best
@@ -98,7 +98,7 @@ def test_finished_heads_are_checked_place_by_place(tiny: TinyFiles, tmp_path: Pa
 def test_half_precision_bends_gradients_little(tiny: TinyFiles, tmp_path: Path) -> None:
     target = tiny.quick.target
     path = write_random_head(target, tmp_path / "head.gguf", "chained", TAPS, type_name="F32", steps=3)
-    piece = Piece(written_by(target, TAPS, [80])[0], 38, 78)
+    piece = Stretch(written_by(target, TAPS, [80])[0], 38, 78)
     found = []
     for half in (False, True):
         trained = Trained(path, target, half=half)
@@ -119,7 +119,7 @@ def test_gradients_are_those_of_finite_differences(tiny: TinyFiles, tmp_path: Pa
         write_random_head(target, tmp_path / "head.gguf", "chained", TAPS, 200, type_name="F32", steps=3), target
     )
     packer = Packer(trained.card.token_map, trained.embed, Size(210, 64, 32), trained.card.steps)
-    batch = packer.pack([Piece(written_by(target, TAPS, [80])[0], 38, 78)], np.arange(0, 40, 2, dtype=np.int32))
+    batch = packer.pack([Stretch(written_by(target, TAPS, [80])[0], 38, 78)], np.arange(0, 40, 2, dtype=np.int32))
     network, weights, batch = trained.network, trained.weights, jax.tree.map(jax.numpy.asarray, batch)
     zero = {name: jax.numpy.zeros_like(value) for name, value in weights.items()}
     gradients, _ = network.gradients(weights, zero, batch)
@@ -139,7 +139,7 @@ def test_a_sample_of_the_output_rows_gives_nearly_the_same_gradients(tiny: TinyF
     trained = Trained(
         write_random_head(target, tmp_path / "head.gguf", "chained", TAPS, type_name="F32", steps=2), target
     )
-    piece = Piece(written_by(target, TAPS, [120], top_k=4)[0], 58, 118)
+    piece = Stretch(written_by(target, TAPS, [120], top_k=4)[0], 58, 118)
     found = []
     for n_candidates, n in ((0, 1), (200, 12)):
         size = Size(210, 64, 32, n_candidates)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from localspec.backends.base import Model
+from localspec.backends.base import Model, Piece
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.kv_memory import kv_shape
 from localspec.training import side_by_side
@@ -31,7 +31,7 @@ def model(reference: Backend, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) 
             batch = new_batch(*given, **options)
             decode = batch.decode
 
-            def timed(pieces: list[tuple[int, list[int]]]) -> object:
+            def timed(pieces: list[Piece]) -> object:
                 nonlocal seconds
                 seconds += 1 + 0.1 * (len(pieces) - 1)
                 return decode(pieces)
@@ -60,7 +60,7 @@ def test_the_width_is_what_memory_and_time_allow(
     batch, measured = open_batch(model, 64, ("norm",), room, patience)
     assert batch.n_sequences == width
     assert measured == pytest.approx(rate)
-    assert all(batch.n_past(i) == 0 for i in range(width))
+    assert all(batch[i].n_past == 0 for i in range(width))
     batch.close()
 
 

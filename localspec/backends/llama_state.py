@@ -1,0 +1,64 @@
+"""What a llama.cpp engine holds of a sequence, copied out and in."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from localspec.backends.context_state import ContextState
+from localspec.backends.llama_binding import Binding, Bytes
+from localspec.errors import EngineError
+
+if TYPE_CHECKING:
+    from localspec.backends.llama_family import LlamaModel
+
+
+def save(model: LlamaModel, ctx: int, sequence: int = 0) -> Bytes:
+    """The engine's own record of a sequence.
+
+    Raises:
+        EngineError: it makes none.
+    """
+    binding = model.binding
+    state: Bytes = np.empty(state_bytes(binding, ctx, sequence), dtype=np.uint8)
+    written = binding.lib.llama_state_seq_get_data(ctx, _address(state), state.nbytes, sequence, *binding.state_flags)
+    model.check_devices()
+    if not written:
+        raise EngineError(f"{model.engine} could not save the state of a context")
+    return state[:written]
+
+
+def state_bytes(binding: Binding, ctx: int, sequence: int = 0) -> int:
+    """Size of such a record, or an upper bound of it [bytes]."""
+    return int(binding.lib.llama_state_seq_get_size(ctx, sequence, *binding.state_flags))
+
+
+def restore(model: LlamaModel, ctx: int, state: Bytes, sequence: int = 0) -> None:
+    """Put a record into an empty sequence.
+
+    Raises:
+        EngineError: the engine refuses it.
+    """
+    binding = model.binding
+    if not binding.lib.llama_state_seq_set_data(ctx, _address(state), state.nbytes, sequence, *binding.state_flags):
+        raise EngineError(f"{model.engine} refuses the saved state of a context")
+    model.check_devices()
+
+
+def saved_sequence(state: ContextState, path: Path) -> Bytes:
+    """The record in an exported state.
+
+    Raises:
+        EngineError: there is none.
+    """
+    sequence = state.arrays.get("sequence")
+    if sequence is None or sequence.dtype != np.uint8 or sequence.ndim != 1:
+        raise EngineError(f"the saved state does not fit {path.name}")
+    return np.ascontiguousarray(sequence)
+
+
+def _address(array: Bytes) -> Any:
+    return array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
