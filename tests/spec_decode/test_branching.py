@@ -234,3 +234,38 @@ def test_through_the_whole_of_it(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatc
         assert len(event["draft"]) == len(round_.draft_texts)
         assert len(accepted) == round_.verdict.n_accepted
         assert all("parent" in token for token in event["draft"]) == (round_.draft.branches or not event["draft"])
+
+
+class Watcher(Drafter):
+    """Keeps the target's states of what was settled, as heads do."""
+
+    source = "watcher"
+    taps = ("layer:0", "norm")
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        self.kept: dict[str, list[np.ndarray]] = {tap: [] for tap in self.taps}
+
+    def process(self, tokens: Sequence[int], forward: Forward) -> None:
+        self.seen = dict(forward.hidden)
+
+    def accept(self, emitted: Sequence[int]) -> None:
+        for tap, rows in self.seen.items():
+            self.kept[tap].extend(rows[: len(emitted)])
+
+    def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
+        return []
+
+
+def test_states_are_those_of_the_accepted_path(tiny: TinyFiles) -> None:
+    watcher, controller = Watcher(), Branchy(random.Random(0))
+    with reference.load(tiny.quick.target) as model, reference.load(tiny.quick.draft) as small:
+        target = model.new_context(N_CTX, hidden=watcher.taps)
+        drafters = [DraftModelDrafter(small.new_context(N_CTX)), NgramDrafter(min_match=1), watcher]
+        answer = Answer.of(
+            run(SpeculativeDecoder(target, drafters, controller), [5, 6, 7], SamplingParams(max_tokens=50))
+        )
+        assert controller.n_beside > 0
+        text = [5, 6, 7, *answer.tokens[:-1]]
+        wanted = model.new_context(N_CTX, hidden=watcher.taps).decode(text).hidden
+    for tap in watcher.taps:
+        assert np.array_equal(np.array(watcher.kept[tap]), wanted[tap][2:])
