@@ -1,6 +1,6 @@
 """What drafts that branch are worth, by what a row of the target's pass costs: simulated clocks, real decoding.
 
-    python -m benchmarks.branching [--answers 12] [--tokens 160]
+    python -m benchmarks.branching [--answers 12] [--tokens 120] [--curve NAME ...] [--temperature T ...]
 
 Tiny models decode on the reference backend with the decoder, the draft model, the n-grams and the controller as they
 are; only the clock is simulated: a pass takes what the curve says. Each answer is made plainly, with chains alone, and
@@ -180,7 +180,9 @@ def measure(files: ggufs.Pair, curve: str, share: float, temperature: float, n_a
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--tokens", type=int, default=120)
+    parser.add_argument("--curve", nargs="+", default=list(CURVES), choices=list(CURVES))
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.8])
     args = parser.parse_args()
     print(
         "| curve | draft token / t(1) | temperature | chains / plain | branches / plain | branches / chains "
@@ -190,9 +192,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         shape = ggufs.Shape(n_layer=2, n_embd=32, n_head=2, n_head_kv=1, n_ff=32, residual=0.4)
         files = ggufs.correlated_pair(Path(folder), ggufs.bpe_vocab(300), shape=shape, name="quick")
-        for curve in CURVES:
+        for curve in args.curve:
             for share in (0.06, 0.3):
-                for temperature in (0.0, 0.8):
+                for temperature in args.temperature:
                     print(measure(files, curve, share, temperature, args.answers, args.tokens), flush=True)
 
 
