@@ -36,7 +36,8 @@ class PassTimes:
     plain; without ``slope`` 448, without ``trim`` 598.
 
     Attributes:
-        base: calibrated milliseconds by width, with ``CALIBRATED_PAST`` tokens in the memory; at least width 1.
+        base: calibrated milliseconds by width, with ``CALIBRATED_PAST`` tokens in the memory; at least width 1. It is
+            replaced as a whole, never changed.
         growth: relative increase per token in the memory: its bytes in the KV cache over the bytes of the weights.
         n_past: tokens in the memory now.
         scale, slope, trim, beyond: the corrections; 1 is none.
@@ -57,6 +58,10 @@ class PassTimes:
     _n_recent: int = 0
     _last: float = 0.0
     _drift: float = 0.0
+    _read: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
+    """The curve by width, as read from ``_read_of`` so far: a draft asks for it a hundred times a round."""
+    _read_of: dict[int, float] | None = field(default=None, repr=False, compare=False)
+    _widest: int = field(default=1, repr=False, compare=False)
 
     def __call__(self, width: int) -> float:
         """Expected milliseconds of a pass over ``width`` tokens; 0 for no tokens."""
@@ -65,9 +70,16 @@ class PassTimes:
         one = self._curve(1)
         longer = (1.0 + self.growth * self.n_past) / (1.0 + self.growth * CALIBRATED_PAST)
         ms = (one + self.slope * (self._curve(width) - one)) * longer * self.scale
-        return ms * (self.beyond if width > max(self.base) else self.trim.get(width, 1.0))
+        return ms * (self.beyond if width > self._widest else self.trim.get(width, 1.0))
 
     def _curve(self, width: int) -> float:
+        if self._read_of is not self.base:
+            self._read, self._read_of, self._widest = {}, self.base, max(self.base)
+        if (ms := self._read.get(width)) is None:
+            ms = self._read[width] = self._interpolated(width)
+        return ms
+
+    def _interpolated(self, width: int) -> float:
         known = self.base
         if width in known:
             return known[width]
@@ -97,7 +109,7 @@ class PassTimes:
         expected = self(width)
         if expected <= 0 or ms <= 0:
             return
-        wide = width > max(self.base)
+        wide = width > self._widest
         surprise = math.log(ms / expected)
         agreed = min(abs(surprise), abs(self._last), AGREED_MOST) if surprise * self._last > 0 else 0.0
         quick = math.copysign(AGREED_SHARE * agreed, surprise) if agreed > NOISE else 0.0

@@ -94,7 +94,8 @@ class DraftMaker:
                     draft.close()
             models = [draft for draft in models if not draft.drafter.taps]
             context = self._context_for([])
-        return DecodingState(context, before.times, free, models, self._acceptance_of(free, models))
+        acceptance = self._acceptance_of(free, models)
+        return DecodingState(context, before.times, free, models, acceptance, ahead=before.ahead)
 
     # -- by name ---------------------------------------------------------------------------------------------------
 

@@ -291,7 +291,7 @@ class Pair:
         if self.options.idle:
             prepare_free(self, chosen)
         chosen = [drafter for drafter in chosen if controller.may_use(drafter.source)]
-        decoder = SpeculativeDecoder(self.context, chosen, controller, self._lost)
+        decoder = SpeculativeDecoder(self.context, chosen, controller, self._lost, self.state.drafting_ahead)
         conversation = self.conversation = list(prompt)
         text = TextAssembler(self.target.vocab, params.stop, thinking)
         n_rounds, ended = 0, False

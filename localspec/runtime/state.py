@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from localspec.backends.base import Context, Model
 from localspec.controllers.acceptance_store import AcceptanceStore
 from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.passes import PassKind
+from localspec.runtime.draft_ahead import AheadChoice
+from localspec.spec_decode.ahead import DraftAhead
 from localspec.spec_decode.drafters.base import Drafter
 
 
@@ -74,6 +76,7 @@ class DecodingState:
         free: drafters that cost nothing; they are asked first.
         models: draft models and heads.
         acceptance: how often draft tokens were accepted, and the time that drafting may cost.
+        ahead: whether drafters go on while the target verifies.
     """
 
     context: Context
@@ -81,6 +84,12 @@ class DecodingState:
     free: list[Drafter]
     models: list[DraftModel]
     acceptance: AcceptanceStore
+    ahead: AheadChoice = field(default_factory=AheadChoice)
+
+    @property
+    def drafting_ahead(self) -> DraftAhead | None:
+        """What drafts while the target verifies; None where that is not done."""
+        return self.ahead.of(self.context, [draft.model for draft in self.models if draft.drafter.reads_text])
 
     @property
     def target(self) -> Model:
@@ -136,7 +145,8 @@ class DecodingState:
             for each in made:
                 each.close()
             raise
-        return DecodingState(context, deepcopy(self.times), free, models, deepcopy(self.acceptance))
+        ahead = AheadChoice(self.ahead.wanted)
+        return DecodingState(context, deepcopy(self.times), free, models, deepcopy(self.acceptance), ahead=ahead)
 
 
 def taps_of(drafters: Iterable[Drafter]) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from localspec.backends.forward import NORM, Forward, layer_name
 from localspec.errors import EngineError, PromptTooLong, UsageError
 from localspec.sampling.logprobs import token_logprobs
 from localspec.sampling.sampling import Noise, NotNumbers, SamplingParams
+from localspec.spec_decode.ahead import DraftAhead
 from localspec.spec_decode.controller import Controller
 from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.drafters.base import Drafter
@@ -45,6 +47,7 @@ class SpeculativeDecoder:
         drafters: in the order they are asked.
         controller: decides how far to draft.
         lost: takes a drafter that failed, and why; the answer goes on without it.
+        ahead: drafts while the target verifies; None drafts in the ordinary order. For one answer at a time.
 
     Raises:
         UsageError: the target's context does not return the hidden states that a drafter reads.
@@ -56,7 +59,9 @@ class SpeculativeDecoder:
         drafters: Sequence[Drafter],
         controller: Controller,
         lost: Callable[[Drafter, str], None] = lambda drafter, why: None,
+        ahead: DraftAhead | None = None,
     ) -> None:
+        self.ahead = ahead
         self.target = target
         self.drafters = DrafterGroup(drafters, self._without)
         if missing := self.drafters.taps.difference(target.hidden):
@@ -147,10 +152,20 @@ class SpeculativeDecoder:
         n_logprobs: int | None = None,
         constraint: Constraint | None = None,
     ) -> Steps:
-        """``rounds``, the passes left to the caller; after each comes its round.
+        """``rounds``, the passes left to the caller; after each comes its round."""
+        steps = self._steps(prompt, params, text, cancelled, n_logprobs, constraint)
+        return steps if self.ahead is None else self.ahead.during(steps)
 
-        Invariant at the top of the loop: ``tokens`` is everything settled, and the target holds all of it but the last.
-        """
+    def _steps(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        text: TextAssembler,
+        cancelled: Callable[[], bool],
+        n_logprobs: int | None,
+        constraint: Constraint | None,
+    ) -> Steps:
+        """Invariant at the top of the loop: ``tokens`` is everything settled; the target holds all but the last."""
         target, controller, drafters = self.target, self.controller, self.drafters
         tokens, noise = list(prompt), Noise(params.seed)
         proposer = SamplingProposer(params, noise, constraint, target.model.n_vocab)
@@ -161,6 +176,9 @@ class SpeculativeDecoder:
         keeps_rows = n_logprobs is not None and replays
         drafters.begin(tokens)
         controller.begin(params, len(tokens))
+        ahead = self.ahead if constraint is None else None  # a grammar's state follows one text only
+        if ahead is not None:
+            ahead.begin(drafters, proposer, end_tokens)
         index, finish = 0, None
         while not finish and not cancelled():
             if forced := emitter.forced:
@@ -172,13 +190,19 @@ class SpeculativeDecoder:
             started = time.perf_counter()
             controller.enter(thinks=emitter.thinks)
             plan = controller.plan(room=emitter.room, n_past=target.n_past)
-            branching = controller.branching() if target.can_branch and constraint is None else None
-            draft = drafters.draft(tokens, plan, proposer, end_tokens, branching)
+            may_branch = target.can_branch and constraint is None and ahead is None
+            branching = controller.branching() if may_branch else None
+            draft = (
+                drafters.draft(tokens, plan, proposer, end_tokens, branching)
+                if ahead is None
+                else ahead.draft(tokens, plan)
+            )
             drafted = time.perf_counter()
             read = [tokens[-1], *draft.ids]
             parents = [-1, *(parent + 1 for parent in draft.parents)] if draft.branches else None
-            forward = yield TargetPass(read, parents=parents)  # logits [k + 1, n_vocab]
-            verified = time.perf_counter()
+            with nullcontext() if ahead is None else ahead.preparing(tokens, draft):
+                forward = yield TargetPass(read, parents=parents)  # logits [k + 1, n_vocab]
+                verified = time.perf_counter()
             assert forward is not None
             masked = constraint.rows(forward.logits, draft.ids, params) if constraint else forward.logits
             try:
@@ -212,6 +236,7 @@ class SpeculativeDecoder:
                 n_past=len(tokens) - len(settled) - 1,
                 spans=spans,
                 finish_reason=finish,
+                ahead=None if ahead is None else ahead.count,
             )
             controller.update(round_)
             round_.ms_other = (time.perf_counter() - verified - replayed) * 1e3

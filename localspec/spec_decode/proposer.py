@@ -13,10 +13,12 @@ from localspec.sampling.sampling import (
     Distribution,
     Ids,
     Noise,
+    NotNumbers,
     Row,
     SamplingParams,
     distribution,
     edit_logits,
+    top_k_ids,
     top_probability,
 )
 from localspec.spec_decode.drafters.base import DrafterFailed, Rival
@@ -24,6 +26,13 @@ from localspec.spec_decode.verification import STREAM_DRAFT, STREAM_TARGET
 
 if TYPE_CHECKING:
     from localspec.sampling.structured.constraint import Constraint
+
+
+Alternatives = Sequence[tuple[int, float]]
+"""Tokens that may come instead of a draft token, with the share of each in the probability that another one comes."""
+
+N_ALTERNATIVES = 3
+_NOT_NUMBERS = "computed logits that are not numbers"
 
 
 class SamplingProposer:
@@ -46,6 +55,9 @@ class SamplingProposer:
         noise: the request's.
         constraint: the grammar that the answer follows.
         n_vocab: how many token ids the target takes; None is as many as the draft model.
+
+    Attributes:
+        alternatives: by position, what may come instead of the tokens drafted last; None does not look for it.
     """
 
     def __init__(
@@ -56,8 +68,9 @@ class SamplingProposer:
         self.constraint = constraint
         self.n_vocab = n_vocab
         self.rivals: dict[int, Rival] | None = None
+        self.alternatives: dict[int, Alternatives] | None = None
         self._choice: int | Distribution = 0
-        self._row: tuple[Row, Ids | None, float] | None = None  # greedily, while rivals are wanted
+        self._row: tuple[Row, Ids | None, float] | None = None  # greedily, while rivals or alternatives are wanted
         self._n_sampled = 0
 
     def n_legal(self, tokens: Sequence[int]) -> int:
@@ -77,23 +90,33 @@ class SamplingProposer:
     def confidence(self, row: Row, history: Sequence[int], n_known: int = 0, ids: Ids | None = None) -> float:
         """The draft's probability for its most probable token, in [0, 1]; see ``drafters.base.Proposer``."""
         row = row[: self.n_vocab]
-        if not math.isfinite(row.max()):  # NaN anywhere is the maximum
-            raise DrafterFailed("computed logits that are not numbers")
+        if not self.params.greedy and self.constraint is None:
+            return self._sure_of_law(row, history, ids)
+        best = int(row.argmax())
+        if not math.isfinite(row[best]):  # NaN anywhere is the maximum
+            raise DrafterFailed(_NOT_NUMBERS)
         if self.constraint is not None:
             row = self.constraint.masked(row, n_known, ids)
             if row.max() == -math.inf:  # a trimmed vocabulary has nothing that may come here
                 return 0.0
         if self.params.greedy:
-            row = edit_logits(row, history, self.params, ids)
-            best = int(np.argmax(row))
+            if self.constraint is not None or self.params.edits_logits:
+                row = edit_logits(row, history, self.params, ids)
+                best = int(row.argmax())
             self._choice = best if ids is None else int(ids[best])
-            confidence = top_probability(row) if row[best] > -math.inf else 0.0
-            self._row = (row, ids, confidence) if self.rivals is not None else None
+            confidence = top_probability(row, top=row[best]) if row[best] > -math.inf else 0.0
+            is_wanted = self.rivals is not None or self.alternatives is not None
+            self._row = (row, ids, confidence) if is_wanted else None
             return confidence
+        return self._sure_of_law(row, history, ids)
+
+    def _sure_of_law(self, row: Row, history: Sequence[int], ids: Ids | None) -> float:
         try:
             q = distribution(row, history, self.params, ids)
         except UsageError:  # banned, all of them; the target may have more
             return 0.0
+        except NotNumbers:
+            raise DrafterFailed(_NOT_NUMBERS) from None
         self._choice = q
         return float(q.probs.max())
 
@@ -112,6 +135,8 @@ class SamplingProposer:
             rival = self._second_best() if self.params.greedy else self._without(token, position, law is not None)
             if rival is not None:
                 self.rivals[position] = rival
+        if self.alternatives is not None:
+            self.alternatives[position] = self._others(token, position)
         return token, law
 
     def draw(self, rival: Rival) -> int:
@@ -160,3 +185,23 @@ class SamplingProposer:
         # learned from the token before. Drawn with the same noise, the new one would not follow q given that.
         self._n_sampled += 1
         return choice.sample(self.noise, self._n_sampled, STREAM_DRAFT), choice
+
+    def _others(self, token: int, position: int) -> Alternatives:
+        """What the target may say there instead of a draft token, as far as the draft's row tells."""
+        choice = self._choice
+        if isinstance(choice, int):
+            assert self._row is not None
+            row, ids, _ = self._row
+            near = top_k_ids(row, N_ALTERNATIVES + 1)
+            weights = np.exp(row[near].astype(np.float64) - float(row.max()))
+            choice = Distribution(near if ids is None else ids[near], weights)
+        left = choice.ids != token
+        ids, probs = choice.ids[left], choice.probs[left]
+        if not len(ids):
+            return ()
+        if self.params.seed is not None and not self.params.greedy:
+            # The target draws with this noise too: what comes second with it is what it will most likely say instead.
+            second = Distribution(ids, probs).sample(self.noise, position, STREAM_TARGET)
+            return ((second, 0.5),)
+        best = np.argsort(-probs, kind="stable")[:N_ALTERNATIVES]
+        return [(int(ids[i]), float(probs[i] / probs.sum())) for i in best]

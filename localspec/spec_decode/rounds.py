@@ -97,6 +97,23 @@ class Span:
 
 
 @dataclass(slots=True)
+class AheadCount:
+    """What drafting while the target verifies did in one round.
+
+    Attributes:
+        hit: whether the verdict before was one that a draft had been prepared for.
+        taken: how many tokens of this round's draft had been prepared.
+        outcomes: how many outcomes drafts were prepared for during this round's pass.
+        prepared: how many draft tokens these have.
+    """
+
+    hit: bool = False
+    taken: int = 0
+    outcomes: int = 0
+    prepared: int = 0
+
+
+@dataclass(slots=True)
 class Round:
     """One round: the draft, its fate, what was emitted and what it took.
 
@@ -106,6 +123,8 @@ class Round:
     broken off while text waits, one more round brings it; it has no draft and no tokens, and statistics do not count
     it. Where a thinking budget is spent, the target reads the tokens that close the block: a round of ``forced`` tokens
     without a draft.
+
+    ``ahead`` counts what was drafted while the target verified, where that is done.
 
     Times are in milliseconds. ``ms_verify`` is the target's pass, a replay included; ``ms_verify_expected`` is what the
     cost model expected, None where there is none.
@@ -124,6 +143,7 @@ class Round:
     spans: list[Span] = field(default_factory=list)
     reason: str = ""
     finish_reason: FinishReason | None = None
+    ahead: AheadCount | None = None
 
     @classmethod
     def of_rest(cls, index: int, spans: list[Span], finish_reason: FinishReason) -> Round:
@@ -168,6 +188,7 @@ class Round:
         """The round as the JSON object of ``--format events`` (documented in docs/formats.md)."""
         texts = self.draft_texts or [""] * len(self.draft)
         thinking = {"thinking": self.thinking} if self.thinking else {}
+        ahead = {"ahead": asdict(self.ahead)} if self.ahead else {}
         parents = [{"parent": parent} if self.draft.branches else {} for parent in self.draft.parents]
         return {
             "type": "round",
@@ -192,6 +213,7 @@ class Round:
             "ms_other": round(self.ms_other, 3),
             "tokens_expected": round(self.tokens_expected, 3),
             "ms_verify_expected": None if self.ms_verify_expected is None else round(self.ms_verify_expected, 3),
+            **ahead,
             "reason": self.reason,
         }
 
@@ -212,6 +234,8 @@ class SpecStats(Mapping[str, Any]):
       plain decoding is 1.
     * ``accepted_per_position[i]``: rounds in which a draft token at position i was accepted;
       ``drafted_per_position[i]``: rounds that had one there. Of a draft that branches there may be several.
+    * ``num_ahead_hits``: rounds whose draft, or its beginning, was made while the target verified the one before;
+      ``num_ahead_tokens``: draft tokens made so, ``num_ahead_tokens_used`` those of them that were sent.
     * ``tokens_per_second``: completion tokens / (seconds_draft + seconds_verify + seconds_other); prompt excluded.
     * ``estimated_plain_tokens_per_second``: 1 / t(1), t(1) being the time of a one-token pass as this answer's own
       passes went: what they took, by the cost model's ratio of their widths to one token. ``estimated_speedup`` is the
@@ -235,6 +259,9 @@ class SpecStats(Mapping[str, Any]):
     time_to_first_token_s: float | None = None
     seconds_plain_token: float | None = None
     by_source: dict[str, dict[str, int]] = field(default_factory=dict)
+    num_ahead_hits: int = 0
+    num_ahead_tokens: int = 0
+    num_ahead_tokens_used: int = 0
     reason: str = ""
 
     def add(self, round_: Round) -> None:
@@ -259,6 +286,10 @@ class SpecStats(Mapping[str, Any]):
             counts = self.by_source.setdefault(token.source, {"num_draft_tokens": 0, "num_accepted_tokens": 0})
             counts["num_draft_tokens"] += 1
             counts["num_accepted_tokens"] += accepted
+        if round_.ahead is not None:
+            self.num_ahead_hits += round_.ahead.hit
+            self.num_ahead_tokens += round_.ahead.prepared
+            self.num_ahead_tokens_used += round_.ahead.taken
         self.seconds_draft += round_.ms_draft / 1e3
         self.seconds_verify += round_.ms_verify / 1e3
         self.seconds_other += round_.ms_other / 1e3

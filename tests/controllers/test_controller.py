@@ -465,9 +465,9 @@ def test_a_model_that_would_not_pay_if_always_right_costs_no_thought_until_it_wo
     assert sum(solved) <= 2
     # Another machine, as it were: passes over more tokens are nearly free.
     here.curve = CURVES["gpu"]
-    controller.estimates.times.base.update(here.curve)
-    steps = controller.estimates.draft_times["model"].base
-    steps.update(dict.fromkeys(steps, 1.0))
+    controller.estimates.times.base = dict(here.curve)
+    steps = controller.estimates.draft_times["model"]
+    steps.base = dict.fromkeys(steps.base, 1.0)
     here.sources["model"].step_ms = here.sources["model"].prefill_ms = 1.0
     assert "always right" not in controller.explain()
     assert "this text gives" not in controller.explain().partition("needs")[2]

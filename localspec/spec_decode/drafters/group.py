@@ -26,7 +26,7 @@ class DrafterGroup:
         self, drafters: Sequence[Drafter], lost: Callable[[Drafter, str], None] = lambda drafter, why: None
     ) -> None:
         self.drafters = list(drafters)
-        self._lost = lost
+        self.lost = lost
 
     @property
     def taps(self) -> set[str]:
@@ -137,7 +137,7 @@ class DrafterGroup:
             drafter.drafted()
             drafter.failed = True
             self.drafters.remove(drafter)
-            self._lost(drafter, str(error))
+            self.lost(drafter, str(error))
             return []
 
     def accept(self, emitted: Sequence[int]) -> None:

@@ -1,0 +1,143 @@
+"""Our own time in a round, against passes of 5, 10 and 20 ms: what a fast device leaves us.
+
+    python -m benchmarks.own_time [--ms 5 10 20] [--tokens N] [--vocab N] [--json FILE] [--profile NAME]
+
+Through ``LLM``, with an engine whose passes wait instead of computing (tests/support/waiting_engine.py), over 152k
+logits. Own time is the whole time of a round less what target and draft waited; handing the round to whoever reads the
+stream is in it. Each line is a way to decode: plain and with n-grams as ``auto`` does, a draft model with a fixed
+length and chosen by ``auto``, greedily and sampled. The draft model is right four times in five and takes a tenth of
+the target's pass. Medians over rounds after the first eight, by the clock and in time of the processor, which other
+programs disturb less; the share is that of the time by the clock, the passes taken to last as long as they should.
+``--profile`` prints where one of the ways spends its time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import os
+import platform
+import pstats
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from localspec import LLM, SamplingParams
+from localspec.system.machine import cpu_name
+from tests.support import ggufs
+from tests.support.gguf_vocabs import bpe_vocab
+from tests.support.waiting_engine import Timing, WaitingModel, waiting
+
+GREEDY = SamplingParams(ignore_eos=True)
+TOP_K = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, ignore_eos=True, seed=1)
+SAMPLED = SamplingParams(temperature=0.8, ignore_eos=True)
+WAYS: dict[str, tuple[SamplingParams, str | int, str | None]] = {
+    "greedy, plain": (GREEDY, 0, None),
+    "greedy, auto, n-grams": (GREEDY, "auto", "ngram"),
+    "greedy, draft of 4": (GREEDY, 4, "model"),
+    "greedy, draft of 8": (GREEDY, 8, "model"),
+    "greedy, auto, draft": (GREEDY, "auto", "model"),
+    "top-k 40, top-p 0.95, draft of 4": (TOP_K, 4, "model"),
+    "whole law, plain": (SAMPLED, 0, None),
+    "whole law, draft of 4": (SAMPLED, 4, "model"),
+    "whole law, auto, draft": (SAMPLED, "auto", "model"),
+}
+WARM_ROUNDS = 8
+
+
+@contextmanager
+def loaded(ms: float, n_vocab: int, draft: str | None) -> Iterator[LLM]:
+    """A waiting pair."""
+    with tempfile.TemporaryDirectory() as folder:
+        shape = ggufs.Shape(n_layer=1, n_embd=8, n_head=1, n_head_kv=1, n_ff=8, n_ctx=8192)
+        files = ggufs.correlated_pair(Path(folder), bpe_vocab(300), shape=shape)
+        target, small = Timing(ms, n_vocab=n_vocab), Timing(ms / 10, right=0.8, n_vocab=n_vocab)
+        with waiting({files.target: target, files.draft: small}):
+            named = files.draft if draft == "model" else draft
+            with LLM(files.target, draft=named, backend="reference", idle=False, remember=False) as llm:
+                yield llm
+
+
+def rounds_of(llm: LLM, way: str, n_tokens: int) -> list[dict[str, float]]:
+    """Of each round: our own time by the clock and of the processor, and what its passes should last [ms]."""
+    params, length, _ = WAYS[way]
+    models = [m for m in (llm._pair.target, *(d.model for d in llm._pair.state.models)) if isinstance(m, WaitingModel)]
+    stream = llm.rounds(
+        "One two three", SamplingParams(**{**_fields(params), "max_tokens": n_tokens}), draft_length=length
+    )
+    found: list[dict[str, float]] = []
+    before = None
+    for _ in stream:
+        waits, busy = sum(model.seconds for model in models), sum(model.cpu_seconds for model in models)
+        nominal = sum(model.nominal_ms for model in models)
+        now = np.array([(time.perf_counter() - waits) * 1e3, (time.process_time() - busy) * 1e3, nominal])
+        if before is not None:
+            found.append(dict(zip(("own", "cpu", "models"), (now - before).tolist(), strict=True)))
+        before = now
+    return found[WARM_ROUNDS:]
+
+
+def _fields(params: SamplingParams) -> dict[str, Any]:
+    return {name: getattr(params, name) for name in params.__slots__}
+
+
+def profile(way: str, ms: float, n_tokens: int, n_vocab: int) -> None:
+    """Where the engine's thread spends its own time."""
+    with loaded(ms, n_vocab, WAYS[way][2]) as llm:
+        rounds_of(llm, way, 64)
+        params, length, _ = WAYS[way]
+        profiler = cProfile.Profile()
+
+        def work(pair: Any) -> int:
+            fixed = SamplingParams(**{**_fields(params), "max_tokens": n_tokens})
+            prompt = pair.target.tokenize("One two three")
+            profiler.enable()
+            n = sum(1 for _ in pair.rounds(prompt, fixed, length, lambda n: None, lambda: False))
+            profiler.disable()
+            return n
+
+        n_rounds = llm.run(work)
+    print(f"{way}: {n_rounds} rounds")
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(28)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ms", type=float, nargs="+", default=[5.0, 10.0, 20.0])
+    parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--vocab", type=int, default=151_936)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help="; ".join(WAYS))
+    parser.add_argument("--profile", choices=WAYS, metavar="WAY", help="profile this way at the first --ms")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as home:
+        os.environ["LOCALSPEC_HOME"] = home
+        if args.profile:
+            profile(args.profile, args.ms[0], args.tokens, args.vocab)
+            return
+        print(f"{cpu_name()}, {os.cpu_count()} cores, Python {platform.python_version()}, {args.vocab} logits\n")
+        print("| way | " + " | ".join(f"{ms:g} ms: own (CPU), share" for ms in args.ms) + " |")
+        print("|---|" + "---|" * len(args.ms))
+        results = []
+        for way in args.ways:
+            cells = []
+            for ms in args.ms:
+                with loaded(ms, args.vocab, WAYS[way][2]) as llm:
+                    rounds = rounds_of(llm, way, args.tokens)
+                own, cpu, models = (statistics.median(each[of] for each in rounds) for of in ("own", "cpu", "models"))
+                cells.append(f"{own:.2f} ({cpu:.2f}), {own / (own + models):.1%}")
+                results.append({"way": way, "ms": ms, "own_ms": own, "cpu_ms": cpu, "models_ms": models})
+            print(f"| {way} | " + " | ".join(cells) + " |", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

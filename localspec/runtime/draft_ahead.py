@@ -1,0 +1,40 @@
+"""Whether drafters go on while the target verifies: only where the two do not take each other's time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from localspec.backends.base import Context, Model
+from localspec.spec_decode.ahead import DraftAhead
+
+
+class AheadChoice:
+    """What drafts ahead of the verdict, if anything does; see ``spec_decode.ahead``.
+
+    Attributes:
+        wanted: ``auto`` drafts ahead where a draft model is on another device than the target, and pauses where that
+            takes more time than it saves; True always does, False never.
+    """
+
+    def __init__(self, wanted: bool | str = "auto") -> None:
+        self.wanted = wanted
+        self._made: tuple[Context, DraftAhead] | None = None
+
+    def of(self, target: Context, drafts: Sequence[Model]) -> DraftAhead | None:
+        """What drafts ahead of a target; the same one while the context stays, as it learns whether it pays.
+
+        Args:
+            target: the target's context.
+            drafts: the draft models that read the text.
+        """
+        apart = any(are_apart(target.model, draft) for draft in drafts)
+        if not drafts or not (apart if self.wanted == "auto" else self.wanted):
+            return None
+        if self._made is None or self._made[0] is not target:
+            self._made = target, DraftAhead(cautious=self.wanted == "auto")
+        return self._made[1]
+
+
+def are_apart(target: Model, draft: Model) -> bool:
+    """Whether one is on the CPU alone and the other on a GPU alone: two on one device only slow each other down."""
+    return {target.capabilities.device, draft.capabilities.device} == {"cpu", "gpu"}

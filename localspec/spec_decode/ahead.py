@@ -1,0 +1,336 @@
+"""Drafting while the target verifies: the next draft is made during the pass, for what the pass is likeliest to say.
+
+In the ordinary order draft and target wait for each other. Where they run on different devices the drafters can go on:
+a pass over k draft tokens ends in one of few likely ways, (i accepted, then token x). For the likeliest of them drafts
+are prepared beside the pass; when the verdict is one of them the next draft is there already, else it is made in the
+ordinary order. (Speculative speculative decoding, Kumar, Dao and May 2026, whose algorithm is called Saguaro.)
+
+With a_j the expected acceptance of draft token j and q(x) the drafter's own probability of x, the outcome (i, x) is
+taken to have the probability a_1···a_i·(1 - a_(i+1))·q(x)/(1 - q(d_(i+1))), and (k, x) a_1···a_k·q(x). What would be
+drafted then is drafted by the same drafters in the same way, so a draft is as honest as ever: its tokens are sampled
+with noise of their own, before anybody knows whether they will be sent, and which are sent depends on the outcome, on
+the time there was and on distributions, never on which tokens came out.
+"""
+
+from __future__ import annotations
+
+import heapq
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+from localspec.spec_decode.draft import Draft, DraftToken
+from localspec.spec_decode.drafters.base import Plan
+from localspec.spec_decode.drafters.group import DrafterGroup
+from localspec.spec_decode.passes import Steps
+from localspec.spec_decode.proposer import Alternatives, SamplingProposer
+from localspec.spec_decode.rounds import AheadCount
+
+LEAST = 0.02
+"""Outcomes less probable than this are not prepared for: a draft step in fifty that is of use costs more in heat."""
+
+SURE_COPY = 0.7
+"""Confidence of a copy under which a draft model is asked instead: what the controller would send is not known yet."""
+
+N_TRIAL, N_PAUSE = 24, 96
+"""Rounds over which drafting ahead must save time, and rounds without it where it does not."""
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """A draft for one outcome, and what the drafter thought of in the place of each of its tokens."""
+
+    tokens: list[DraftToken]
+    alternatives: list[Alternatives]
+
+
+@dataclass(slots=True)
+class _AheadPlan:
+    """Draft up to a number of tokens for one outcome, as long as there is time."""
+
+    outer: Plan
+    room: int
+    goes_on: Callable[[], bool]
+    took: Callable[[float], None]
+    copying: frozenset[str] = frozenset()
+    samples_any: bool = True
+
+    def order(self, sources: Sequence[str]) -> Sequence[str]:
+        return self.outer.order(sources)
+
+    def more(self, source: str, pending: int = 0) -> bool:
+        return self.room > 0 and (pending == 0 or self.goes_on())
+
+    def piece(self, source: str, pending: int) -> int:
+        return pending
+
+    def spent(self, source: str, n_tokens: int, ms: float) -> None:
+        self.took(ms)
+
+    def samples(self, source: str, confidence: float) -> bool:
+        return self.samples_any and self.outer.samples(source, confidence)
+
+    def nothing(self, source: str) -> None:
+        pass
+
+    def counterfactual(self, source: str, confidence: float, right: bool) -> None:
+        pass
+
+    def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
+        if self.room <= 0 or (source in self.copying and confidence < SURE_COPY):
+            return None
+        self.room -= 1
+        return confidence
+
+
+class Beside:
+    """A thread that does one thing at a time while its owner does another."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_busy = False
+
+    def start(self, work: Callable[[], object]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="localspec-ahead", daemon=True)
+            self._thread.start()
+        self._is_busy = True
+        self._work.put(work)
+
+    def wait(self) -> None:
+        """Until what was started is done; what it raised is raised here."""
+        if self._is_busy:
+            error = self._done.get()
+            self._is_busy = False
+            if error is not None:
+                raise error
+
+    def close(self) -> None:
+        """End the thread, once it has done what it is doing."""
+        try:
+            self.wait()
+        finally:
+            if self._thread is not None:
+                self._work.put(None)
+                self._thread.join()
+                self._thread = None
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                work()
+                error = None
+            except BaseException as raised:
+                error = raised
+            del work  # it holds the conversation
+            self._done.put(error)
+            del error
+
+
+@dataclass(slots=True)
+class _Clock:
+    """How long a pass has left, and whether a step still fits in; or steps that are counted whatever the time."""
+
+    n_steps: int | None
+    n_taken: int = 0
+    pass_ms: float = 0.0
+    step_ms: float = 0.0
+    started: float = 0.0
+    stopped: threading.Event = field(default_factory=threading.Event)
+
+    def start(self) -> None:
+        self.stopped.clear()
+        self.started, self.n_taken = time.perf_counter(), 0
+
+    def fits(self, probability: float) -> bool:
+        """Whether to begin a step for an outcome: it may end after the pass by as much as it is expected to save."""
+        if self.n_steps is not None:
+            return self.n_taken < self.n_steps
+        if self.stopped.is_set():
+            return False
+        late = (time.perf_counter() - self.started) * 1e3 + self.step_ms - self.pass_ms
+        return self.pass_ms == 0 or late <= probability * self.step_ms
+
+    def took_step(self, ms: float) -> None:
+        self.n_taken += 1
+        self.step_ms = ms if not self.step_ms else self.step_ms + 0.2 * (ms - self.step_ms)
+
+    def took_pass(self, ms: float) -> None:
+        self.pass_ms = ms if not self.pass_ms else self.pass_ms + 0.3 * (ms - self.pass_ms)
+
+
+class DraftAhead:
+    """Drafts with a group of drafters, beginning while the target is still at the draft before.
+
+    Between ``draft`` and the end of ``preparing`` everything of the drafters happens in one thread of their own: an
+    engine's threads belong to the thread that calls it.
+
+    Args:
+        cautious: pause where it takes more time than it saves.
+        beside: what runs beside the pass.
+        n_steps: draft steps a pass, which are waited for; None is as many as there is time for.
+    """
+
+    def __init__(self, *, cautious: bool = True, beside: Beside | None = None, n_steps: int | None = None) -> None:
+        self._beside = beside or Beside()
+        self._cautious = cautious
+        self._clock = _Clock(n_steps)
+        self._cache: dict[tuple[int, ...], _Prepared] = {}
+        self._count = AheadCount()
+        self._n_before = self._depth = 0
+        self._saved_ms, self._n_tried, self._n_paused = 0.0, 0, 0
+
+    def begin(self, drafters: DrafterGroup, proposer: SamplingProposer, end_tokens: frozenset[int]) -> None:
+        """A new answer begins."""
+        self._drafters, self._proposer, self._end_tokens = drafters, proposer, end_tokens
+        # What drafts from the target's states has to wait for the pass that makes them.
+        self._readers = DrafterGroup([each for each in drafters.drafters if not each.taps], drafters.lost)
+        self._copying = frozenset(each.source for each in self._readers.drafters if each.copies)
+        self._cache.clear()
+        self._others: dict[int, Alternatives] = {}
+
+    def draft(self, tokens: list[int], plan: Plan) -> Draft:
+        """Draft what follows ``tokens``: what was prepared for them, as far as the plan wants it, and what follows."""
+        self._count, self._plan, self._depth = AheadCount(), plan, plan.room
+        self._others = self._proposer.alternatives = {}
+        taken, is_cut = self._taken(tokens, plan)
+        draft = Draft(taken)
+        if is_cut or (taken and taken[-1].id in self._end_tokens):
+            return draft
+        settled = len(tokens)
+        tokens += draft.ids
+        found: list[Draft] = []
+        try:
+            work = partial(self._drafters.draft, tokens, plan, self._proposer, self._end_tokens)
+            self._beside.start(lambda: found.append(work()))
+            self._beside.wait()
+        finally:
+            del tokens[settled:]
+        rest = found[0]
+        if not taken:
+            return rest
+        parents = [*draft.parents, *(parent + len(taken) for parent in rest.parents)] if rest.branches else None
+        return Draft([*taken, *rest], parents)
+
+    def _taken(self, tokens: Sequence[int], plan: Plan) -> tuple[list[DraftToken], bool]:
+        """The prepared tokens that the plan wants, and whether it wants no more.
+
+        Whether one is wanted depends on the distribution that it is from, not on what it is; see ``Plan.keep``.
+        """
+        prepared = self._cache.get(tuple(tokens[self._n_before :]))
+        self._cache.clear()
+        taken: list[DraftToken] = []
+        if prepared is None:
+            return taken, False
+        self._count.hit = True
+        for token, alternatives in zip(prepared.tokens, prepared.alternatives, strict=True):
+            confidence = token.prob if token.dist is None else float(token.dist.probs.max())
+            expected = plan.keep(token.source, confidence, sampled=token.dist is not None)
+            if expected is None:
+                break
+            self._others[len(tokens) + len(taken)] = alternatives
+            taken.append(DraftToken(token.id, token.source, token.prob, token.dist, expected))
+        self._count.taken = len(taken)
+        self._saved_ms += len(taken) * self._clock.step_ms
+        return taken, len(taken) < len(prepared.tokens)
+
+    @contextmanager
+    def preparing(self, tokens: Sequence[int], draft: Draft) -> Iterator[None]:
+        """Within the block, which runs the pass over the draft, the next draft is prepared."""
+        self._n_before, clock = len(tokens), self._clock
+        if not draft or draft.branches or self._pauses():
+            yield
+            return
+        clock.start()
+        self._beside.start(partial(self._prepare, list(tokens), draft))
+        try:
+            yield
+        finally:
+            ended = time.perf_counter()
+            clock.stopped.set()
+            self._beside.wait()
+            clock.took_pass((ended - clock.started) * 1e3)
+            self._saved_ms -= (time.perf_counter() - ended) * 1e3
+            self._drafters.drafters = [each for each in self._drafters.drafters if not each.failed]
+            self._count.outcomes = len(self._cache)
+            self._count.prepared = sum(len(each.tokens) for each in self._cache.values())
+
+    def _pauses(self) -> bool:
+        """Whether it did not pay lately."""
+        if not self._cautious:
+            return False
+        if self._n_paused:
+            self._n_paused -= 1
+        elif (tried := self._n_tried + 1) < N_TRIAL:
+            self._n_tried = tried
+        else:
+            self._n_paused = N_PAUSE if self._saved_ms < 0 else 0
+            self._n_tried, self._saved_ms = 0, 0.0
+        return self._n_paused > 0
+
+    @property
+    def count(self) -> AheadCount:
+        """Of the round under way."""
+        return self._count
+
+    def during(self, steps: Steps) -> Steps:
+        """The steps of an answer; with the last of them, or where they are broken off, the thread ends."""
+        try:
+            yield from steps
+        finally:
+            self._beside.close()
+
+    # -- in the thread ---------------------------------------------------------------------------------------------
+
+    def _prepare(self, tokens: list[int], draft: Draft) -> None:
+        """Draft for one outcome after the other, the likeliest first."""
+        depth = min(self._depth, len(draft) + 1)
+        order = 0
+        outcomes: list[tuple[float, int, tuple[int, ...] | None]] = []  # None: all accepted, and what then?
+
+        def expect(probability: float, suffix: tuple[int, ...] | None) -> None:
+            nonlocal order
+            if probability >= LEAST and (suffix is None or suffix[-1] not in self._end_tokens):
+                heapq.heappush(outcomes, (-probability, order, suffix))
+                order += 1
+
+        reach, ids = 1.0, draft.ids
+        for i, token in enumerate(draft):
+            for other, share in self._others.get(len(tokens) + i, ()):
+                expect(reach * (1.0 - token.expected) * share, (*ids[:i], other))
+            reach *= token.expected
+        if ids[-1] not in self._end_tokens:
+            expect(reach, None)
+        while outcomes:
+            negative, _, suffix = heapq.heappop(outcomes)
+            if not self._clock.fits(-negative):
+                break
+            if suffix is None:
+                found, alternatives = self._drafted(tokens, ids, 1, -negative, samples=False)
+                if found:
+                    expect(reach * found[0].prob, (*ids, found[0].id))
+                    for other, share in alternatives[0]:
+                        expect(reach * (1.0 - found[0].prob) * share, (*ids, other))
+                continue
+            found, alternatives = self._drafted(tokens, suffix, depth, -negative)
+            if found:
+                self._cache[suffix] = _Prepared(found, alternatives)
+
+    def _drafted(
+        self, tokens: list[int], suffix: Sequence[int], n: int, probability: float, *, samples: bool = True
+    ) -> tuple[list[DraftToken], list[Alternatives]]:
+        """What the drafters draft after one outcome, up to n tokens."""
+        clock, text = self._clock, [*tokens, *suffix]
+        plan = _AheadPlan(self._plan, n, lambda: clock.fits(probability), clock.took_step, self._copying, samples)
+        others: dict[int, Alternatives] = {}
+        self._proposer.alternatives = others
+        draft = self._readers.draft(text, plan, self._proposer, self._end_tokens)
+        if draft.branches:
+            return [], []
+        return list(draft), [others.get(len(text) + i, ()) for i in range(len(draft))]

@@ -1,0 +1,169 @@
+"""An engine whose passes wait for a given time instead of computing: what else a round takes is our own doing.
+
+Real threads and the real clock; a wait leaves the processor alone, as a pass on another device does. The logits follow
+from the position alone: at every place the target has one token it is nearly certain of, and a draft names it first
+with a given probability, each place for itself; so what a draft is worth is known. Files lend their vocabulary only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+from localspec.backends.base import Capabilities, Context, FloatArray, Forward, Model
+from localspec.backends.reference_tokenizer import PythonByteLevel
+from localspec.backends.tokenizer import Tokenizer
+from localspec.model_files.gguf_file import GGUFFile
+from localspec.runtime.model_loading import Loader
+
+N_BASE = 16
+"""Rows that all others are made of: more than a processor's cache holds, of 152k logits."""
+
+CERTAIN = 0.97
+"""Probability that the target gives to its most probable token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What passes take, and what a draft knows.
+
+    Attributes:
+        ms: of a pass over one token.
+        ms_row: of each further token.
+        device: what ``Capabilities.device`` says.
+        right: probability that the most probable token is the target's; None is the target itself.
+        second: where it is not, the probability that the second is.
+        n_vocab: width of a row of logits; 0 is that of the file.
+    """
+
+    ms: float
+    ms_row: float = 0.0
+    device: str = "gpu"
+    right: float | None = None
+    second: float = 0.5
+    n_vocab: int = 0
+
+
+class WaitingModel(Model):
+    """See the module's docstring.
+
+    Attributes:
+        seconds: spent in passes so far.
+        cpu_seconds: of these, time of the processor.
+        nominal_ms: what these passes should have lasted.
+    """
+
+    def __init__(self, path: Path, timing: Timing) -> None:
+        with GGUFFile(path) as file:
+            self._read_header(file)
+            self._tokenizer = Tokenizer(file, self.vocab, PythonByteLevel)
+        self.timing = timing
+        self.backend, self.engine, self.n_threads = "reference", f"waiting {timing.ms:g} ms", 1
+        self.capabilities = Capabilities(batch_invariant=True, device=timing.device)
+        self.n_vocab = max(timing.n_vocab, self.vocab.n_tokens)
+        self.seconds = self.cpu_seconds = self.nominal_ms = 0.0
+        self.named = [token for token in range(self.vocab.n_tokens) if token < 256 and token not in self.vocab.eog]
+        noise = np.random.default_rng(0).standard_normal((N_BASE, self.n_vocab), dtype=np.float32)
+        self.base = 2.0 * noise
+        self.masses = np.exp(self.base.astype(np.float64)).sum(axis=1)
+
+    def truth(self, position: int) -> int:
+        """The token that the target says at a position."""
+        return self.named[_mixed(position, 1) % len(self.named)]
+
+    def ranks(self, position: int) -> dict[int, float]:
+        """The most probable tokens at a position, with their probabilities."""
+        truth, timing = self.truth(position), self.timing
+        other = self.named[(self.named.index(truth) + 1) % len(self.named)]
+        third = self.named[(self.named.index(truth) + 2) % len(self.named)]
+        if timing.right is None:
+            return {truth: CERTAIN, other: (1 - CERTAIN) / 2}
+        first = min(max(timing.right, 0.01), 0.98)
+        probs = first, max((1 - first) * timing.second, 0.002)
+        if _chance(position, 2) < timing.right:
+            return dict(zip((truth, other), probs, strict=True))
+        near = _chance(position, 3) < timing.second
+        return dict(zip((other, truth if near else third), probs, strict=True))
+
+    def fill(self, row: FloatArray, position: int) -> None:
+        """The logits after the token at ``position`` - 1."""
+        which = _mixed(position, 4) % N_BASE
+        row[:] = self.base[which]
+        ranks = self.ranks(position)
+        rest = max(1.0 - sum(ranks.values()), 1e-3)
+        for token, probability in ranks.items():
+            row[token] = np.log(probability / rest * self.masses[which])
+
+    def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> Context:
+        return WaitingContext(self, n_ctx, hidden)
+
+    def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
+        return self._tokenizer.encode(text, add_special, parse_special)
+
+    def _close(self) -> None:
+        pass
+
+
+class WaitingContext(Context):
+    """Nothing but the tokens; the rows of a pass are valid until the next, as those of fast engines are."""
+
+    model: WaitingModel
+
+    def __init__(self, model: WaitingModel, n_ctx: int, hidden: tuple[str, ...]) -> None:
+        super().__init__(model, n_ctx, hidden)
+        self._rows: FloatArray = np.empty((0, model.n_vocab), dtype=np.float32)
+
+    def _decode(self, tokens: Sequence[int], logits: Literal["all", "last", "none"]) -> Forward:
+        model, started, busy = self.model, time.perf_counter(), time.thread_time()
+        n_rows = {"all": len(tokens), "last": 1, "none": 0}[logits]
+        if n_rows > len(self._rows):
+            self._rows = np.empty((n_rows, model.n_vocab), dtype=np.float32)
+        rows = self._rows[:n_rows]
+        for i, row in enumerate(rows):
+            model.fill(row, self.n_past + len(tokens) - n_rows + 1 + i)
+        timing = model.timing
+        nominal = timing.ms + timing.ms_row * (len(tokens) - 1)
+        ends = started + nominal / 1e3
+        while (left := ends - time.perf_counter()) > 0:
+            time.sleep(left)
+        model.nominal_ms += nominal
+        model.seconds += time.perf_counter() - started
+        model.cpu_seconds += time.thread_time() - busy
+        return Forward(rows)
+
+    def _truncate(self, n: int) -> None:
+        pass
+
+    def _close(self) -> None:
+        self._rows = self._rows[:0]
+
+
+@contextmanager
+def waiting(timings: Mapping[Path, Timing]) -> Iterator[None]:
+    """Within the block these files are loaded as waiting models, whatever engine is asked for."""
+
+    def load(self: Loader, path: Path, *args: Any, **options: Any) -> Model:
+        return WaitingModel(path, timings[path])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loader, "load", load)
+        yield
+
+
+def _mixed(position: int, stream: int) -> int:
+    x = (position * 0x9E3779B97F4A7C15 + stream * 0xD1342543DE82EF95) & 0xFFFFFFFFFFFFFFFF
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFFFFFFFFFF
+    return x ^ (x >> 31)
+
+
+def _chance(position: int, stream: int) -> float:
+    """A number in [0, 1) that belongs to a position."""
+    return (_mixed(position, stream) >> 11) * 2.0**-53
