@@ -168,8 +168,8 @@ class _Clock:
 class DraftAhead:
     """Drafts with a group of drafters, beginning while the target is still at the draft before.
 
-    Between ``draft`` and the end of ``preparing`` everything of the drafters happens in one thread of their own: an
-    engine's threads belong to the thread that calls it.
+    While drafts are made round after round, everything of the drafters happens in one thread of their own: an engine
+    keeps a pool of threads for each that calls it, and two are in each other's way.
 
     Args:
         cautious: pause where it takes more time than it saves.
@@ -184,6 +184,7 @@ class DraftAhead:
         self._cache: dict[tuple[int, ...], _Prepared] = {}
         self._count = AheadCount()
         self._n_before = self._depth = 0
+        self._is_drafting = False
         self._saved_ms, self._n_tried, self._n_paused = 0.0, 0, 0
 
     def begin(self, drafters: DrafterGroup, proposer: SamplingProposer, end_tokens: frozenset[int]) -> None:
@@ -201,18 +202,22 @@ class DraftAhead:
         self._others = self._proposer.alternatives = {}
         taken, is_cut = self._taken(tokens, plan)
         draft = Draft(taken)
-        if is_cut or (taken and taken[-1].id in self._end_tokens):
+        if is_cut or (taken and taken[-1].id in self._end_tokens) or plan.room <= 0:
             return draft
         settled = len(tokens)
         tokens += draft.ids
         found: list[Draft] = []
+        work = partial(self._drafters.draft, tokens, plan, self._proposer, self._end_tokens)
         try:
-            work = partial(self._drafters.draft, tokens, plan, self._proposer, self._end_tokens)
-            self._beside.start(lambda: found.append(work()))
-            self._beside.wait()
+            if self._is_drafting:
+                self._beside.start(lambda: found.append(work()))
+                self._beside.wait()
+            else:  # where little is drafted a change of threads would be most of what it takes
+                found.append(work())
         finally:
             del tokens[settled:]
         rest = found[0]
+        self._is_drafting = bool(taken or rest)
         if not taken:
             return rest
         parents = [*draft.parents, *(parent + len(taken) for parent in rest.parents)] if rest.branches else None
