@@ -96,6 +96,9 @@ class AutoController(Controller):
         if self.estimates.enter(thinks=thinks):
             self._gate = PrefillGate(self.estimates, self.time_budget)  # what it knows is of the text before
 
+    def hide(self, shares: Mapping[str, float]) -> None:
+        self.estimates.hidden = shares
+
     def may_use(self, source: str) -> bool:
         return source not in self.estimates.unprofitable
 

@@ -37,6 +37,7 @@ class Estimates:
         takes_samples: whether a draft token may be a sample, where that is accepted more often.
         unprofitable: draft models that would not even pay if they were always right; they are left out of everything.
         lagging: draft models that have to read for long first, the unprofitable ones included.
+        hidden: by source, the share of its steps that is taken while the target verifies; see ``Controller.hide``.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Estimates:
         self.max_draft = max_draft
         self.ms_other = 0.3
         self.takes_samples = False
+        self.hidden: Mapping[str, float] = {}
         self.unprofitable: Set[str] = frozenset()
         self.lagging: Set[str] = frozenset(draft_times)
         self.stale = True
@@ -87,8 +89,10 @@ class Estimates:
         return self.times(1) + self.ms_other
 
     def step_ms(self, source: str) -> float:
-        """Expected time of one draft token."""
-        return self.draft_times[source](1) if source in self.draft_times else 0.0
+        """Expected time of one draft token, so far as the target waits for it."""
+        if source not in self.draft_times:
+            return 0.0
+        return self.draft_times[source](1) * (1.0 - self.hidden.get(source, 0.0))
 
     @property
     def models(self) -> list[str]:

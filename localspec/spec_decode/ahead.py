@@ -36,6 +36,11 @@ LEAST = 0.02
 SURE_COPY = 0.7
 """Confidence of a copy under which a draft model is asked instead: what the controller would send is not known yet."""
 
+HIDDEN = 0.4
+"""Share of the draft tokens that is expected to have been prepared, before any were: what 8 steps a pass made of drafts
+of 4 that are right four times in five (``benchmarks/ahead.py``). Too high tries a draft that does not pay, which the
+time budget bounds; too low never tries one that only pays so."""
+
 N_TRIAL, N_PAUSE = 24, 96
 """Rounds over which drafting ahead must save time, and rounds without it where it does not."""
 
@@ -185,6 +190,7 @@ class DraftAhead:
         self._count = AheadCount()
         self._n_before = self._depth = 0
         self._is_drafting = False
+        self._share = HIDDEN
         self._saved_ms, self._n_tried, self._n_paused = 0.0, 0, 0
 
     def begin(self, drafters: DrafterGroup, proposer: SamplingProposer, end_tokens: frozenset[int]) -> None:
@@ -201,27 +207,31 @@ class DraftAhead:
         self._count, self._plan, self._depth = AheadCount(), plan, plan.room
         self._others = self._proposer.alternatives = {}
         taken, is_cut = self._taken(tokens, plan)
-        draft = Draft(taken)
-        if is_cut or (taken and taken[-1].id in self._end_tokens) or plan.room <= 0:
-            return draft
-        settled = len(tokens)
-        tokens += draft.ids
-        found: list[Draft] = []
-        work = partial(self._drafters.draft, tokens, plan, self._proposer, self._end_tokens)
-        try:
-            if self._is_drafting:
-                self._beside.start(lambda: found.append(work()))
-                self._beside.wait()
-            else:  # where little is drafted a change of threads would be most of what it takes
-                found.append(work())
-        finally:
-            del tokens[settled:]
-        rest = found[0]
+        draft, rest = Draft(taken), Draft()
+        if not (is_cut or (taken and taken[-1].id in self._end_tokens) or plan.room <= 0):
+            rest = self._in_order(tokens, draft, plan)
         self._is_drafting = bool(taken or rest)
-        if not taken:
-            return rest
+        if self._is_drafting:
+            self._share += 0.05 * (len(taken) / (len(taken) + len(rest)) - self._share)
+        if not taken or not rest:
+            return draft if taken else rest
         parents = [*draft.parents, *(parent + len(taken) for parent in rest.parents)] if rest.branches else None
         return Draft([*taken, *rest], parents)
+
+    def _in_order(self, tokens: list[int], begun: Draft, plan: Plan) -> Draft:
+        """What follows the beginning of a draft, in the ordinary order."""
+        work = partial(self._drafters.draft, tokens, plan, self._proposer, self._end_tokens)
+        settled = len(tokens)
+        tokens += begun.ids
+        try:
+            if not self._is_drafting:  # where little is drafted a change of threads would be most of what it takes
+                return work()
+            found: list[Draft] = []
+            self._beside.start(lambda: found.append(work()))
+            self._beside.wait()
+            return found[0]
+        finally:
+            del tokens[settled:]
 
     def _taken(self, tokens: Sequence[int], plan: Plan) -> tuple[list[DraftToken], bool]:
         """The prepared tokens that the plan wants, and whether it wants no more.
@@ -278,6 +288,12 @@ class DraftAhead:
             self._n_paused = N_PAUSE if self._saved_ms < 0 else 0
             self._n_tried, self._saved_ms = 0, 0.0
         return self._n_paused > 0
+
+    @property
+    def hidden(self) -> dict[str, float]:
+        """By drafter that runs a model, the share of its draft tokens that is lately there when the verdict is."""
+        share = 0.0 if self._n_paused else self._share
+        return {each.source: share for each in self._readers.drafters if each.runs_model}
 
     @property
     def count(self) -> AheadCount:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 
 from localspec.sampling.sampling import Row, SamplingParams
 from localspec.spec_decode.drafters.base import Branching, Plan
@@ -17,6 +18,13 @@ class Controller(ABC):
 
     def enter(self, *, thinks: bool) -> None:  # noqa: B027 - optional hook
         """What comes next is thinking, or the answer; told before every plan."""
+
+    def hide(self, shares: Mapping[str, float]) -> None:  # noqa: B027 - optional hook
+        """What a step of a drafter takes is hidden, as to this share, behind the target's passes; before every plan.
+
+        Args:
+            shares: by source, in [0, 1]; nothing is hidden of others.
+        """
 
     def may_use(self, source: str) -> bool:
         """Whether a drafter may be asked at all, as things stand; if not, it need not keep up with the conversation."""

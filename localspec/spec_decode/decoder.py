@@ -189,6 +189,8 @@ class SpeculativeDecoder:
                 continue
             started = time.perf_counter()
             controller.enter(thinks=emitter.thinks)
+            if ahead is not None:
+                controller.hide(ahead.hidden)
             plan = controller.plan(room=emitter.room, n_past=target.n_past)
             may_branch = target.can_branch and constraint is None and ahead is None
             branching = controller.branching() if may_branch else None

@@ -525,3 +525,17 @@ def test_of_two_models_the_one_that_pays_more_is_asked_first(head: float, model:
     alone = [World(both.curve, {name: source}) for name, source in both.sources.items()]
     best = max(here.run(auto(here), N_TOKENS) for here in alone)
     assert both.run(auto(both), N_TOKENS) >= 0.93 * best
+
+
+def test_steps_that_are_hidden_behind_the_targets_passes_cost_as_much_less() -> None:
+    """A draft as slow as its target does not pay, unless most of its steps are taken while the target verifies."""
+    here = world("gpu", 0.99, "stationary 0.8")
+    controller = auto(here)
+    assert here.run(controller, N_TOKENS) == pytest.approx(here.plain_rate(), rel=0.03)
+    needed = controller.estimates.break_even("model")
+    controller.hide({"model": 0.7})
+    controller.estimates.stale = True
+    assert controller.estimates.step_ms("model") == pytest.approx(0.3 * controller.estimates.draft_times["model"](1))
+    assert controller.estimates.break_even("model") < 0.5 < needed
+    controller.hide({"another": 0.7})
+    assert controller.estimates.break_even("model") == needed
