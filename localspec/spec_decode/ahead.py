@@ -174,7 +174,7 @@ class DraftAhead:
     """Drafts with a group of drafters, beginning while the target is still at the draft before.
 
     While drafts are made round after round, everything of the drafters happens in one thread of their own: an engine
-    keeps a pool of threads for each that calls it, and two are in each other's way.
+    keeps a pool of threads for each that calls it, and two are in each other's way. Drafts are chains.
 
     Args:
         cautious: pause where it takes more time than it saves.
@@ -213,10 +213,7 @@ class DraftAhead:
         self._is_drafting = bool(taken or rest)
         if self._is_drafting:
             self._share += 0.05 * (len(taken) / (len(taken) + len(rest)) - self._share)
-        if not taken or not rest:
-            return draft if taken else rest
-        parents = [*draft.parents, *(parent + len(taken) for parent in rest.parents)] if rest.branches else None
-        return Draft([*taken, *rest], parents)
+        return Draft([*taken, *rest])
 
     def _in_order(self, tokens: list[int], begun: Draft, plan: Plan) -> Draft:
         """What follows the beginning of a draft, in the ordinary order."""
@@ -259,7 +256,7 @@ class DraftAhead:
     def preparing(self, tokens: Sequence[int], draft: Draft) -> Iterator[None]:
         """Within the block, which runs the pass over the draft, the next draft is prepared."""
         self._n_before, clock = len(tokens), self._clock
-        if not draft or draft.branches or self._pauses():
+        if not draft or self._pauses():
             yield
             return
         clock.start()
@@ -351,7 +348,5 @@ class DraftAhead:
         plan = _AheadPlan(self._plan, n, lambda: clock.fits(probability), clock.took_step, self._copying, samples)
         others: dict[int, Alternatives] = {}
         self._proposer.alternatives = others
-        draft = self._readers.draft(text, plan, self._proposer, self._end_tokens)
-        if draft.branches:
-            return [], []
-        return list(draft), [others.get(len(text) + i, ()) for i in range(len(draft))]
+        draft = list(self._readers.draft(text, plan, self._proposer, self._end_tokens))
+        return draft, [others.get(len(text) + i, ()) for i in range(len(draft))]

@@ -190,7 +190,7 @@ class SamplingProposer:
         """What the target may say there instead of a draft token, as far as the draft's row tells."""
         choice = self._choice
         if isinstance(choice, int):
-            assert self._row is not None
+            assert self._row is not None  # kept where alternatives are wanted
             row, ids, _ = self._row
             near = top_k_ids(row, N_ALTERNATIVES + 1)
             weights = np.exp(row[near].astype(np.float64) - float(row.max()))
