@@ -92,7 +92,7 @@ class _AheadPlan:
         return confidence
 
 
-class Beside:
+class SideThread:
     """A thread that does one thing at a time while its owner does another."""
 
     def __init__(self) -> None:
@@ -182,8 +182,8 @@ class DraftAhead:
         n_steps: draft steps a pass, which are waited for; None is as many as there is time for.
     """
 
-    def __init__(self, *, cautious: bool = True, beside: Beside | None = None, n_steps: int | None = None) -> None:
-        self._beside = beside or Beside()
+    def __init__(self, *, cautious: bool = True, beside: SideThread | None = None, n_steps: int | None = None) -> None:
+        self._beside = beside or SideThread()
         self._cautious = cautious
         self._clock = _Clock(n_steps)
         self._cache: dict[tuple[int, ...], _Prepared] = {}

@@ -17,7 +17,7 @@ from localspec.backends.base import Context
 from localspec.controllers.fixed import FixedController
 from localspec.errors import EngineError
 from localspec.sampling.sampling import SamplingParams
-from localspec.spec_decode.ahead import Beside, DraftAhead
+from localspec.spec_decode.ahead import DraftAhead, SideThread
 from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.draft import DraftToken
@@ -31,7 +31,7 @@ from tests.support.enumeration import Branches, BranchingNoise, branching_sample
 from tests.support.waiting_engine import Timing, WaitingModel
 
 
-class AtOnce(Beside):
+class AtOnce(SideThread):
     """Does the work at once, in the same thread: every run of an enumeration is alike."""
 
     def start(self, work: Callable[[], object]) -> None:
