@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from localspec.backends.base import Context, Model
@@ -36,5 +37,8 @@ class AheadChoice:
 
 
 def are_apart(target: Model, draft: Model) -> bool:
-    """Whether one is on the CPU alone and the other on a GPU alone: two on one device only slow each other down."""
-    return {target.capabilities.device, draft.capabilities.device} == {"cpu", "gpu"}
+    """Whether one is on the CPU alone and the other on a GPU alone: two on one device only slow each other down.
+
+    Those of a Mac read their weights from one memory, which is what their passes wait for.
+    """
+    return {target.capabilities.device, draft.capabilities.device} == {"cpu", "gpu"} and sys.platform != "darwin"

@@ -29,7 +29,8 @@ def loaded(files: tuple[Path, Path], target: str, draft: str) -> Iterator[LLM]:
 
 
 @pytest.fixture
-def apart(files: tuple[Path, Path]) -> Iterator[LLM]:
+def apart(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
+    monkeypatch.setattr("localspec.runtime.draft_ahead.sys.platform", "linux")
     yield from loaded(files, "gpu", "cpu")
 
 
@@ -40,6 +41,11 @@ def test_devices_that_are_shared_are_left_alone(files: tuple[Path, Path], target
         reply = llm.generate("one two", PARAMS, draft_length=3)
         assert reply.stats["num_ahead_tokens"] == reply.stats["num_ahead_hits"] == 0
         assert all("ahead" not in round_.as_event() for round_ in llm.rounds("one two", PARAMS, draft_length=3))
+
+
+def test_a_macs_devices_share_their_memory(apart: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert apart.run(lambda pair: pair.state.drafting_ahead) is None
 
 
 def test_a_target_on_a_gpu_and_a_draft_on_the_cpu_work_at_once(apart: LLM) -> None:
