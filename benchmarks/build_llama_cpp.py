@@ -123,14 +123,16 @@ def build_binding(archive: Path, folder: Path, jobs: int, options: Sequence[str]
     tools = cmake_tools(folder)
     cmake = shutil.which("cmake", path=tools["PATH"]) or "cmake"
     generator = ["-G", "Ninja"] if shutil.which("ninja", path=tools["PATH"]) else []
-    places = [f"-DCMAKE_INSTALL_PREFIX={folder / 'prefix'}", f"-DSKBUILD_PLATLIB_DIR={site}"]
     own = [option for option in CMAKE_OPTIONS if "SHARED" not in option]
-    configure = [cmake, "-S", str(source), "-B", str(out), *generator, *own, "-DLLAVA_BUILD=OFF", *places, *options]
+    configure = [cmake, "-S", str(source), "-B", str(out), *generator, *own, "-DLLAVA_BUILD=OFF", *options]
     subprocess.run(configure, check=True, env=tools, stdout=sys.stderr)
-    subprocess.run([cmake, "--build", str(out), "-j", str(jobs)], check=True, env=tools, stdout=sys.stderr)
-    subprocess.run([cmake, "--install", str(out)], check=True, env=tools, stdout=subprocess.DEVNULL)
+    # Installing would compile llama.cpp's helpers for programs too, which the package needs not.
+    compiling = [cmake, "--build", str(out), "--target", "llama", "-j", str(jobs)]
+    subprocess.run(compiling, check=True, env=tools, stdout=sys.stderr)
     ours = shutil.ignore_patterns("lib", "__pycache__", "server")
     shutil.copytree(source / "llama_cpp", site / "llama_cpp", ignore=ours, dirs_exist_ok=True)
+    if not (site / "llama_cpp/lib").is_dir():
+        (site / "llama_cpp/lib").symlink_to(out / "bin")
     return site
 
 

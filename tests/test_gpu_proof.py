@@ -146,6 +146,7 @@ def test_everything_fits_into_half_an_hour_and_every_stage_has_its_place(
     (stages,) = seen
     assert sum(stage.minutes for stage in stages) <= 30
     known: set[str] = set()
+    assert all((ROOT / name).exists() for name in proof.CONTRACT)
     for stage in stages:
         assert not stage.skip
         assert known.issuperset(stage.needs), stage.name
