@@ -32,6 +32,7 @@ import numpy as np
 from localspec import LLM, SamplingParams
 from localspec.backends import llama_cpp
 from localspec.backends.base import Model
+from localspec.backends.sequence_batch import Piece
 from localspec.backends.trust import CHECK_TEXT, agreement
 from tests.support.heads import write_random_head
 
@@ -162,12 +163,12 @@ def sequences(args: argparse.Namespace) -> dict[str, Any]:
     with load(args.file, args) as model:
         tokens = text(model, 64 + args.repeats + 1)
         for n in (n for n in N_SEQUENCES if n <= args.most_rows):
-            with model.new_batch(n, 64 + args.repeats + 1) as batch:
+            with model.new_batch(n, n * (64 + args.repeats + 1)) as batch:
                 for i in range(n):
-                    batch.decode([(i, tokens[:64])], "last")
+                    batch[i].decode(tokens[:64], "none")
                 samples = []
                 for k in range(args.repeats + 1):
-                    pieces = [(i, [tokens[64 + k]]) for i in range(n)]
+                    pieces = [Piece(i, [tokens[64 + k]]) for i in range(n)]
                     samples.append(timed(lambda: batch.decode(pieces)))  # noqa: B023
                 ms = statistics.median(samples[1:])
                 found[n] = {"ms": ms, "tokens_per_second": n / ms * 1e3}
