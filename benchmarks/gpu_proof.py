@@ -14,7 +14,8 @@ not done again: a run that was cut off goes on where it was, and one with ``--mi
 little is left. It needs 50 GB of disk; the minutes of the stages, 30 together, are guesses until it has run on a GPU.
 
 It writes ``gpu-proof.json`` and ``gpu-proof.md`` after every run, however far that came. Of a run with ``--cpu`` they
-say so in their first line. Random weights have no acceptance: nothing here says what drafting gains.
+say so in their first line. Random weights have no acceptance: nothing here says what drafting gains, nor what drafting
+while the target verifies does, which lives on right guesses (``ahead.py`` measures that on devices that wait).
 """
 
 from __future__ import annotations
