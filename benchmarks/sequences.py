@@ -2,12 +2,15 @@
 
     python benchmarks/sequences.py FILE [--backend NAME] [--past N] [--repeats N] [--threads N]
 
-All of it in one process, alternating; medians. Each sequence holds ``--past`` tokens.
+All of it in one process, alternating; the least process time of the repeats, on one thread, which other programs
+disturb least. Each sequence holds ``--past`` tokens.
 
 - ``apart``: one row in each of n contexts, a pass each, as without a batch.
 - ``together``: one row of each of n sequences, in one pass.
 - ``one of n rows``: n rows of one conversation in a context, as when a draft is verified.
-- ``the same, in a batch``: these n rows in the memory of several sequences (on ik-llama without flash attention).
+- ``no flash``: these n rows in a memory of several sequences that holds nothing else (on ik-llama: without flash
+  attention).
+- ``among others``: these n rows in the memory that all share; every row passes over all cells that are in use.
 - ``after cuts``: as ``together``, each sequence having lost the last of three rows: draft tokens that were rejected.
 """
 
@@ -16,7 +19,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import platform
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,16 +30,17 @@ WIDTHS = (1, 2, 4, 8)
 
 
 def ms(use: Callable[[], object]) -> float:
-    started = time.perf_counter()
+    started = time.process_time()
     use()
-    return (time.perf_counter() - started) * 1e3
+    return (time.process_time() - started) * 1e3
 
 
 def measure(model: Model, past: int, repeats: int) -> None:
     most = max(WIDTHS)
     texts = [[1 + (7 * i + 13 * sequence) % 200 for i in range(past)] for sequence in range(most)]
     contexts = [model.new_context(past + most + 8) for _ in texts]
-    with model.new_batch(most, most * (past + most + 8)) as batch:
+    with model.new_batch(most, most * (past + most + 8)) as batch, model.new_batch(2, past + most + 8) as lonely:
+        lonely[0].decode(texts[0], "none")
         for sequence, (context, text) in enumerate(zip(contexts, texts, strict=True)):
             context.decode(text, "none")
             batch[sequence].decode(text, "none")
@@ -46,15 +49,15 @@ def measure(model: Model, past: int, repeats: int) -> None:
             for sequence in range(most):
                 batch.truncate(sequence, past)
                 contexts[sequence].truncate(past)
+            lonely.truncate(0, past)
 
-        print(
-            f"{'n':>3} {'apart':>8} {'together':>9} {'one of n rows':>14} {'in a batch':>11} {'after cuts':>11}  [ms]"
-        )
+        columns = ("apart", "together", "one of n rows", "no flash", "among others", "after cuts")
+        print(f"{'n':>3} " + " ".join(f"{column:>13}" for column in columns) + "  [ms]")
         for n in WIDTHS:
             rows = list(range(5, 5 + n))
             each = [Piece(sequence, [7]) for sequence in range(n)]
             drafts = [Piece(sequence, [7, 8, 9]) for sequence in range(n)]
-            found: list[list[float]] = [[] for _ in range(5)]
+            found: list[list[float]] = [[] for _ in columns]
             for _ in range(repeats):
                 found[0].append(sum(ms(lambda i=i: contexts[i].decode([7])) for i in range(n)))  # type: ignore[misc]
                 found[1].append(ms(lambda: batch.decode(each)))  # noqa: B023
@@ -62,17 +65,17 @@ def measure(model: Model, past: int, repeats: int) -> None:
                 batch.decode([Piece(most - 1, [7], "none")])  # so that gaps are closed outside of what is timed
                 cut()
                 found[2].append(ms(lambda: contexts[0].decode(rows)))  # noqa: B023
-                found[3].append(ms(lambda: batch[0].decode(rows)))  # noqa: B023
+                found[3].append(ms(lambda: lonely[0].decode(rows)))  # noqa: B023
+                found[4].append(ms(lambda: batch[0].decode(rows)))  # noqa: B023
                 cut()
                 batch.decode(drafts)
                 for sequence in range(n):
                     batch.truncate(sequence, past + 2)
-                found[4].append(ms(lambda: batch.decode(each)))  # noqa: B023
+                found[5].append(ms(lambda: batch.decode(each)))  # noqa: B023
                 cut()
                 batch.decode([Piece(most - 1, [7], "none")])
                 cut()
-            apart, together, one, same, after = (statistics.median(times) for times in found)
-            print(f"{n:>3} {apart:>8.1f} {together:>9.1f} {one:>14.1f} {same:>11.1f} {after:>11.1f}")
+            print(f"{n:>3} " + " ".join(f"{min(times):>13.1f}" for times in found))
 
         batch.truncate(1, 0)
         shared = ms(lambda: batch.copy_prefix(0, 1, past))
@@ -90,7 +93,7 @@ def main() -> None:
     parser.add_argument("--backend", default="ik-llama")
     parser.add_argument("--past", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=8)
-    parser.add_argument("--threads", type=int)
+    parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     load = importlib.import_module(f"localspec.backends.{args.backend.replace('-', '_')}").load
     with load(args.file, n_threads=args.threads) as model:

@@ -50,7 +50,7 @@ def check_batch(model: Model) -> Agreement:
 
     The worst pass counts.
     """
-    tokens = check_tokens(model, 64)
+    tokens = check_tokens(model, 48)
     n = len(tokens)
     shared = n // 3
     texts = [tokens * 2, [*tokens[:shared], *tokens[::-1] * 2], [*tokens[n // 2 :], *tokens * 2]]
@@ -80,14 +80,18 @@ def check_batch(model: Model) -> Agreement:
         take_back(batch[0].n_past, 0, 0)
         feed(0, 2, 1)
         feed(_PIECE, 1, 1)
-    alone: list[FloatArray] = []
+    alone: list[tuple[int, FloatArray]] = []  # of each sequence where the rows that are compared begin, and the rows
     with model.new_context(max(map(len, texts))) as context:
-        for text in texts:
+        for i, text in enumerate(texts):
+            places = [(start, start + len(rows)) for fed in passes for sequence, start, rows in fed if sequence == i]
+            first, end = min(start for start, _ in places), max(end for _, end in places)
             context.truncate(0)
-            alone.append(context.decode(text).logits.copy())
+            if first:
+                context.decode(text[:first], "none")
+            alone.append((first, context.decode(text[first:end]).logits.copy()))
     found = [
         agreement(
-            np.concatenate([alone[i][start : start + len(rows)] for i, start, rows in fed]),
+            np.concatenate([alone[i][1][start - alone[i][0] :][: len(rows)] for i, start, rows in fed]),
             np.concatenate([rows for _, _, rows in fed]),
         )
         for fed in passes

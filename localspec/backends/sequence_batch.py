@@ -20,7 +20,7 @@ from localspec.backends.cells import Cells
 from localspec.backends.context import Context
 from localspec.backends.context_state import ContextState
 from localspec.backends.forward import FloatArray, Forward
-from localspec.errors import Cancelled, Closed, ContextFull, UsageError
+from localspec.errors import Cancelled, Closed, ContextFull, EngineError, UsageError
 
 if TYPE_CHECKING:
     from localspec.backends.base import Model
@@ -297,6 +297,8 @@ class SequencesInTurn(SequenceBatch):
         for sequence, tokens, logits in pieces:
             context = self._contexts[sequence]
             context.interrupted = self.interrupted
+            if context.n_past != self._sequences[sequence].n_past:
+                raise EngineError(f"the memory of sequence {sequence} was lost with a device; read its text again")
             if forwards and self.interrupted is not None and self.interrupted():
                 raise Cancelled("decoding was stopped")
             forwards.append(context.decode(tokens, logits))

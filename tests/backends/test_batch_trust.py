@@ -151,3 +151,11 @@ def test_an_unfamiliar_file_is_tried_elsewhere_first(
     monkeypatch.setattr(trial, "fingerprint", lambda path: "another file")
     with load(tiny.sliding, n_threads=1) as model, pytest.raises(UnsupportedModel, match="several sequences of this"):
         model.new_batch(2, 64)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", ["qwen2.5-coder-0.5b", "gemma3-270m"])
+@pytest.mark.parametrize("engine", ["llama-cpp", "ik-llama"])
+def test_real_models_are_right_side_by_side(engine: str, name: str, real_model: Callable[[str], Path]) -> None:
+    with open_backend(engine).load(real_model(name)) as model:
+        assert check_batch(model).mean_kl < 0.1

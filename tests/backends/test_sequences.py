@@ -282,6 +282,18 @@ def test_a_failed_pass_leaves_no_rows_behind(
         check_next(model, batch[i], texts[i][9:20])
 
 
+def test_a_context_that_lost_its_memory_is_not_gone_on_from(reference: Backend, tiny: TinyFiles) -> None:
+    """As one does whose device was away; what is fed in turns knows it by its length."""
+    with reference.load(tiny.quick.target) as model, model.new_batch(2, 64) as batch:
+        batch.decode([Piece(0, [5, 6, 7]), Piece(1, [5, 6])])
+        batch._contexts[0].truncate(0)  # type: ignore[attr-defined]
+        with pytest.raises(EngineError, match="sequence 0 was lost"):
+            batch.decode([Piece(1, [7]), Piece(0, [8])])
+        assert [batch[i].tokens for i in range(2)] == [[], [5, 6]]
+        assert batch.free_cells == 62
+        batch.decode([Piece(1, [7]), Piece(0, [5, 6, 7])])
+
+
 def test_closing_a_batch_closes_its_sequences(model: Model) -> None:
     batch = model.new_batch(2, 64)
     first = batch[0]
