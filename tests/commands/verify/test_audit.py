@@ -61,7 +61,7 @@ def warm_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _warm(warm_home: Path, isolated_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCALSPEC_HOME", str(warm_home))
-    monkeypatch.setattr("localspec.sampling.sampling.secrets.randbits", random.Random(5).getrandbits)
+    monkeypatch.setattr("localspec.sampling.noise.secrets.randbits", random.Random(5).getrandbits)
 
 
 @contextmanager
