@@ -25,6 +25,7 @@ from localspec.runtime.load_options import PREFIX_CACHE_BYTES, LoadOptions
 from localspec.runtime.model_loading import Report, giving_way
 from localspec.runtime.pair import Pair
 from localspec.runtime.read_ahead import ReadAhead
+from localspec.runtime.scheduler import serve_beside
 from localspec.runtime.stream import Submit
 from localspec.runtime.tokenizing import Tokenizing
 from localspec.runtime.worker import Result, Worker
@@ -38,8 +39,8 @@ from localspec.values import checked_whole
 class LLM(Tokenizing, AskingModel):
     """A target model and its drafters, loaded and ready.
 
-    One worker thread owns the engine; every method may be called from any thread. One request runs at a time, the
-    others wait: those of one conversation in order, conversations in turns.
+    One worker thread owns the engine; every method may be called from any thread. One request runs at a time, or as
+    many as ``parallel`` says; the others wait: those of one conversation in order, conversations in turns.
 
     >>> with LLM("qwen2.5-coder-1.5b", draft="qwen2.5-coder-0.5b") as llm:
     ...     messages = [{"role": "user", "content": "Write a haiku."}]
@@ -70,6 +71,7 @@ class LLM(Tokenizing, AskingModel):
         idle: work while nobody waits: measuring, making copies, reading ahead. It gives way to a request within a pass,
             and is not done on battery. False does what has to be done while loading, and then nothing between requests.
         placement: where the target's weights go, with more than one device; see ``Placement``.
+        parallel: most requests that are answered at a time, in passes of the target that they share.
         progress: called while loading, from the worker thread, with what is being done and the fraction done (or
             None); an exception from it cancels the load and is raised here.
         cancel: set it, from any thread, to cancel the load.
@@ -97,6 +99,7 @@ class LLM(Tokenizing, AskingModel):
         max_queue: int | None = None,
         idle: bool = True,
         placement: Placement | None = None,
+        parallel: int = 1,
         progress: Report | None = None,
         cancel: threading.Event | None = None,
     ) -> None:
@@ -105,7 +108,9 @@ class LLM(Tokenizing, AskingModel):
         self.draft_length = draft_length
         engines, sizes = (backend, draft_backend), (n_ctx, n_threads, n_gpu_layers)
         place = Placement() if placement is None else placement
-        options = LoadOptions(*engines, *sizes, kv_cache_type, light_draft, remember, prefix_cache_bytes, idle, place)
+        options = LoadOptions(
+            *engines, *sizes, kv_cache_type, light_draft, remember, prefix_cache_bytes, idle, place, parallel
+        )
         bound, drafts, name = checked_bound(max_queue), draft_specs(draft), checked_spec("model", model)
         path = self._path = Catalog.load().resolve(name)
         self.model_name = name if not name.endswith(".gguf") else path.name.removesuffix(".gguf")
@@ -123,6 +128,7 @@ class LLM(Tokenizing, AskingModel):
             self._worker.close(self._pair.close)
             raise
         self._encoder = PromptEncoder(target, self.template)
+        serve_beside(self._pair, self._encoder, self._worker)
         self._read_ahead = ReadAhead(self._pair)
         self._worker.when_idle(self._read_ahead)
         self._last = (self._encoder.close, self._pair.close)
@@ -145,7 +151,7 @@ class LLM(Tokenizing, AskingModel):
         except BaseException:
             # Ctrl-C ends only the wait: the thread still loads. It notices at its next report, and leaves nothing.
             cancel.set()
-            self._worker.close(lambda: _close_all(loaded), wait=False)
+            self._worker.close(*(pair.close for pair in loaded), wait=False)
             raise
 
     def _report(self, cancel: threading.Event | None = None) -> Report:
@@ -221,8 +227,11 @@ class LLM(Tokenizing, AskingModel):
     @property
     def busy(self) -> bool:
         """Whether a request runs now."""
-        running = self._worker.running
-        return running is not None and running.state == "running"
+        return self._worker.n_running > 0
+
+    def parallel_info(self) -> dict[str, int]:
+        """``parallel``: how many requests may run at a time; ``running``: how many do."""
+        return {"parallel": self._worker.queue.at_once, "running": self._worker.n_running}
 
     @property
     def max_queue(self) -> int | None:
@@ -325,6 +334,7 @@ class LLM(Tokenizing, AskingModel):
         *,
         deadline: float | None = None,
         conversation: Hashable | None = None,
+        priority: int = 0,
         **options: Any,
     ) -> Submit:
         """See ``Asking.submitter``; a question that is a function is called when its turn comes."""
@@ -332,8 +342,10 @@ class LLM(Tokenizing, AskingModel):
         return self._submitter(
             lambda job: answer(request, self._pair, self._encoder, job),
             lambda job: request.never_ran(job, self._pair),
-            deadline,
-            conversation,
+            deadline=deadline,
+            conversation=conversation,
+            priority=priority,
+            request=request,
         )
 
     def _scorer(self, prompt: Prompt, top: int, deadline: float | None, conversation: Hashable | None) -> Submit:
@@ -341,19 +353,13 @@ class LLM(Tokenizing, AskingModel):
         return self._submitter(
             lambda job: score(self._encoder.encode(prompt), n_top, self._pair, self._encoder, job),
             lambda job: Cancelled(f"the request was cancelled by its {job.cancelled_by} while it waited"),
-            deadline,
-            conversation,
+            deadline=deadline,
+            conversation=conversation,
         )
 
-    def _submitter(
-        self,
-        work: Callable[[Job], Any],
-        abandoned: Callable[[Job], Any],
-        deadline: float | None,
-        conversation: Hashable | None,
-    ) -> Submit:
+    def _submitter(self, work: Callable[[Job], Any], abandoned: Callable[[Job], Any], **options: Any) -> Submit:
         def submit(deliver: Callable[[Any], Any]) -> Job:
-            job = Job(work, deliver, abandoned=abandoned, conversation=conversation, deadline=deadline)
+            job = Job(work, deliver, abandoned=abandoned, **options)
             self._worker.queue.put(job)
             return job
 
@@ -387,11 +393,6 @@ class LLM(Tokenizing, AskingModel):
 
     async def __aexit__(self, kind: object, *exc: object) -> None:
         await self.aclose(cancel=kind is not None)
-
-
-def _close_all(pairs: Sequence[Pair]) -> None:
-    for pair in pairs:
-        pair.close()
 
 
 def _close_if_loaded(loading: asyncio.Future[LLM]) -> None:

@@ -230,6 +230,9 @@ def serve(
         ),
     ] = None,
     queue: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are told to come back.")] = 32,
+    parallel: Annotated[
+        int, typer.Option(min=1, max=64, help="Requests that are answered at a time, in passes that they share.")
+    ] = 1,
     prefix_cache: Annotated[
         int, typer.Option(min=0, max=1 << 20, metavar="MB", help="Memory for conversations that are put aside.")
     ] = 512,
@@ -258,6 +261,7 @@ def serve(
         port=port,
         api_key=api_key,
         queue=queue,
+        parallel=parallel,
         prefix_cache=prefix_cache,
         time_limit=time_limit,
         aliases=alias or (),

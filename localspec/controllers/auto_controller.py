@@ -63,6 +63,8 @@ class AutoController(Controller):
             tokens are right. None: as in the answer.
     """
 
+    gives_way = True
+
     def __init__(
         self,
         times: PassTimes,

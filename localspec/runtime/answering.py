@@ -11,11 +11,13 @@ from localspec.prompts.prompts import Prompt, PromptEncoder, is_messages
 from localspec.runtime.arguments import DraftLength, checked_length, checked_params, drafter_names
 from localspec.runtime.jobs import Job
 from localspec.runtime.pair import Pair
+from localspec.runtime.seat import Seat
 from localspec.runtime.stream import Reply
 from localspec.sampling.logprobs import ScoredToken, checked_top, token_logprobs
 from localspec.sampling.sampling import SamplingParams
 from localspec.sampling.structured.request import grammar_of
-from localspec.spec_decode.rounds import EmittedToken, FinishReason, SpecStats
+from localspec.spec_decode.passes import Reading, given, read_alone
+from localspec.spec_decode.rounds import EmittedToken, FinishReason, Round, SpecStats
 from localspec.spec_decode.thinking import ThinkingReader
 from localspec.values import checked_whole
 
@@ -33,7 +35,7 @@ class AnswerRequest:
         draft_length: ``auto``, or a number of tokens; 0 decodes plainly.
         n_logprobs: alternatives to name for every token; None names none and judges none.
         model_name: what the reply calls the target.
-        drafters, prediction: see ``Pair.drafters_for``.
+        drafters, prediction: see ``Seat.drafters_for``.
         keep_tokens: see ``Pair.rounds``.
         think: ``auto``, ``on``, ``off`` or an effort, see ``prompts.thinking``; None: only messages are asked so.
         thinking_budget: tokens until a thinking block is closed; None is any number.
@@ -127,10 +129,27 @@ def answer(request: AnswerRequest, pair: Pair, encoder: PromptEncoder, job: Job)
     Raises:
         UsageError, TemplateError, EngineError: the request failed; the pair is ready for the next one.
     """
-    waited = time.monotonic() - job.submitted
-    started = time.perf_counter()
+    asked = request.read(encoder)
+    return read_alone(answering(request, pair, job, asked, Seat(pair.state)), pair.context)
+
+
+def answering(
+    request: AnswerRequest,
+    pair: Pair,
+    job: Job,
+    asked: tuple[list[int], ThinkingReader | None],
+    seat: Seat,
+) -> Reading[Reply]:
+    """``answer``, the passes left to the caller.
+
+    Args:
+        request, pair, job: see there.
+        asked: what ``AnswerRequest.read`` returned.
+        seat: where the answer is made.
+    """
+    started = job.started
     stats = SpecStats()
-    tokens, thinking = request.read(encoder)
+    tokens, thinking = asked
     stats.prompt_tokens = len(tokens)
     text: list[str] = []
     thoughts: list[str] = []
@@ -142,7 +161,21 @@ def answer(request: AnswerRequest, pair: Pair, encoder: PromptEncoder, job: Job)
         stats.cached_tokens = cached
         stats.seconds_prompt = time.perf_counter() - started
 
-    for round_ in pair.rounds(
+    def take(round_: Round) -> None:
+        nonlocal finish
+        if stats.time_to_first_token_s is None:
+            stats.time_to_first_token_s = time.perf_counter() - started
+        stats.add(round_)
+        text.append(round_.text)
+        thoughts.append(round_.thinking)
+        emitted.extend(round_.emitted)
+        if round_.emitted:
+            widths.append(round_.width)
+        finish = round_.finish_reason or finish
+        job.give(round_)
+
+    steps = pair.steps(
+        seat,
         tokens,
         request.params,
         request.draft_length,
@@ -153,21 +186,15 @@ def answer(request: AnswerRequest, pair: Pair, encoder: PromptEncoder, job: Job)
         prediction=request.prediction,
         keep_tokens=request.keep_tokens,
         thinking=thinking,
-    ):
-        if stats.time_to_first_token_s is None:
-            stats.time_to_first_token_s = time.perf_counter() - started
-        stats.add(round_)
-        text.append(round_.text)
-        thoughts.append(round_.thinking)
-        emitted += round_.emitted
-        if round_.emitted:
-            widths.append(round_.width)
-        finish = round_.finish_reason or finish
-        job.give(round_)
-    if widths:
+    )
+    yield from given(steps, take)
+    if widths and seat.times is None:  # else its passes were those of others too
         # As this answer's own passes went: the machine may have been slower, or faster, than in the long view.
         expected = sum(pair.times(width) for width in widths)
         stats.seconds_plain_token = pair.times(1) / expected * stats.seconds_verify
+    explanation = pair.explain(request.draft_length)
+    if seat.times is not None and seat.times.mean_answers > 1.0:
+        explanation += f"; passes were shared by {seat.times.mean_answers:.1f} answers"
     return Reply(
         "".join(text),
         [token.id for token in emitted],
@@ -178,8 +205,8 @@ def answer(request: AnswerRequest, pair: Pair, encoder: PromptEncoder, job: Job)
         pair.target.backend,
         cancelled_by=job.cancelled_by if finish == "cancelled" else None,
         tokens=emitted,
-        explanation=pair.explain(request.draft_length),
-        seconds_waited=waited,
+        explanation=explanation,
+        seconds_waited=job.seconds_waited,
         thinking="".join(thoughts),
     )
 

@@ -54,6 +54,8 @@ class Asking(ABC, Generic[Question]):
                 a round, ``finish_reason`` ``cancelled`` by ``deadline``. One that is late in the queue never runs.
             conversation: anything hashable. Requests of one conversation run in order; conversations take turns. None
                 is a conversation of its own. (A ``Session`` is one already.)
+            priority: of the requests that wait those with the highest come first; 0 is ordinary, less is for what may
+                wait, such as a batch of texts.
             logprobs: judge every token of the answer: ``EmittedToken.logprobs`` holds its log-probability, and those of
                 this many most probable tokens (0 to 20). From the target's raw logits, see ``sampling.logprobs``.
             keep_tokens: how much of the prompt's beginning is worth keeping in memory when the answer is there, for the

@@ -7,7 +7,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from localspec.backends.base import Context, Model
+from localspec.backends.base import Context, Model, SequenceBatch
 from localspec.backends.heads import heads_for, target_facts
 from localspec.backends.published_heads import heads_beside
 from localspec.backends.trust import fingerprint
@@ -20,7 +20,7 @@ from localspec.model_files.head_kinds import names_published_head
 from localspec.runtime.corpora import open_corpus
 from localspec.runtime.learned import keep, recall
 from localspec.runtime.model_loading import Loader, Report
-from localspec.runtime.state import DecodingState, DraftModel, taps_of
+from localspec.runtime.state import DecodingState, DraftModel, taps_of, target_memory
 from localspec.spec_decode.drafters.base import Drafter
 from localspec.spec_decode.drafters.corpus import CorpusDrafter
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
@@ -84,7 +84,7 @@ class DraftMaker:
         free, models = self._automatic() if is_automatic else self._drafters(named)
         free += self._corpora([name for name in names if is_corpus(name)])
         try:
-            context = self._context_for([*free, *(draft.drafter for draft in models)])
+            context, batch = self._context_for([*free, *(draft.drafter for draft in models)])
         except LocalspecError as error:
             if not is_automatic or not any(draft.drafter.taps for draft in models):
                 raise
@@ -93,9 +93,9 @@ class DraftMaker:
                 if draft.drafter.taps:
                     draft.close()
             models = [draft for draft in models if not draft.drafter.taps]
-            context = self._context_for([])
+            context, batch = self._context_for([])
         acceptance = self._acceptance_of(free, models)
-        return DecodingState(context, before.times, free, models, acceptance, ahead=before.ahead)
+        return DecodingState(context, before.times, free, models, acceptance, before.ahead, batch)
 
     # -- by name ---------------------------------------------------------------------------------------------------
 
@@ -233,17 +233,20 @@ class DraftMaker:
 
     # -- the rest of the state -------------------------------------------------------------------------------------
 
-    def _context_for(self, drafters: Sequence[Drafter]) -> Context:
-        """The target's context, or one like it that returns the hidden states that drafters want, and no others."""
+    def _context_for(self, drafters: Sequence[Drafter]) -> tuple[Context, SequenceBatch | None]:
+        """The target's context, or one like it that returns the hidden states that drafters want, and no others.
+
+        Beside it the memory that it is a part of, see ``DecodingState``.
+        """
         context, taps = self.before.context, taps_of(drafters)
         if set(taps) == set(context.hidden):
-            return context
-        other = context.model.new_context(context.n_ctx, hidden=taps)
-        self.undo.callback(other.close)
+            return context, self.before.batch
+        other, batch = target_memory(context.model, context.n_ctx, self.loader.options.parallel, taps)
+        self.undo.callback((batch or other).close)
         if context.tokens and context.model.capabilities.saves_state:
             with suppress(EngineError, MemoryError):  # then the conversation is read again
                 other.import_state(context.export_state())
-        return other
+        return other, batch
 
     def _acceptance_of(self, free: Sequence[Drafter], models: Sequence[DraftModel]) -> AcceptanceStore:
         """What earlier runs learned of these drafters for this target."""

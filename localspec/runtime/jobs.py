@@ -15,7 +15,7 @@ from typing import Any, Literal
 from localspec.errors import Closed, QueueFull, UsageError
 from localspec.runtime.idle import Pause
 from localspec.system.forking import REFUSAL
-from localspec.values import as_float, is_number, shown
+from localspec.values import MAX_COUNT, as_float, checked_whole, is_number, shown
 
 CancelledBy = Literal["caller", "deadline"]
 JobState = Literal["waiting", "running", "done"]
@@ -34,9 +34,11 @@ class Job:
         abandoned: makes what is delivered in place of a result if the job never runs.
         conversation: jobs of one conversation run in order; None is a conversation of its own.
         deadline: seconds from now in which it has to be done, waiting included; None is for ever.
+        priority: of those that wait the ones with the highest come first.
+        request: what it is about, if it may be answered beside others; None: it runs alone.
 
     Raises:
-        UsageError: the deadline is not a positive number, or the conversation not hashable.
+        UsageError: the deadline is not a positive number, the priority no whole one, or the conversation not hashable.
     """
 
     def __init__(
@@ -47,6 +49,8 @@ class Job:
         abandoned: Callable[[Job], Any] | None = None,
         conversation: Hashable | None = None,
         deadline: float | None = None,
+        priority: int = 0,
+        request: Any = None,
     ) -> None:
         try:
             hash(conversation)
@@ -58,9 +62,13 @@ class Job:
             if not (math.isfinite(seconds) and seconds > 0):
                 raise UsageError(f"the deadline must be a number of seconds over 0, not {shown(deadline)}")
             deadline = seconds
+        self.priority = checked_whole("priority", priority, -MAX_COUNT, MAX_COUNT)
+        self.request = request
         self.conversation: Hashable = self if conversation is None else conversation
         self.submitted = time.monotonic()
         self.ends_at = None if deadline is None else self.submitted + deadline
+        self.started = 0.0  # when its turn came, by time.perf_counter()
+        self.seconds_waited = 0.0
         self.cancelled_by: CancelledBy | None = None
         self.state: JobState = "waiting"
         self._work: Callable[[Job], Any] | None = work
@@ -72,12 +80,18 @@ class Job:
 
     def run(self) -> None:
         """Do the work, unless the job was cancelled or it is too late; called by the worker."""
+        work = self._work
+        if self.start():
+            assert work is not None
+            self.end(lambda: work(self))
+
+    def start(self) -> bool:
+        """Claim it for the worker, which has to ``end`` it; False if it was cancelled or it is too late."""
         if self.expire() or not self._claimed():
-            return
-        self.state = "running"
-        work, self._work = self._work, None
-        assert work is not None
-        self._end(lambda: work(self))
+            return False
+        self.state, self._work = "running", None
+        self.started, self.seconds_waited = time.perf_counter(), time.monotonic() - self.submitted
+        return True
 
     def give(self, item: Any) -> None:
         """Deliver something; if that fails, the job ends."""
@@ -88,7 +102,7 @@ class Job:
                 self._refused = error
                 self.forget()
 
-    def _end(self, make: Callable[[], Any]) -> None:
+    def end(self, make: Callable[[], Any]) -> None:
         """Give the last thing: a result, or why there is none or it could not be delivered."""
         try:
             result = make()
@@ -120,7 +134,7 @@ class Job:
             if abandoned is None:
                 self.state = "done"
             else:
-                self._end(lambda: abandoned(self))
+                self.end(lambda: abandoned(self))
                 if isinstance(self._refused, KeyboardInterrupt):  # it was meant for the thread that cancels
                     raise self._refused
 
@@ -152,14 +166,20 @@ class Job:
 class FairQueue:
     """Jobs of one conversation in order, conversations in turns, so that ten requests of one delay another by one.
 
+    Of the conversations those come first whose next job has the highest priority.
+
     Args:
-        max_waiting: most conversations that may wait, besides the one that is served; None is any number.
+        max_waiting: most conversations that may wait, besides those that are served; None is any number.
+
+    Attributes:
+        at_once: how many are served at a time, see ``take``.
     """
 
     def __init__(self, max_waiting: int | None = None) -> None:
         self.max_waiting = max_waiting
+        self.at_once = 1
         self._conversations: dict[Hashable, deque[Job]] = {}
-        self._served: Hashable = None  # the conversation whose job was given last, while it may be running
+        self._served: set[Hashable] = set()  # the conversations whose jobs were given last, while they may be running
         self._changed = threading.Condition()
         self._closed: str | None = None
         self._at_rest = False
@@ -174,12 +194,12 @@ class FairQueue:
         with self._changed:
             if self._closed:
                 raise Closed(self._closed)
-            known = job.conversation == self._served or job.conversation in self._conversations
+            known = job.conversation in self._served or job.conversation in self._conversations
             if bounded and self.max_waiting is not None and not known:
-                others = (jobs for each, jobs in self._conversations.items() if each != self._served)
+                others = (jobs for each, jobs in self._conversations.items() if each not in self._served)
                 waiting = sum(any(map(_waits, jobs)) for jobs in others)
                 # What finds nothing before it does not wait.
-                if waiting >= self.max_waiting and (waiting or self._served is not None):
+                if waiting >= self.max_waiting and (waiting or len(self._served) >= self.at_once):
                     raise QueueFull(f"{waiting} requests are waiting already; try again later")
             self._conversations.setdefault(job.conversation, deque()).append(job)
             self._prune()
@@ -194,16 +214,10 @@ class FairQueue:
         with self._changed:
             while True:
                 seconds, at_rest = pause()  # before the look at what came: it is long enough for something to come
-                if self._served in self._conversations:
-                    # It had its turn, and lines up after those that came meanwhile.
-                    self._conversations[self._served] = self._conversations.pop(self._served)
-                self._served = next(iter(self._conversations), None)
-                if self._served is not None:
-                    jobs = self._conversations[self._served]
-                    job = jobs.popleft()
-                    if not jobs:
-                        del self._conversations[self._served]
-                    return job
+                for conversation in list(self._served):
+                    self._release(conversation)
+                if (job := self._first()) is not None:
+                    return self._given(job)
                 if self._closed:
                     return None
                 if seconds == 0:
@@ -212,6 +226,34 @@ class FairQueue:
                 self._changed.notify_all()
                 self._changed.wait(seconds)
                 self._at_rest = False
+
+    def take(self) -> Job | None:
+        """Without waiting: the next job, if it may run beside those that were given and not released; else None."""
+        with self._changed:
+            job = self._first()
+            return None if job is None or job.request is None else self._given(job)
+
+    def release(self, job: Job) -> None:
+        """A job that was taken is over: its conversation may be served again, after those that came meanwhile."""
+        with self._changed:
+            self._release(job.conversation)
+
+    def _first(self) -> Job | None:
+        heads = [jobs[0] for conversation, jobs in self._conversations.items() if conversation not in self._served]
+        return max(heads, key=lambda job: job.priority, default=None)
+
+    def _given(self, job: Job) -> Job:
+        jobs = self._conversations[job.conversation]
+        jobs.popleft()
+        if not jobs:
+            del self._conversations[job.conversation]
+        self._served.add(job.conversation)
+        return job
+
+    def _release(self, conversation: Hashable) -> None:
+        self._served.discard(conversation)
+        if conversation in self._conversations:
+            self._conversations[conversation] = self._conversations.pop(conversation)
 
     def stir(self) -> None:
         """Have ``get`` ask its ``pause`` again."""

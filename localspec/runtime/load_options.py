@@ -13,6 +13,9 @@ from localspec.values import KV_CACHE_TYPES, MAX_COUNT, MAX_THREADS, checked_who
 PREFIX_CACHE_BYTES = 512 << 20
 """Memory that put-aside conversations may take: 18,000 tokens of Qwen2.5-1.5B at f16 (28 KiB each)."""
 
+MAX_PARALLEL = 64
+"""Most answers at a time: llama.cpp's engines take no more sequences."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
@@ -33,6 +36,7 @@ class LoadOptions:
     prefix_cache_bytes: int = PREFIX_CACHE_BYTES
     idle: bool = True
     placement: Placement = field(default_factory=Placement)
+    parallel: int = 1
 
     def __post_init__(self) -> None:
         check_name(self.backend)
@@ -48,9 +52,10 @@ class LoadOptions:
             ("n_threads", 1, MAX_THREADS),
             ("n_gpu_layers", -1, MAX_COUNT),
             ("prefix_cache_bytes", 0, None),
+            ("parallel", 1, MAX_PARALLEL),
         ):
             value = getattr(self, name)
-            if value is not None or name == "prefix_cache_bytes":
+            if value is not None or name in ("prefix_cache_bytes", "parallel"):
                 object.__setattr__(self, name, checked_whole(name, value, least, most))
 
     @property

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
-from localspec.backends.base import FEW_ROWS, Context, FloatArray
-from localspec.controllers.acceptance import SourceAcceptance
+from localspec.backends.base import Context, FloatArray
+from localspec.backends.batch_trust import ensure_batches
 from localspec.controllers.acceptance_store import AcceptanceStore
-from localspec.controllers.auto_controller import MAX_DRAFT, AutoController
 from localspec.controllers.calibration import curve_key, curves
 from localspec.controllers.cost_model import PassTimes
-from localspec.controllers.estimates import Tables
-from localspec.controllers.fixed import FixedController
-from localspec.errors import Cancelled, EngineMismatch, UsageError
+from localspec.errors import Cancelled, EngineMismatch
 from localspec.runtime.arguments import DraftLength
 from localspec.runtime.drafts import DraftMaker
 from localspec.runtime.learned import keep
@@ -23,7 +20,8 @@ from localspec.runtime.load_options import LoadOptions
 from localspec.runtime.model_loading import Loader, Report
 from localspec.runtime.prefix_cache import PrefixCache
 from localspec.runtime.preparation import Preparation, ask_another_engine, prepare_draft, prepare_free, prepare_times
-from localspec.runtime.state import DecodingState, DraftModel
+from localspec.runtime.seat import Seat
+from localspec.runtime.state import DecodingState, DraftModel, target_memory
 from localspec.sampling.sampling import SamplingParams
 from localspec.sampling.structured.constraint import constraint_for
 from localspec.spec_decode.controller import Controller
@@ -31,8 +29,7 @@ from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.drafters.base import Drafter
 from localspec.spec_decode.drafters.grammar import GrammarDrafter
-from localspec.spec_decode.drafters.names import NGRAM
-from localspec.spec_decode.drafters.ngram import NgramDrafter
+from localspec.spec_decode.passes import Steps, TargetPass, after, rounds_alone
 from localspec.spec_decode.rounds import Round
 from localspec.spec_decode.thinking import ThinkingReader
 from localspec.system.heap import trim_heap
@@ -72,10 +69,14 @@ class Pair:
             undo.callback(trim_heap)
             self.target = self.loader.load_target(path, report)
             undo.callback(self.target.close)
-            context = self.target.new_context(self._context_size())
-            undo.callback(context.close)
+            if options.parallel > 1:
+                ensure_batches(self.target, options.n_gpu_layers)
+            context, batch = target_memory(self.target, self._context_size(), options.parallel)
+            undo.callback((batch or context).close)
             times = self.loader.times(self.target, context.n_ctx, report)
-            self._state = DecodingState(context, times, [], [], AcceptanceStore(None, {}))
+            self._state = DecodingState(context, times, [], [], AcceptanceStore(None, {}), batch=batch)
+            if batch is not None:
+                self.prefix_cache.join(batch)
             self.set_draft(draft, report)
             undo.pop_all()
         if options.idle:
@@ -157,8 +158,10 @@ class Pair:
             if draft.context not in after.contexts:
                 self._close_draft(draft)
         if before.context is not after.context:
+            if after.batch is not None:
+                self.prefix_cache.join(after.batch)
             self.prefix_cache.move(before.context, after.context)
-            before.context.close()
+            before.close_target()
         for drafter in before.free:
             drafter.close()
         self.use(after)
@@ -207,50 +210,8 @@ class Pair:
         predicted: bool = False,
         thinks: bool = False,
     ) -> Controller:
-        """A controller for one request: ``auto``, or a fixed number of tokens (0: plain).
-
-        Args:
-            draft_length: ``auto`` or a number.
-            params: the request's.
-            drafters: those that take part; None is all.
-            predicted: whether the answer is likely to repeat a text that came with the request.
-            thinks: whether the model is known to think before it answers.
-        """
-        state = self.state
-        drafters = [each for each in state.drafters if not each.failed] if drafters is None else drafters
-        if draft_length != "auto" or not drafters:
-            return FixedController(0 if draft_length == "auto" else int(draft_length), self.times, drafters)
-        params = params or SamplingParams()
-        times = {draft.source: draft.times for draft in state.models}
-
-        def table(drafter: Drafter, *, sampled: bool, thinks: bool) -> SourceAcceptance:
-            return state.acceptance.source(
-                params,
-                drafter.source,
-                copies=not drafter.runs_model,
-                sampled=sampled,
-                reads_target=drafter.reads_target,
-                thinks=thinks,
-                rate=drafter.rate,
-            )
-
-        def tables(*, thinks: bool) -> Tables:
-            return (
-                {drafter.source: table(drafter, sampled=False, thinks=thinks) for drafter in drafters},
-                {each.source: table(each, sampled=True, thinks=thinks) for each in drafters if each.runs_model},
-            )
-
-        # What longer copies gain where text repeats itself is less than they would cost all text after it.
-        longest = FEW_ROWS - 1 if self.target.capabilities.keeps_rows else MAX_DRAFT
-        return AutoController(
-            self.times,
-            {drafter.source: times[drafter.source] for drafter in drafters if drafter.runs_model},
-            *tables(thinks=False),
-            longest,
-            state.acceptance.budget,
-            predicted=predicted,
-            thinking=tables(thinks=True) if thinks else None,
-        )
+        """A controller for one request; see ``Seat.controller``."""
+        return Seat(self.state).controller(draft_length, params, drafters, predicted=predicted, thinks=thinks)
 
     def explain(self, draft_length: DraftLength) -> str:
         """Why the last answer was, or the next one will be, drafted as it is: one sentence."""
@@ -275,36 +236,75 @@ class Pair:
         """Prefill and decode; see ``SpeculativeDecoder``. ``on_prefilled`` gets the number of cached prompt tokens.
 
         ``cancelled`` is also asked inside of long passes, such as a draft model's first reading of a prompt.
-        ``drafters`` and ``prediction``: see ``drafters_for``. ``keep_tokens``: all but so many tokens of the prompt's
-        beginning are dropped from memory afterwards; None keeps all, answer included.
+        ``drafters`` and ``prediction``: see ``Seat.drafters_for``. ``keep_tokens``: all but so many tokens of the
+        prompt's beginning are dropped from memory afterwards; None keeps all, answer included.
         ``thinking``: see ``TextAssembler``.
         """
+        steps = self.steps(
+            Seat(self.state),
+            prompt,
+            params,
+            draft_length,
+            on_prefilled,
+            cancelled,
+            n_logprobs=n_logprobs,
+            drafters=drafters,
+            prediction=prediction,
+            keep_tokens=keep_tokens,
+            thinking=thinking,
+        )
+        yield from rounds_alone(steps, self.context)
+
+    def steps(
+        self,
+        seat: Seat,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        draft_length: DraftLength,
+        on_prefilled: Callable[[int], None],
+        cancelled: Callable[[], bool],
+        *,
+        n_logprobs: int | None = None,
+        drafters: Sequence[str] | None = None,
+        prediction: Sequence[int] = (),
+        keep_tokens: int | None = None,
+        thinking: ThinkingReader | None = None,
+    ) -> Steps:
+        """``rounds``, the passes left to the caller, in a given seat."""
         self._check_usable()
-        chosen = self.drafters_for(drafters, prediction)
+        chosen = seat.drafters_for(drafters, prediction)
         constraint = constraint_for(params, self.target.vocab)
         if constraint is not None and chosen:
             chosen = [GrammarDrafter(constraint, self.target.tokenize), *chosen]
-        controller = self.controller(
+        controller = seat.controller(
             draft_length, params, chosen, predicted=bool(prediction), thinks=thinking is not None
         )
         self._last = draft_length, controller
         if self.options.idle:
             prepare_free(self, chosen)
         chosen = [drafter for drafter in chosen if controller.may_use(drafter.source)]
-        decoder = SpeculativeDecoder(self.context, chosen, controller, self._lost, self.state.drafting_ahead)
+        target = seat.state.context
+        decoder = SpeculativeDecoder(target, chosen, controller, self._lost, seat.drafting_ahead)
         conversation = self.conversation = list(prompt)
         text = TextAssembler(self.target.vocab, params.stop, thinking)
         n_rounds, ended = 0, False
         # A pass that is broken off leaves every context with what its `tokens` says.
-        with self._working_on(conversation, chosen, cancelled), suppress(Cancelled):
-            on_prefilled(decoder.prefill(prompt, cancelled))
-            for round_ in decoder.rounds(
+        with self._working_on(target, conversation, chosen, cancelled), suppress(Cancelled):
+            on_prefilled((yield from decoder.reading(prompt, cancelled)))
+            steps = decoder.steps(
                 prompt, params, text, cancelled=cancelled, n_logprobs=n_logprobs, constraint=constraint
-            ):
-                conversation += [token.id for token in round_.emitted]
-                round_.draft_texts = [self.target.vocab.display(token) for token in round_.draft.ids]
-                n_rounds, ended = round_.index + 1, round_.finish_reason is not None
-                yield round_
+            )
+            with closing(steps):
+                step = after(steps)
+                while step is not None:
+                    if isinstance(step, TargetPass):
+                        step = after(steps, (yield step))
+                        continue
+                    conversation += [token.id for token in step.emitted]
+                    step.draft_texts = [self.target.vocab.display(token) for token in step.draft.ids]
+                    n_rounds, ended = step.index + 1, step.finish_reason is not None
+                    yield step
+                    step = after(steps)
         if not ended:
             # What was held back is verified too, and nothing follows any more that could make a stop string of it.
             spans = text.finish()
@@ -312,17 +312,17 @@ class Pair:
                 yield Round.of_rest(n_rounds, spans, "stop" if text.stopped else "cancelled")
         if keep_tokens is not None:
             self.conversation = list(prompt[:keep_tokens])
-            for context in (self.context, *(each.context for each in chosen if each.context and each.reads_text)):
+            for context in (target, *(each.context for each in chosen if each.context and each.reads_text)):
                 self.prefix_cache.cut(context, self.conversation)
 
     @contextmanager
     def _working_on(
-        self, conversation: Sequence[int], drafters: Sequence[Drafter], cancelled: Callable[[], bool]
+        self, target: Context, conversation: Sequence[int], drafters: Sequence[Drafter], cancelled: Callable[[], bool]
     ) -> Iterator[None]:
         """Within the block target and drafters hold one conversation, and long passes can be broken off."""
         drafts = [drafter.context for drafter in drafters if drafter.context is not None and drafter.reads_text]
-        contexts = [self.context, *drafts]
-        with self.prefix_cache.conversation(self.context, drafts, conversation):
+        contexts = [target, *drafts]
+        with self.prefix_cache.conversation(target, drafts, conversation):
             for context in contexts:
                 context.interrupted = cancelled
             try:
@@ -330,28 +330,6 @@ class Pair:
             finally:
                 for context in contexts:
                     context.interrupted = None
-
-    def drafters_for(self, names: Sequence[str] | None, prediction: Sequence[int]) -> list[Drafter]:
-        """The drafters of one request.
-
-        Args:
-            names: which of ``draft_names`` take part; None is all.
-            prediction: a text that the answer is likely to repeat, for n-grams to copy from; where no n-gram drafter
-                takes part, one does for this request.
-
-        Raises:
-            UsageError: no such drafter is loaded.
-        """
-        called = self.state.names
-        unknown = [name for name in names or () if name not in called.values()]
-        if unknown:
-            raise UsageError(f"no drafter {unknown[0]!r} is loaded; there is {', '.join(called.values()) or 'none'}")
-        chosen = [d for d in self.state.drafters if not d.failed and (names is None or called[d.source] in names)]
-        if prediction and not any(drafter.source == NGRAM for drafter in chosen) and (chosen or names is None):
-            chosen.insert(0, NgramDrafter())
-        for drafter in chosen:
-            drafter.expect(prediction)
-        return chosen
 
     def read(self, tokens: Sequence[int], n_chunk: int) -> Iterator[tuple[int, FloatArray]]:
         """Take tokens through the target from the start, yielding (position, logits [n, n_vocab]) chunk by chunk."""
@@ -390,7 +368,7 @@ class Pair:
             self._close_draft(draft)
         self.loader.forget_if_wrong(self.target, state.times)
         state.free, state.models = [], []
-        state.context.close()
+        state.close_target()
         self.target.close()
         trim_heap()
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localspec.backends.base import Context, ContextState
+from localspec.backends.base import Context, ContextState, SequenceBatch
 from localspec.errors import EngineError
 
 Tokens = npt.NDArray[np.int64]
@@ -57,6 +57,7 @@ class PrefixCache:
         self._max_bytes = max_bytes
         self._entries: list[CachedContext] = []
         self._drafted: dict[Context, list[int]] = {}
+        self._batches: dict[Context, tuple[SequenceBatch, int]] = {}
         self._clock = count()
         self.n_bytes = 0
         self.hits = 0
@@ -72,6 +73,10 @@ class PrefixCache:
     def max_bytes(self, value: int) -> None:
         self._max_bytes = value
         self._make_room(0)
+
+    def join(self, batch: SequenceBatch) -> None:
+        """The sequences of a memory are alike: each can go on from what another holds, or what it put aside."""
+        self._batches |= {batch[i]: (batch, i) for i in range(batch.n_sequences)}
 
     @contextmanager
     def conversation(self, target: Context, drafts: Sequence[Context], tokens: Sequence[int]) -> Iterator[None]:
@@ -99,6 +104,7 @@ class PrefixCache:
         What the context held is put aside if the prompt does not continue it. Where the conversation that it holds now
         differs from the prompt, the caller has to cut it, see ``Context.reuse``.
         """
+        self._share(context, prompt)
         if not self._max_bytes or not context.model.capabilities.saves_state:
             return
         held, wanted = _tokens(self.held(context)), _tokens(prompt)
@@ -121,6 +127,21 @@ class PrefixCache:
             return
         self.hits += 1
 
+    def _share(self, context: Context, prompt: Sequence[int]) -> None:
+        """Begin with what another sequence of the same memory holds, where that is more than is known otherwise."""
+        batch, number = self._batches.get(context, (None, 0))
+        if batch is None or not batch.shares_prefix:
+            return
+        wanted = _tokens(prompt)
+        shared = [_shared(_tokens(batch[i].tokens), wanted) for i in range(batch.n_sequences)]
+        best = max(range(batch.n_sequences), key=shared.__getitem__)
+        known = max(shared[number], *(self._usable(entry, wanted) for entry in self._of(context)), 0)
+        if shared[best] >= known + MIN_TOKENS:
+            if len(context.tokens) - shared[number] >= MIN_TOKENS:
+                self.put_aside(context)
+            batch.copy_prefix(best, number, shared[best])
+            self.hits += 1
+
     def put_aside(self, context: Context) -> None:
         """Keep what a context holds, because something else is about to take its place."""
         held = _tokens(self.held(context))
@@ -142,7 +163,7 @@ class PrefixCache:
             state = context.export_state()
         except (EngineError, MemoryError):
             return  # then it will be read again: no reason for the request at hand to fail
-        self._entries.append(CachedContext(context, held, state, next(self._clock)))
+        self._entries.append(CachedContext(self._root(context), held, state, next(self._clock)))
         self.n_bytes += state.n_bytes
         self.stored += 1
 
@@ -197,7 +218,9 @@ class PrefixCache:
         if context in self._drafted:
             self._drafted[other] = self._drafted.pop(context)
         for entry in self._of(context):
-            entry.context = other
+            entry.context = self._root(other)
+        batch, _ = self._batches.get(context, (None, 0))
+        self._batches = {each: its for each, its in self._batches.items() if its[0] is not batch}
 
     def forget(self, context: Context) -> None:
         """Drop what belongs to a context that is going to be closed."""
@@ -228,7 +251,12 @@ class PrefixCache:
             self.evictions += 1
 
     def _of(self, context: Context) -> list[CachedContext]:
-        return [entry for entry in self._entries if entry.context is context]
+        root = self._root(context)
+        return [entry for entry in self._entries if entry.context is root]
+
+    def _root(self, context: Context) -> Context:
+        """What entries of a context belong to: of the sequences of one memory the first."""
+        return self._batches[context][0][0] if context in self._batches else context
 
     def _remove(self, entry: CachedContext) -> None:
         self._entries = [each for each in self._entries if each is not entry]

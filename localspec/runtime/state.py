@@ -7,13 +7,16 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from localspec.backends.base import Context, Model
+from localspec.backends.base import Context, Model, SequenceBatch
 from localspec.controllers.acceptance_store import AcceptanceStore
 from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.passes import PassKind
 from localspec.runtime.draft_ahead import AheadChoice
 from localspec.spec_decode.ahead import DraftAhead
 from localspec.spec_decode.drafters.base import Drafter
+
+FULL_CONTEXTS = 2
+"""A memory for several answers has room for so many that fill their context: most never do."""
 
 
 @dataclass(eq=False, slots=True)
@@ -77,6 +80,7 @@ class DecodingState:
         models: draft models and heads.
         acceptance: how often draft tokens were accepted, and the time that drafting may cost.
         ahead: whether drafters go on while the target verifies.
+        batch: the memory that the context is a sequence of, where several answers share passes.
     """
 
     context: Context
@@ -85,6 +89,7 @@ class DecodingState:
     models: list[DraftModel]
     acceptance: AcceptanceStore
     ahead: AheadChoice = field(default_factory=AheadChoice)
+    batch: SequenceBatch | None = None
 
     @property
     def drafting_ahead(self) -> DraftAhead | None:
@@ -146,7 +151,27 @@ class DecodingState:
                 each.close()
             raise
         ahead = AheadChoice(self.ahead.wanted)
-        return DecodingState(context, deepcopy(self.times), free, models, deepcopy(self.acceptance), ahead=ahead)
+        batch = None if own_contexts else self.batch
+        return DecodingState(context, deepcopy(self.times), free, models, deepcopy(self.acceptance), ahead, batch)
+
+    def close_target(self) -> None:
+        """Free the target's context, and what it is a part of; safe to call twice."""
+        (self.context if self.batch is None else self.batch).close()
+
+
+def target_memory(
+    model: Model, n_ctx: int, parallel: int, hidden: Sequence[str] = ()
+) -> tuple[Context, SequenceBatch | None]:
+    """The target's context; where several answers share passes, the memory that it is the first sequence of too.
+
+    Raises:
+        EngineError: there is no memory for it.
+        UsageError: the engine takes fewer sequences.
+    """
+    if parallel == 1:
+        return model.new_context(n_ctx, hidden=hidden), None
+    batch = model.new_batch(parallel, FULL_CONTEXTS * n_ctx, n_ctx=n_ctx, hidden=hidden)
+    return batch[0], batch
 
 
 def taps_of(drafters: Iterable[Drafter]) -> tuple[str, ...]:

@@ -31,17 +31,31 @@ class Worker:
     Args:
         max_waiting: most jobs that may wait; None is any number.
         idle: takes what is to be done while the queue is empty; None does nothing then.
+
+    Attributes:
+        running: the jobs that run now.
+        beside: runs a job that has a ``request``, and others that come meanwhile beside it; None runs it alone.
     """
 
     def __init__(self, max_waiting: int | None = None, idle: IdleWork | None = None) -> None:
         self.queue = FairQueue(max_waiting)
         self._idle = idle or NoIdleWork()
-        self.running: Job | None = None
+        self.running: list[Job] = []
+        self.beside: Callable[[Job], None] | None = None
         self._last: tuple[Callable[[], None], ...] = ()
         self._thread = threading.Thread(target=self._run, name="localspec", daemon=True)
         self._thread.start()
         _WORKERS.add(self)
         in_child(self, Worker._renounce)
+
+    @property
+    def n_running(self) -> int:
+        """How many jobs run now."""
+        return sum(job.state == "running" for job in list(self.running))
+
+    def serve_beside(self, run: Callable[[Job], None], at_once: int) -> None:
+        """From now on run jobs that have a ``request`` so, at most so many at a time."""
+        self.beside, self.queue.at_once = run, at_once
 
     def call(self, function: Callable[[], Result], *, conversation: Hashable | None = None) -> Result:
         """Run a function on the thread, in its turn, and wait for what it returns.
@@ -109,8 +123,7 @@ class Worker:
 
     def cancel_all(self) -> None:
         """Stop the running job and keep those that wait from starting."""
-        running = self.running
-        for job in [*self.queue.waiting(), *([running] if running else [])]:
+        for job in [*self.queue.waiting(), *self.running]:
             job.cancel()
 
     def join(self, seconds: float) -> None:
@@ -121,10 +134,11 @@ class Worker:
         while True:
             job = self.queue.get(self._idle.pause)
             if job is not None:
-                self.running = job
+                self.running.append(job)
                 with answering():
-                    job.run()
-                    self.running = None
+                    run = Job.run if self.beside is None or job.request is None else self.beside
+                    run(job)
+                    self.running.clear()
                     del job  # at once: whoever waited for it may drop what it holds
                 self._idle.renew(after_job=True)
             elif self.queue.ended:
@@ -141,7 +155,7 @@ class Worker:
         self.queue = FairQueue()
         self.queue.close(REFUSAL)
         self._idle = NoIdleWork()
-        self.running = None
+        self.running = []
         _WORKERS.discard(self)
         _RENOUNCED.append(self)
 

@@ -11,7 +11,13 @@ from localspec.spec_decode.rounds import Round
 
 
 class Controller(ABC):
-    """Decides, round by round, how far to draft; learns from every round."""
+    """Decides, round by round, how far to draft; learns from every round.
+
+    Attributes:
+        gives_way: whether the end of a draft may be left out where draft tokens of other answers are worth more.
+    """
+
+    gives_way = False
 
     def begin(self, params: SamplingParams, n_prompt: int) -> None:  # noqa: B027 - optional hook
         """A new request starts."""

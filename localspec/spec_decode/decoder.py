@@ -88,15 +88,8 @@ class SpeculativeDecoder:
         """
         return read_alone(self.reading(prompt, cancelled), self.target)
 
-    def reading(
-        self, prompt: Sequence[int], cancelled: Callable[[], bool], piece: Callable[[], int] = lambda: PREFILL_CHUNK
-    ) -> Reading[int]:
-        """``prefill``, the passes left to the caller.
-
-        Args:
-            prompt, cancelled: see there.
-            piece: how many tokens the next pass may have, asked before each.
-        """
+    def reading(self, prompt: Sequence[int], cancelled: Callable[[], bool]) -> Reading[int]:
+        """``prefill``, the passes left to the caller."""
         if not prompt:
             raise UsageError("the prompt is empty: there is nothing to continue")
         if len(prompt) >= self.target.n_ctx:
@@ -110,7 +103,7 @@ class SpeculativeDecoder:
         has_late_tap = not self.drafters.taps.isdisjoint((NORM, layer_name(self.target.model.n_layers - 1)))
         start = reused
         while start < n_read and not cancelled():
-            chunk = prompt[start : min(start + piece(), n_read)]
+            chunk = prompt[start : min(start + PREFILL_CHUNK, n_read)]
             start += len(chunk)
             forward = yield TargetPass(chunk, "last" if has_late_tap and start == n_read else "none")
             self.drafters.process(chunk, forward)
@@ -202,10 +195,12 @@ class SpeculativeDecoder:
             drafted = time.perf_counter()
             read = [tokens[-1], *draft.ids]
             parents = [-1, *(parent + 1 for parent in draft.parents)] if draft.branches else None
+            gives_way = draft if controller.gives_way and not draft.branches else None
             with nullcontext() if ahead is None else ahead.preparing(tokens, draft):
-                forward = yield TargetPass(read, parents=parents)  # logits [k + 1, n_vocab]
+                forward = yield TargetPass(read, parents=parents, draft=gives_way)  # logits [k + 1, n_vocab]
                 verified = time.perf_counter()
             assert forward is not None
+            draft, read = draft.first(len(forward) - 1), read[: len(forward)]
             masked = constraint.rows(forward.logits, draft.ids, params) if constraint else forward.logits
             try:
                 verdict = verify(draft, masked, tokens, params, noise)

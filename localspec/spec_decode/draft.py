@@ -47,6 +47,12 @@ class Draft(Sequence[DraftToken]):
         for token, parent in zip(tokens, parents or (), strict=parents is not None):
             self.append(token, parent)
 
+    def first(self, n: int) -> Draft:
+        """The first n draft tokens."""
+        if n >= len(self):
+            return self
+        return Draft(self._tokens[:n], None if self._parents is None else self._parents[:n])
+
     @property
     def ids(self) -> list[int]:
         return [token.id for token in self._tokens]

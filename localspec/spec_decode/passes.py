@@ -6,14 +6,14 @@ answer alone has its passes run here, one after the other; those of several answ
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from localspec.backends.base import Context
 from localspec.backends.forward import Forward
-from localspec.spec_decode.rounds import Round
+from localspec.spec_decode.rounds import Draft, Round
 
 Result = TypeVar("Result")
 
@@ -26,11 +26,14 @@ class TargetPass:
         tokens: what comes next in the target's memory.
         logits: which rows are wanted, see ``Context.decode``.
         parents: where they branch, which of them each follows, see ``Context.decode_tree``; all rows are wanted then.
+        draft: the draft that the tokens end with, if the last ones of it may be left out: then the pass has fewer rows.
+            A draft token that was sampled may not, nor what comes before it: see ``drafters.base``.
     """
 
     tokens: Sequence[int]
     logits: Literal["all", "last", "none"] = "all"
     parents: Sequence[int] | None = None
+    draft: Draft | None = None
 
     def run(self, target: Context) -> Forward:
         """Run it alone."""
@@ -38,32 +41,88 @@ class TargetPass:
             return target.decode_tree(self.tokens, self.parents)
         return target.decode(self.tokens, self.logits)
 
+    @property
+    def n_needed(self) -> int:
+        """How many of the tokens, from the first, cannot be left out."""
+        if self.draft is None:
+            return len(self.tokens)
+        sampled = [i for i, token in enumerate(self.draft) if token.dist is not None]
+        return len(self.tokens) - len(self.draft) + (sampled[-1] + 1 if sampled else 0)
+
 
 Reading = Generator[TargetPass, Forward, Result]
 """Yields passes, is sent what they return, and has a result."""
 
 Steps = Generator[TargetPass | Round, Forward | None, None]
-"""The same, with a round after every pass; for a round nothing is sent."""
+"""The same, with the rounds that the passes make; for a round nothing is sent."""
 
 
-def read_alone(reading: Reading[Result], target: Context) -> Result:
-    """Run the passes one by one; the result."""
-    forward: Forward | None = None
+def after(steps: Steps, forward: Forward | None = None) -> TargetPass | Round | None:
+    """The next step; None at the end.
+
+    Args:
+        steps: they go on.
+        forward: what the pass returned that they wait for, if they do.
+    """
     try:
-        while True:
-            wanted = next(reading) if forward is None else reading.send(forward)
-            forward = wanted.run(target)
-    except StopIteration as end:
-        return end.value  # type: ignore[no-any-return] # what the generator returned
+        return steps.send(forward)
+    except StopIteration:
+        return None
 
 
 def rounds_alone(steps: Steps, target: Context) -> Iterator[Round]:
     """Run the passes one by one; the rounds."""
     with closing(steps):
-        step = next(steps, None)
+        step = after(steps)
         while step is not None:
             if isinstance(step, Round):
                 yield step
-                step = next(steps, None)
+                step = after(steps)
             else:
-                step = steps.send(step.run(target))
+                try:
+                    forward = step.run(target)
+                except BaseException as error:
+                    step = _thrown(steps, error)
+                else:
+                    step = after(steps, forward)
+
+
+def read_alone(reading: Reading[Result], target: Context) -> Result:
+    """Run the passes one by one; the result."""
+    with closing(reading):
+        try:
+            wanted = next(reading)
+            while True:
+                try:
+                    forward = wanted.run(target)
+                except BaseException as error:
+                    wanted = reading.throw(error)
+                else:
+                    wanted = reading.send(forward)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return] # what the generator returned
+
+
+def given(steps: Steps, take: Callable[[Round], None]) -> Reading[None]:
+    """The same passes, every round given to a function at once."""
+    with closing(steps):
+        step = after(steps)
+        while step is not None:
+            if isinstance(step, Round):
+                take(step)
+                step = after(steps)
+            else:
+                try:
+                    forward = yield step
+                except Exception as error:
+                    step = _thrown(steps, error)
+                else:
+                    step = after(steps, forward)
+
+
+def _thrown(steps: Steps, error: BaseException) -> TargetPass | Round | None:
+    """The next step, where the pass that they wait for failed."""
+    try:
+        return steps.throw(error)
+    except StopIteration:
+        return None

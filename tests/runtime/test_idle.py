@@ -80,7 +80,7 @@ def test_a_job_stops_a_step_and_the_step_is_taken_up_again(worker: Worker) -> No
     worker.when_idle(holding)
     assert holding.entered.wait(SOON)
     holding.entered.clear()
-    assert worker.running is None  # idle work is nobody's request
+    assert not worker.running  # idle work is nobody's request
     assert len(worker.queue) == 0
     assert worker.call(lambda: "answer") == "answer"
     assert holding.left.is_set()

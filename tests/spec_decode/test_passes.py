@@ -16,7 +16,6 @@ from localspec.spec_decode.passes import TargetPass, read_alone
 from localspec.spec_decode.rounds import Round
 from tests.conftest import TinyFiles
 
-PIECE = 5
 PARAMS = (SamplingParams(max_tokens=30), SamplingParams(max_tokens=20, temperature=1.0, seed=3))
 
 
@@ -41,15 +40,8 @@ def test_answers_whose_passes_take_turns_are_those_alone(tiny: TinyFiles) -> Non
 
         decoders = [decoder_of(model, stack) for _ in prompts]
         for decoder, prompt in zip(decoders, prompts, strict=True):
-            asked = list[int]()
-
-            def piece(asked: list[int] = asked) -> int:
-                asked.append(PIECE)
-                return PIECE
-
-            assert read_alone(decoder.reading(prompt, lambda: False, piece), decoder.target) == 0
+            assert read_alone(decoder.reading(prompt, lambda: False), decoder.target) == 0
             assert decoder.target.tokens == prompt[:-1]
-            assert len(asked) == -(-(len(prompt) - 1) // PIECE)
 
         together: list[list[Round]] = [[], []]
         asked = zip(decoders, prompts, PARAMS, texts[2:], strict=True)

@@ -70,8 +70,11 @@ class Brake:
         self.n_passes += 1
         if self.n_passes > self._after and not self._released.is_set():
             self._reached.set()
-            job = self._llm._worker.running
-            wait_until(lambda: self._released.is_set() or job is None or job.cancelled_by is not None, "released")
+            jobs = list(self._llm._worker.running)
+            wait_until(
+                lambda: self._released.is_set() or any(job.cancelled_by is not None for job in jobs) or not jobs,
+                "released",
+            )
         return self._decode(tokens, logits)
 
     def wait(self) -> None:

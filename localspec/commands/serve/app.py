@@ -183,6 +183,7 @@ class _WhatIsThere:
                 "explanation": llm.explain(),
                 "uptime_s": round(time.time() - service.started, 3),
                 "queue": {"running": llm.busy, "waiting": llm.queue_length, "limit": llm.max_queue},
+                "parallel": llm.parallel_info(),
                 "prefix_cache": llm.cache_info(),
                 "totals": service.metrics.as_dict(),
             }
@@ -191,7 +192,7 @@ class _WhatIsThere:
     async def metrics(self, request: Request) -> Response:
         service, llm = self._service, self._service.llm
         gauges = [
-            ("localspec_requests_running", "Requests being answered.", float(llm.busy)),
+            ("localspec_requests_running", "Requests being answered.", float(llm.parallel_info()["running"])),
             ("localspec_requests_waiting", "Requests in the queue.", float(llm.queue_length)),
             ("localspec_queue_limit", "Most requests that may wait.", float(llm.max_queue or 0)),
             ("localspec_plain_tokens_per_second", "Expected speed without drafting.", llm.plain_tokens_per_second),

@@ -20,6 +20,7 @@ class ServerSettings:
         host, port: where to listen; port 0 finds one.
         api_key: what ``Authorization: Bearer`` must carry; None asks for none.
         queue: most requests that wait.
+        parallel: most requests that are answered at a time.
         prefix_cache: megabytes for conversations other than the present one.
         time_limit: longest time from a request to the end of its answer [s].
         aliases: further names that requests may call the model by.
@@ -39,6 +40,7 @@ class ServerSettings:
     port: int = 8642
     api_key: str | None = None
     queue: int = 32
+    parallel: int = 1
     prefix_cache: int = 512
     time_limit: float = 3600.0
     aliases: Sequence[str] = ()

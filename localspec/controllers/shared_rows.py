@@ -1,0 +1,152 @@
+"""Passes that several answers share: what they cost, and who gets their rows.
+
+Every answer that takes part has one row for its own next token, and draft tokens compete for more: a row goes to the
+draft tokens, of whichever answer, that are most likely to be emitted, as long as a millisecond of the wider pass brings
+more of them than a millisecond did without. So drafts grow shorter by themselves as answers become more. Liu et al.
+2024 (SmartSpec) choose one draft length for all by the same measure, goodput; here every token is weighed, with the
+t(w) that this machine was measured to have, its steps included. Where a wide pass costs more than two narrow ones,
+answers take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+
+from localspec.controllers.cost_model import PassTimes
+
+STALL = 3.0
+"""A pass that somebody's next token is in takes no longer than so many plain passes because of prompts."""
+
+LEAST_ROWS = 4
+"""Of a prompt, in any pass: else it would never be read where every row costs as much as a pass."""
+
+LEAST_GAIN = 1.05
+"""Answers take turns where that is faster by this factor; what is gained by less is noise."""
+
+
+class SharedPasses:
+    """The cost model of passes that answers share, and what follows from it.
+
+    Args:
+        times: t(w) of passes of one answer [ms]; what is learned of shared ones does not change it.
+        ms_other: of a pass, outside of the target: as ``Estimates.ms_other`` for each answer [ms].
+
+    Attributes:
+        n_answers: how many answers are decoding now; prompts that are read do not count.
+    """
+
+    def __init__(self, times: PassTimes, ms_other: float = 0.3) -> None:
+        self.times = deepcopy(times)
+        self.n_answers = 1
+        self._ms_other = ms_other
+
+    def __call__(self, width: int) -> float:
+        """Expected milliseconds of a pass over ``width`` rows."""
+        return self.times(width)
+
+    def observe(self, width: int, ms: float, n_past: int) -> None:
+        """A pass over so many rows took so long.
+
+        Args:
+            n_past: tokens that a row looked back at, on the average.
+        """
+        self.times.n_past = n_past
+        self.times.observe(width, ms)
+
+    def prompt_rows(self, n_reading: int, most: int) -> int:
+        """How many tokens of each prompt the next pass may have.
+
+        Args:
+            n_reading: prompts that are being read.
+            most: tokens of one piece where nobody waits for more than this.
+        """
+        if not self.n_answers:
+            return max(LEAST_ROWS, most // n_reading)
+        bound = STALL * self.times(1)
+        rows = most
+        while rows > LEAST_ROWS and self.times(self.n_answers + rows) > bound:
+            rows = max(LEAST_ROWS, rows - max(1, rows // 8))
+        return max(1, rows // n_reading)
+
+    def share(self, drafts: Sequence[Sequence[float]], n_reading: int = 0) -> list[int]:
+        """Which answers take part in the next pass, and how many of their draft tokens.
+
+        Args:
+            drafts: for each answer, in the order in which they wait, its draft tokens: for each the probability that it
+                and those before it are accepted, which does not grow.
+            n_reading: rows of prompts in the same pass.
+
+        Returns:
+            How many draft tokens of the first answers are sent; those beyond its length wait for a later pass.
+        """
+        if not drafts:
+            return []
+        rates = [self._best(drafts[:n])[0] for n in range(1, len(drafts) + 1)]
+        n = len(drafts)
+        if max(rates) > LEAST_GAIN * rates[-1]:
+            n = rates.index(max(rates)) + 1
+        rate, _ = self._best(drafts[:n])
+        # With prompts in the pass its rows have another price, and a token is worth what it is without them.
+        _, k = self._best(drafts[:n], n_reading, rate)
+        reaches = sorted(((-reach, i, j) for i, draft in enumerate(drafts[:n]) for j, reach in enumerate(draft)))
+        lengths = [0] * n
+        for _, i, _ in reaches[:k]:
+            lengths[i] += 1
+        return lengths
+
+    def _best(
+        self, drafts: Sequence[Sequence[float]], n_reading: int = 0, rate: float | None = None
+    ) -> tuple[float, int]:
+        """What the best number of draft tokens is worth [tokens/ms; tokens where a rate is given], and that number.
+
+        Args:
+            rate: what a millisecond is worth; None: the most that it can be worth.
+        """
+        reaches = sorted((reach for draft in drafts for reach in draft), reverse=True)
+        n = len(drafts) + n_reading
+        worth, best, tokens = -float("inf"), 0, float(len(drafts))
+        for k in range(len(reaches) + 1):
+            if k:
+                tokens += reaches[k - 1]
+            ms = self.times(n + k) + len(drafts) * self._ms_other
+            value = tokens / ms if rate is None else tokens - rate * ms
+            if value > worth:
+                worth, best = value, k
+        return worth, best
+
+
+class ShareOfPass(PassTimes):
+    """What a pass costs one of the answers in it, as its controller is to see it.
+
+    Its first row costs its share of a pass in which every answer has one row, and further rows what they add to that.
+    So the rate of plain decoding is that of all answers together, which the time of a draft token is weighed against.
+
+    Args:
+        shared: the passes.
+    """
+
+    def __init__(self, shared: SharedPasses) -> None:
+        super().__init__(shared.times.base)
+        self._shared = shared
+        self._n_rounds = self._n_answers = 0
+
+    def __call__(self, width: int) -> float:
+        if width <= 0:
+            return 0.0
+        n = max(1, self._shared.n_answers)
+        return self._shared(n - 1 + width) - self._shared(n) * (n - 1) / n
+
+    def observe(self, width: int, ms: float) -> None:
+        # What one answer waited for is no time of its rows; the passes themselves are observed.
+        self._n_rounds += 1
+        self._n_answers += self._shared.n_answers
+
+    @property
+    def mean_answers(self) -> float:
+        """How many answers were decoded at a time, on the average of this one's rounds."""
+        return self._n_answers / self._n_rounds if self._n_rounds else 1.0
+
+    @property
+    def is_recent(self) -> bool:
+        return self._shared.times.is_recent

@@ -1,0 +1,127 @@
+"""Passes that answers share, in worlds whose costs and texts are known."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import pytest
+
+from localspec.controllers.acceptance import COPIED, SourceAcceptance
+from localspec.controllers.auto_controller import AutoController
+from localspec.controllers.cost_model import PassTimes
+from localspec.controllers.shared_rows import STALL, SharedPasses, ShareOfPass
+from localspec.sampling.sampling import SamplingParams
+from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Verdict
+from tests.support.simulator import CURVES, Source, World, stationary
+
+N_TOKENS = 400
+OTHER_MS = 0.3
+
+
+class Writer:
+    """One answer, with guesses that cost nothing."""
+
+    def __init__(self, source: Source, times: PassTimes) -> None:
+        self.source = source
+        self.position = 0
+        self.controller = AutoController(times, {}, {"ngram": SourceAcceptance(COPIED)})
+        self.controller.begin(SamplingParams(), 10)
+        self.draft: Draft | None = None
+
+    def reaches(self) -> list[float]:
+        """What it would draft now, made once: how likely each token and those before it are accepted."""
+        if self.draft is None:
+            plan = self.controller.plan(room=N_TOKENS, n_past=self.position)
+            self.draft = Draft()
+            while plan.room > 0 and plan.more("ngram"):
+                confidence = float(self.source.confidence[self.position + len(self.draft)])
+                expected = plan.keep("ngram", confidence)
+                if expected is None:
+                    break
+                self.draft.append(DraftToken(0, "ngram", confidence, None, expected))
+        return list(np.cumprod([token.expected for token in self.draft]))
+
+    def settle(self, length: int) -> int:
+        """The pass had this many of its draft tokens; the tokens emitted."""
+        assert self.draft is not None
+        right = list(self.source.right[self.position : self.position + length])
+        accepted = right.index(False) if False in right else length
+        emitted = [EmittedToken(0, "plain")] * (accepted + 1)
+        self.controller.update(Round(0, self.draft.first(length), Verdict(accepted, 0, "plain"), emitted, 0.0, 1.0))
+        self.draft, self.position = None, self.position + accepted + 1
+        return accepted + 1
+
+
+def rate_together(curve: dict[int, float], sources: list[Source]) -> float:
+    """Tokens per millisecond, all answers together."""
+    rng, true = np.random.default_rng(0), PassTimes(dict(curve))
+    shared = SharedPasses(PassTimes(dict(curve)))
+    writers = [Writer(source, ShareOfPass(shared)) for source in sources]
+    shared.n_answers = len(writers)
+    total, n_tokens = 0.0, 0
+    while n_tokens < N_TOKENS * len(sources):
+        lengths = shared.share([writer.reaches() for writer in writers])
+        served, writers = writers[: len(lengths)], writers[len(lengths) :]
+        width = len(served) + sum(lengths)
+        ms = true(width) * rng.normal(1, 0.03)
+        shared.observe(width, ms, 64)
+        total += ms + OTHER_MS * len(served)
+        n_tokens += sum(writer.settle(length) for writer, length in zip(served, lengths, strict=True))
+        writers += served
+    return n_tokens / total
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("mean", [0.05, 0.5, 0.9])
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+def test_as_fast_as_the_better_of_plain_batched_and_speculative_one_at_a_time(curve: str, mean: float, n: int) -> None:
+    rng = np.random.default_rng(zlib.crc32(f"{curve} {mean}".encode()))
+    sources = [stationary(rng, 4 * N_TOKENS, mean) for _ in range(n)]
+    times = PassTimes(dict(CURVES[curve]))
+    batched = n / (times(n) + n * OTHER_MS)
+    alone = AutoController(times, {}, {"ngram": SourceAcceptance(COPIED)})
+    one_at_a_time = World(CURVES[curve], {"ngram": sources[0]}).run(alone, N_TOKENS)
+    assert rate_together(CURVES[curve], sources) >= 0.97 * max(batched, one_at_a_time)
+
+
+def test_drafts_shorten_as_answers_become_more() -> None:
+    shared = SharedPasses(PassTimes(dict(CURVES["ik"])))
+    draft = [0.8, 0.64, 0.5, 0.4, 0.3]
+    one, *_, eight = [np.mean(shared.share([draft] * n)) for n in (1, 2, 4, 8)]
+    assert one >= 2
+    assert eight < 1
+
+
+def test_rows_go_to_the_likeliest_whoever_has_them() -> None:
+    shared = SharedPasses(PassTimes(dict(CURVES["ik"])))
+    sure, unsure = [0.95, 0.9, 0.85], [0.1, 0.01]
+    assert shared.share([unsure, sure, unsure]) == [0, 3, 0]
+
+
+def test_where_a_wide_pass_costs_more_than_two_answers_take_turns() -> None:
+    shared = SharedPasses(PassTimes(dict(CURVES["llama.cpp"])))
+    assert len(shared.share([[]] * 8)) == 4  # 4 rows take 125 ms, 8 take 370
+    assert len(shared.share([[]] * 4)) == 4
+
+
+def test_prompts_do_not_make_others_wait_for_more_than_the_bound() -> None:
+    times = PassTimes(dict(CURVES["ik"]))
+    shared = SharedPasses(times)
+    for n in (1, 2, 4):
+        shared.n_answers = n
+        rows = shared.prompt_rows(1, 128)
+        assert times(n + rows) <= STALL * times(1)
+        assert times(n + rows + 4) > STALL * times(1)
+        assert shared.prompt_rows(2, 128) == rows // 2
+    shared.n_answers = 0
+    assert shared.prompt_rows(1, 128) == 128
+
+
+def test_an_answer_alone_sees_what_passes_cost() -> None:
+    shared = SharedPasses(PassTimes(dict(CURVES["ik"])))
+    share = ShareOfPass(shared)
+    assert [share(w) for w in (1, 2, 8)] == [CURVES["ik"][w] for w in (1, 2, 8)]
+    shared.n_answers = 4
+    assert share(1) == pytest.approx(CURVES["ik"][4] / 4)
+    assert share(3) - share(1) == pytest.approx(CURVES["ik"][6] - CURVES["ik"][4])
