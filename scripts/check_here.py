@@ -6,7 +6,7 @@ Installs what the tests need into a virtual environment of the checkout (`.venv-
 contract that every engine must keep, `localspec doctor`, `verify --quick` and `bench --quick` on the default pair
 (fetched once, 1.6 GB), and on a Mac with Apple silicon the table of MLX. Half an hour or so, most of it compiling.
 
-It writes `check-here.md` after every stage: send that. Ctrl-C stops it; the next call goes on with what is missing and
+It writes `check-here.md` when it ends: send that. Ctrl-C ends it too; the next call goes on with what is missing and
 does again what failed. Nothing is sent anywhere by itself; your home folder's name is left out of what is written.
 """
 
