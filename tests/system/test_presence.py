@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from localspec import LLM
+from localspec.backends.base import Forward
 from localspec.system import presence
 from localspec.system.presence import Courtesy, answering, somebody_answers
 from tests.conftest import TinyFiles
@@ -79,10 +83,20 @@ def test_ones_own_answers_do_not_count_and_leave_nothing(isolated_home: Path) ->
 
 def test_an_llm_answers_while_it_answers(tiny: TinyFiles, measured_home: Path) -> None:
     mark = measured_home / "answering" / str(os.getpid())
+    go_on, n_rounds = threading.Event(), count()
     with LLM(tiny.quick.target, draft=None, backend="reference", n_ctx=128, idle=False) as llm:
+        decode = llm._pair.context.decode
+
+        def held(tokens: Sequence[int], logits: Literal["all", "last", "none"] = "all") -> Forward:
+            if logits == "all" and next(n_rounds):
+                go_on.wait(60)
+            return decode(tokens, logits)
+
+        llm._pair.context.decode = held  # type: ignore[method-assign]
         rounds = llm.rounds("la la la")
         next(rounds)
         assert mark.exists()
+        go_on.set()
         rounds.close()
         llm.run(lambda pair: None)
         assert llm.run(lambda pair: mark.exists())
