@@ -18,6 +18,7 @@ from localspec.backends.trust import CHECK_TEXT
 from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.fixed import FixedController
 from localspec.runtime.draft_choice import DraftCopy, measuring, reading
+from localspec.runtime.seat import Seat
 from localspec.sampling.sampling import Noise
 from localspec.spec_decode.drafters.base import DrafterFailed
 from localspec.spec_decode.proposer import SamplingProposer
@@ -216,7 +217,9 @@ def test_the_other_drafters_go_on(wide: ggufs.Pair, never_sound: Path) -> None:
         assert adaptive.token_ids == llm.generate(PROMPT, longer, speculate=False).token_ids
 
 
-def test_a_draft_that_fails_while_it_catches_up_is_dropped(wide: ggufs.Pair, turns_bad: Path) -> None:
+def test_a_draft_that_fails_while_it_catches_up_is_dropped(
+    wide: ggufs.Pair, turns_bad: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The guesses it would have made for what it missed are of rows that are not numbers."""
     bad = unseen_token(wide.target)
     with LLM(wide.target, draft=turns_bad, backend="reference", n_ctx=256) as llm:
@@ -228,7 +231,7 @@ def test_a_draft_that_fails_while_it_catches_up_is_dropped(wide: ggufs.Pair, tur
                 seen.append(source)
                 super().lose(source)
 
-        llm._pair.controller = lambda *args, **options: Watching(2)  # type: ignore[assignment,method-assign]
+        monkeypatch.setattr(Seat, "controller", lambda *args, **options: Watching(2))
         llm.generate(PROMPT, replace(GREEDY, max_tokens=8))
         text = [*PROMPT, 90, 91, 92, bad, 93]
         plain = llm.generate(text, GREEDY, draft_length=0, drafters=[]).token_ids
