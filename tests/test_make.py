@@ -49,7 +49,8 @@ class Checkout:
         self.stamp = folder / ".venv/.installed"
         self.stamp.write_text(f"{folder} [] []\n")
         self.environment = os.environ | {"NOTES": str(self.notes), "ANSWER": f"AVX512-VNNI {native_build.PACKAGE}"}
-        for name in ("PYTHON", "NATIVE", "VENV", "VENV_TEST", "CMAKE_ARGS", "CXX", "MAKEFLAGS", "MAKELEVEL"):
+        set_by_make = ("PYTHON", "NATIVE", "VENV", "VENV_TEST", "ARGS", "MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL")
+        for name in (*set_by_make, "CMAKE_ARGS", "CXX"):
             self.environment.pop(name, None)
 
     def run(
