@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +41,12 @@ def server(tiny: TinyFiles) -> Iterator[Server]:
 def test_a_suggestion_appears_and_is_taken(server: Server, tmp_path: Path, editor: str) -> None:
     if not shutil.which(editor):
         pytest.skip(f"{editor} is not installed")
+    asked = subprocess.run(
+        [editor, "-es", "-u", "NONE", "-i", "NONE", "-c", "if !exists('*extendnew') | cquit | endif", "-c", "qall!"],
+        stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=60,
+    )  # fmt: skip
+    if asked.returncode:
+        pytest.skip(f"this {editor} is too old for llama.vim")
     vimrc, file = tmp_path / "vimrc", tmp_path / "area.py"
     vimrc.write_text(
         f"set nocompatible noswapfile\n"
