@@ -228,12 +228,16 @@ class Link:
             expected.put(length)
 
     def _send(self, server: socket.socket | None, data: bytes | memoryview) -> None:
-        self.n_bytes += len(data)
+        self._count(len(data))
         if server is not None and self.lost is None:
             try:
                 server.sendall(data)
             except OSError as error:
                 self._lose(error)
+
+    def _count(self, n: int) -> None:
+        with self._lock:  # of several threads
+            self.n_bytes += n
 
     def _answer(self, client: socket.socket, server: socket.socket | None, expected: SimpleQueue[int | None]) -> None:
         """Answers in the order in which they are awaited: the server's, or zeros."""
@@ -250,9 +254,9 @@ class Link:
                     if not n:
                         self._lose(None)
                         break
+                    self._count(n)
                     client.sendall(memoryview(buffer)[:n])
                     left -= n
-                    self.n_bytes += n
                 if left:
                     whole = struct.pack("<Q", length) if left == 8 + length else b""
                     client.sendall(whole + bytes(left - len(whole)))

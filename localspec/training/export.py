@@ -73,10 +73,9 @@ def check(
         network, weights: what it was made from.
         embed: the target's embeddings.
         passages: held-out ones; the first places of evenly chosen ones are asked.
-        n_passages: how many.
+        n_passages: how many; and one of each category that is not among them.
     """
-    some = [passage for passage in passages if n_lessons(passage) > 0]
-    some = some[:: max(1, len(some) // n_passages)][:n_passages]
+    some = _evenly([passage for passage in passages if n_lessons(passage) > 0], n_passages)
     packer = Packer(head.token_map, embed, _SIZE, head.card.steps)
     tally, same, real = Tally(), np.zeros(head.card.steps), np.zeros(head.card.steps)
     for passage in some:
@@ -91,6 +90,13 @@ def check(
         same += ((guessed == expected) & asked).sum(1)
         real += asked.sum(1)
     return EngineCheck(tally.rates(), tuple((same / np.maximum(real, 1)).tolist()))
+
+
+def _evenly(passages: Sequence[Passage], n: int) -> list[Passage]:
+    chosen = list(passages[:: max(1, len(passages) // n)][:n])
+    seen = {passage.category for passage in chosen}
+    first = {passage.category: passage for passage in reversed(passages)}
+    return chosen + [passage for category, passage in first.items() if category not in seen]
 
 
 def engine_logits(head: Head, piece: Stretch) -> Iterator[FloatArray]:

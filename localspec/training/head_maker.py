@@ -263,6 +263,8 @@ class HeadMaker:
         finally:
             self._write(maker, finished)
         self._check_cancelled()
+        self._shards.adopt_unfinished()
+        self._take_in()
         if not self._suffice(self._shards.passages):
             raise RunError(
                 f"{self._n_places} tokens of examples are too few to learn from; go on with --resume and more --minutes"

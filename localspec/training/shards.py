@@ -102,7 +102,7 @@ class Shards:
         for path in sorted(folder.glob("[0-9]*.shard")):
             self._next = int(path.stem) + 1
             self._take(path)
-        self._adopt_unfinished()
+        self.adopt_unfinished()
 
     def _take(self, path: Path) -> None:
         try:
@@ -110,8 +110,8 @@ class Shards:
         except (OSError, ValueError, KeyError, TypeError) as error:
             self.remarks.append(f"{path.name} is damaged and was left out ({error})")
 
-    def _adopt_unfinished(self) -> None:
-        """What was under way when an earlier run was cut off: every place of it is a lesson all the same."""
+    def adopt_unfinished(self) -> None:
+        """What was under way when the examples' time was over: every place of it is a lesson all the same."""
         path, known = self.folder / _UNFINISHED, self.names
         if path.exists():
             done, self.passages = self.passages, []

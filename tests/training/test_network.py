@@ -83,6 +83,9 @@ def test_finished_heads_are_checked_place_by_place(tiny: TinyFiles, tmp_path: Pa
         wrong = {name: value[::-1] for name, value in trained.weights.items()}
         assert min(found.agreement) > 0.99
         assert max(check(head, trained.network, wrong, trained.embed, passages).agreement) < 0.9
+        # A category with few texts is not left out where many are chosen from.
+        few = check(head, trained.network, trained.weights, trained.embed, [*passages[:1] * 3, passages[1]], 2)
+        assert {"chat", "code"} <= set(few.acceptance)
         expected = []
         for passage in passages:
             piece = Stretch(passage, first_lesson(passage), first_lesson(passage) + n_lessons(passage))
