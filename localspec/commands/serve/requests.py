@@ -42,7 +42,7 @@ SHARED = (*_NUMBERS, "seed", "top_k", "repeat_last_n", "logit_bias", "grammar", 
 """Fields that other APIs have under the same names, or that we add to all of them."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_LOCALSPEC_FIELDS = ("draft", "draft_length", "off")
+_LOCALSPEC_FIELDS = ("draft", "draft_length", "off", "priority")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,7 @@ class AnswerOptions:
         prediction: a text that the answer is likely to repeat.
         drafters: those that take part; None is all that are loaded, () is none.
         draft_length: ``auto``, a number, or None for the server's.
+        priority: see ``Asking.rounds``; None: as is usual for what is asked.
         think, thinking_budget: of a chat, see ``Asking.rounds``.
     """
 
@@ -69,6 +70,7 @@ class AnswerOptions:
     prediction: str = ""
     drafters: tuple[str, ...] | None = None
     draft_length: int | str | None = None
+    priority: int | None = None
     think: str = "auto"
     thinking_budget: int | None = None
 
@@ -174,7 +176,7 @@ def _answer_options(fields: Fields, served: ServedModel, logprobs: int | None) -
     options = fields.object("stream_options")
     if options is not None and not stream:
         raise invalid("stream_options needs stream: true", "stream_options")
-    drafters, draft_length = _speculation(fields, served)
+    drafters, draft_length, priority = _own(fields, served)
     return AnswerOptions(
         params=_params(fields, served),
         n=fields.integer("n", 1, MAX_CHOICES) or 1,
@@ -185,6 +187,7 @@ def _answer_options(fields: Fields, served: ServedModel, logprobs: int | None) -
         prediction=_prediction(fields),
         drafters=drafters,
         draft_length=draft_length,
+        priority=priority,
     )
 
 
@@ -244,11 +247,11 @@ def _prediction(fields: Fields) -> str:
     return "".join(Fields(part, prediction.path("content")).text("text") or "" for part in parts)
 
 
-def _speculation(fields: Fields, served: ServedModel) -> tuple[tuple[str, ...] | None, int | str | None]:
-    """Our own field ``localspec``: which drafters take part, and how far they draft."""
+def _own(fields: Fields, served: ServedModel) -> tuple[tuple[str, ...] | None, int | str | None, int | None]:
+    """Our own field ``localspec``: which drafters take part, how far they draft, and the request's priority."""
     own = fields.object("localspec")
     if own is None:
-        return None, None
+        return None, None, None
     for name in sorted(set(fields.get("localspec")) - set(_LOCALSPEC_FIELDS)):
         path = f"localspec.{name!s:.40}"
         raise invalid(f"{path} is unknown; there is {', '.join(_LOCALSPEC_FIELDS)}", path)
@@ -269,7 +272,7 @@ def _speculation(fields: Fields, served: ServedModel) -> tuple[tuple[str, ...] |
             if name not in served.drafters:
                 there = ", ".join(served.drafters) or "none"
                 raise invalid(f"no drafter {name!r:.80} is loaded; there is {there}", "localspec.draft")
-    return () if own.flag("off") else drafters, length
+    return () if own.flag("off") else drafters, length, own.integer("priority", -MAX_COUNT, MAX_COUNT)
 
 
 def _think(fields: Fields, served: ServedModel) -> str:

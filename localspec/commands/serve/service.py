@@ -29,6 +29,9 @@ from localspec.sampling.sampling import SamplingParams
 from localspec.sampling.structured.request import grammar_of
 from localspec.spec_decode.rounds import Round
 
+FILL_PRIORITY = 1
+"""Of a completion at a cursor, where the request says nothing: it is short, and somebody has just stopped typing."""
+
 
 @dataclass(frozen=True, slots=True)
 class AnswerTask:
@@ -192,6 +195,7 @@ class Service:
     def _ask(self, options: AnswerOptions, task: AnswerTask, conversation: object) -> AsyncRoundStream:
         if options.drafters is None and self.settings.corpora:
             options = replace(options, drafters=self.served().usual)
+        usual = 0 if task.keep_tokens is None else FILL_PRIORITY
         return self.llm.arounds(
             task.prompt,
             task.params,
@@ -199,6 +203,7 @@ class Service:
             draft_length=options.draft_length,
             deadline=self.settings.time_limit,
             conversation=conversation,
+            priority=usual if options.priority is None else options.priority,
             logprobs=options.logprobs,
             drafters=options.drafters or None,
             prediction=task.prediction,
