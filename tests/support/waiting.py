@@ -57,16 +57,17 @@ class Brake:
         self._reached, self._released = threading.Event(), threading.Event()
 
     def __enter__(self) -> Brake:
-        context = self._llm._pair.context
-        self._context, self._decode = context, context._decode
-        context._decode = self._held  # type: ignore[method-assign]
+        state = self._llm._pair.state
+        self._memory: Any = state.context if state.batch is None else state.batch  # of several requests at a time
+        self._decode = self._memory._decode
+        self._memory._decode = self._held
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.release()
-        del self._context._decode  # type: ignore[misc]
+        del self._memory._decode
 
-    def _held(self, tokens: Any, logits: Any) -> Any:
+    def _held(self, *fed: Any) -> Any:
         self.n_passes += 1
         if self.n_passes > self._after and not self._released.is_set():
             self._reached.set()
@@ -75,7 +76,7 @@ class Brake:
                 lambda: self._released.is_set() or any(job.cancelled_by is not None for job in jobs) or not jobs,
                 "released",
             )
-        return self._decode(tokens, logits)
+        return self._decode(*fed)
 
     def wait(self) -> None:
         """Until the engine stands."""

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -51,6 +51,7 @@ def fail(*arguments: str | Path) -> tuple[int, list[str]]:
     return done.returncode, done.stderr.splitlines()
 
 
+@pytest.mark.parametrize("parallel", [1, 2])
 @pytest.mark.parametrize(
     ("number", "status"),
     [
@@ -60,19 +61,21 @@ def fail(*arguments: str | Path) -> tuple[int, list[str]]:
         ),
     ],
 )
-def test_it_serves_until_it_is_told_to_stop(tiny: TinyFiles, number: int, status: int) -> None:
-    with serving(tiny.quick.target, "--port", "0", "--ctx", "1024") as (process, url):
+def test_it_serves_until_it_is_told_to_stop(tiny: TinyFiles, number: int, status: int, parallel: int) -> None:
+    with serving(tiny.quick.target, "--port", "0", "--ctx", "1024", "--parallel", str(parallel)) as (process, url):
         assert url.startswith("http://127.0.0.1:")
         port = int(url.rpartition(":")[2])
-        with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as sock:
-            body = json.dumps(CHAT | {"stream": True, "max_tokens": 900, "ignore_eos": True, "n": 16}).encode()
-            sock.sendall(
-                b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-                b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
-            )
-            received = b""
-            while b"data: " not in received:
-                received += sock.recv(65536)
+        body = json.dumps(CHAT | {"stream": True, "max_tokens": 900, "ignore_eos": True, "n": 16}).encode()
+        with ExitStack() as clients:
+            for _ in range(parallel):  # all of them are being answered when it is told
+                sock = clients.enter_context(socket.create_connection(("127.0.0.1", port), timeout=PATIENCE))
+                sock.sendall(
+                    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                    b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+                )
+                received = b""
+                while b"data: " not in received:
+                    received += sock.recv(65536)
             process.send_signal(number)
             stdout, stderr = process.communicate(timeout=PATIENCE)
         assert process.returncode == status
