@@ -66,6 +66,11 @@ class Context(ABC):
         return len(self.tokens)
 
     @property
+    def n_free(self) -> int:
+        """Tokens that still have room."""
+        return self.n_ctx - self.n_past
+
+    @property
     def can_branch(self) -> bool:
         """Whether ``decode_tree`` works."""
         return self.model.capabilities.trees and type(self)._decode_tree is not Context._decode_tree

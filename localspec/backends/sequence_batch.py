@@ -234,6 +234,10 @@ class _Sequence(Context):
         super().__init__(batch.model, batch.n_ctx, batch.hidden)
         self._batch, self._number = batch, number
 
+    @property
+    def n_free(self) -> int:
+        return min(super().n_free, self._batch.free_cells)
+
     def _check_room(self, n: int) -> None:
         super()._check_room(n)
         self._batch.check_cells(n)

@@ -16,6 +16,9 @@ COPY_SHARE = 0.5
 wrong must leave something to try the next with. With all of it the replay is the same, and a short answer of 40 tokens
 that repeats a predicted text all but its first words 1.07 instead of 1.7 times as fast as plain decoding."""
 
+LEAST_PIECE = 8
+"""Tokens that a draft model reads in a round at least, where it may not read all at once."""
+
 
 class AutoPlan:
     """Draft while it pays: a step of a draft model if it is worth its time, a token if it is worth its row.
@@ -64,7 +67,12 @@ class AutoPlan:
         return self._step_pays(source, pending)
 
     def piece(self, source: str, pending: int) -> int:
-        return self._gate.piece(source, pending) if self._is_reading else pending
+        if not self._is_reading:
+            return pending
+        n, times = self._gate.piece(source, pending), self.estimates.draft_times[source]
+        while n > LEAST_PIECE and times(n) > self.estimates.times.ms_beside:
+            n = max(LEAST_PIECE, n - max(1, n // 8))
+        return n
 
     def samples(self, source: str, confidence: float) -> bool:
         sampled, most_probable = self.estimates.sampled[source], self.estimates.acceptance[source]
@@ -134,6 +142,9 @@ class AutoPlan:
         """Whether a step of a draft model is worth its time, its confidence not yet known."""
         estimates = self.estimates
         if source in estimates.unprofitable:
+            return False
+        if self._is_reading and self.ms_invested and estimates.times.ms_beside < math.inf:
+            estimates.set_lagging(source, True)  # the rest is read in later rounds
             return False
         if not self._gate.pays(source, pending, self._answer_room, self._index):
             estimates.set_lagging(source, True)

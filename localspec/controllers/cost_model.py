@@ -134,6 +134,11 @@ class PassTimes:
             self.trim[width] = min(1.5, max(0.67, self.trim.get(width, 1.0) * math.exp(0.04 * once)))
 
     @property
+    def ms_beside(self) -> float:
+        """How long a draft model may read in one round: others may be waiting for the passes [ms]."""
+        return math.inf
+
+    @property
     def is_recent(self) -> bool:
         """Whether passes of this answer have shown what they cost now: two, see ``observe``."""
         return self._n_recent >= 2

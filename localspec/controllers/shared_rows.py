@@ -143,6 +143,10 @@ class ShareOfPass(PassTimes):
         self._n_answers += self._shared.n_answers
 
     @property
+    def ms_beside(self) -> float:
+        return STALL * self._shared(1) / max(1, self._shared.n_answers)
+
+    @property
     def mean_answers(self) -> float:
         """How many answers were decoded at a time, on the average of this one's rounds."""
         return self._n_answers / self._n_rounds if self._n_rounds else 1.0

@@ -20,7 +20,7 @@ from localspec.model_files.head_kinds import names_published_head
 from localspec.runtime.corpora import open_corpus
 from localspec.runtime.learned import keep, recall
 from localspec.runtime.model_loading import Loader, Report
-from localspec.runtime.state import DecodingState, DraftModel, taps_of, target_memory
+from localspec.runtime.state import DecodingState, DraftMemory, DraftModel, taps_of, target_memory
 from localspec.spec_decode.drafters.base import Drafter
 from localspec.spec_decode.drafters.corpus import CorpusDrafter
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
@@ -181,11 +181,17 @@ class DraftMaker:
     def _draft_model(self, path: Path, source: str) -> DraftModel:
         known = self._known(path, reads_text=True)
         if known is not None:
-            drafter = DraftModelDrafter(known.context, source)
+            drafter: Drafter = DraftModelDrafter(known.context, source)
             return replace(known, name="", spec=str(path), path=path, drafter=drafter)
-        model, context = self.loader.load_draft(path, self.before, self.report)
-        drafter = DraftModelDrafter(context, source)
-        return self._loaded("", str(path), path, model, context, drafter, WHOLE, model.close)
+        model = self.loader.load_draft(path, self.before, self.report)
+        options, n_ctx = self.loader.options, self.before.context.n_ctx
+        try:
+            memory = DraftMemory.of_model(model, n_ctx, options.parallel, options.n_gpu_layers)
+        except BaseException:
+            model.close()
+            raise
+        drafter = DraftModelDrafter(memory.contexts[0], source)
+        return self._loaded("", str(path), path, model, memory, drafter, WHOLE, model.close)
 
     def _head(self, source: str, name: str, spec: str, path: Path) -> DraftModel:
         known = self._known(path, reads_text=False)
@@ -194,15 +200,17 @@ class DraftMaker:
         target = self.before.target
         head = self.loader.load_head(path, target, self.report)
         try:
-            context = head.new_context(self.before.context.n_ctx)
+            n_ctx = self.before.context.n_ctx
+            memory = DraftMemory.of_head(lambda: head.new_context(n_ctx), self.loader.options.parallel)
         except BaseException:
             head.close()
             raise
+        context = memory.contexts[0]
         passes: PassKind = HeadPasses(context.hidden)
         if head.kind == "exit":
             passes = EarlyExits(target, head.taps[0], context)
         drafter = HEAD_DRAFTERS[head.kind](head, context, source)
-        return self._loaded(name, spec, path, head.model, context, drafter, passes, head.close)
+        return self._loaded(name, spec, path, head.model, memory, drafter, passes, head.close)
 
     def _known(self, path: Path, *, reads_text: bool) -> DraftModel | None:
         for draft in self.before.models:
@@ -216,18 +224,20 @@ class DraftMaker:
         spec: str,
         path: Path,
         model: Model,
-        context: Context,
+        memory: DraftMemory,
         drafter: Drafter,
         passes: PassKind,
         free_weights: Callable[[], None],
     ) -> DraftModel:
         try:
-            times = self.loader.times(model, context.n_ctx, self.report, passes, f"the {name}" if name else path.name)
+            times = self.loader.times(
+                model, memory.contexts[0].n_ctx, self.report, passes, f"the {name}" if name else path.name
+            )
         except BaseException:
-            context.close()
+            memory.close()
             free_weights()
             raise
-        draft = DraftModel(name, spec, path, model, context, times, drafter, passes, free_weights)
+        draft = DraftModel(name, spec, path, model, memory, times, drafter, passes, free_weights)
         self.undo.callback(draft.close)
         return draft
 

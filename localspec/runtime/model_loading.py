@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from localspec import backends
-from localspec.backends.base import Context, Model
+from localspec.backends.base import Model
 from localspec.backends.draft_head import DraftHead
 from localspec.backends.heads import load_head
 from localspec.backends.published_heads import load_published
@@ -120,7 +120,7 @@ class Loader:
         threads, kv_type = self.options.n_threads, self.options.kv_cache_type
         return ordered(names, path, n_threads=threads, kv_type=kv_type, on_gpu=on_gpu, warn=self.warnings.append)
 
-    def load_draft(self, path: Path, state: DecodingState, report: Report) -> tuple[Model, Context]:
+    def load_draft(self, path: Path, state: DecodingState, report: Report) -> Model:
         """Load a draft model: the copy of it that drafts faster here; see ``draft_choice``.
 
         Raises:
@@ -130,17 +130,17 @@ class Loader:
         if known is not None and known.get("light") and (lighter := self._open_lighter(path, state, report)):
             return lighter
         published = self._open_draft(path, state, report, check=not self.options.idle or self._is_known_wrong(path))
-        if self.options.idle or not self.may_be_lighter(path, published[0], state):
+        if self.options.idle or not self.may_be_lighter(path, published, state):
             return published
         try:
-            prefers_light = exhaust(self.choosing(path, published[0], state, report), lambda: report("measuring", None))
+            prefers_light = exhaust(self.choosing(path, published, state, report), lambda: report("measuring", None))
             lighter = self._open_lighter(path, state, report) if prefers_light else None
         except BaseException:
-            close_both(*published)
+            published.close()
             raise
         if lighter is None:
             return published
-        close_both(*published)
+        published.close()
         return lighter
 
     def load_head(self, path: Path, target: Model, report: Report) -> DraftHead:
@@ -189,7 +189,7 @@ class Loader:
             Whether the copy does.
         """
         key = self._choice_key(path, state)
-        lighter: tuple[Model, Context] | None = None
+        lighter: Model | None = None
         try:
             light = yield from lightening(path, key["draft"], lambda line: report(line, None))
             if light is None:
@@ -199,19 +199,19 @@ class Loader:
             tokens = draft_choice.tokens_of(state.target)
             tops = yield from draft_choice.reading(state.target, tokens)
             one = yield from draft_choice.measuring(published, tokens, tops, state.times, state.target.n_vocab)
-            two = yield from draft_choice.measuring(lighter[0], tokens, tops, state.times, state.target.n_vocab)
+            two = yield from draft_choice.measuring(lighter, tokens, tops, state.times, state.target.n_vocab)
         except Cancelled:
             raise
         except LocalspecError:
             return False  # not worth failing over: an engine that cannot run the copy drafts with the published file
         finally:
             if lighter is not None:
-                close_both(*lighter)
+                lighter.close()
         light_is_faster = two.speedup > one.speedup
         self._choices.put(key, {"light": light_is_faster, "published": one.as_dict(), "lighter": two.as_dict()})
         return light_is_faster
 
-    def _open_lighter(self, path: Path, state: DecodingState, report: Report) -> tuple[Model, Context] | None:
+    def _open_lighter(self, path: Path, state: DecodingState, report: Report) -> Model | None:
         light = lighter_copy(path, fingerprint(path), lambda line: report(line, None))
         return None if light is None else self._open_draft(light, state, report, check=False)
 
@@ -227,16 +227,14 @@ class Loader:
             key["draft engine"] = self.options.draft_backend
         return key
 
-    def _open_draft(
-        self, path: Path, state: DecodingState, report: Report, *, check: bool = True
-    ) -> tuple[Model, Context]:
+    def _open_draft(self, path: Path, state: DecodingState, report: Report, *, check: bool = True) -> Model:
         model = self.load(path, report, backend=self.options.draft_backend, check=check)
         try:
             self._check_draft(model, state.target)
-            return model, model.new_context(state.context.n_ctx)
         except BaseException:
             model.close()
             raise
+        return model
 
     def _check_draft(self, draft: Model, target: Model) -> None:
         difference = target.vocab.difference(draft.vocab)
@@ -257,9 +255,3 @@ def giving_way(stopped: Callable[[], bool]) -> Report:
             raise Cancelled(f"{what}: stopped")
 
     return report
-
-
-def close_both(model: Model, context: Context) -> None:
-    """Free a context, then its model."""
-    context.close()
-    model.close()

@@ -164,6 +164,9 @@ class Pair:
             before.close_target()
         for drafter in before.free:
             drafter.close()
+        for draft in after.models:
+            if draft.memory.batch is not None:
+                self.prefix_cache.join(draft.memory.batch)
         self.use(after)
         if self.options.idle:
             for draft in after.models:
@@ -196,8 +199,9 @@ class Pair:
         # The draft's file by its path: its name alone can be that of another, and of a lighter copy it says little.
         files = {draft.source: str(draft.path) for draft in self.state.models}
         line = f"the draft {files.get(drafter.source, drafter.source)} is not used any more: it {why}"
-        self.warnings.append(line)
-        log.warning(line)
+        if line not in self.warnings:  # each of several answers has a drafter of its own
+            self.warnings.append(line)
+            log.warning(line)
 
     # -- decoding ------------------------------------------------------------------------------------------------
 

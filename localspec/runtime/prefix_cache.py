@@ -167,6 +167,12 @@ class PrefixCache:
         self.n_bytes += state.n_bytes
         self.stored += 1
 
+    def empty(self, context: Context) -> None:
+        """Put aside what a context holds, and have it hold nothing."""
+        self.put_aside(context)
+        context.truncate(0)
+        self._drafted.pop(context, None)
+
     def cut(self, context: Context, beginning: Sequence[int]) -> None:
         """Have a context hold no more of its conversation than the beginning, where that costs nothing.
 
@@ -223,10 +229,13 @@ class PrefixCache:
         self._batches = {each: its for each, its in self._batches.items() if its[0] is not batch}
 
     def forget(self, context: Context) -> None:
-        """Drop what belongs to a context that is going to be closed."""
-        self._drafted.pop(context, None)
+        """Drop what belongs to a context that is going to be closed, and to all sequences of its memory."""
         for entry in self._of(context):
             self._remove(entry)
+        batch, _ = self._batches.get(context, (None, 0))
+        for each in [context] if batch is None else [batch[i] for i in range(batch.n_sequences)]:
+            self._drafted.pop(each, None)
+            self._batches.pop(each, None)
 
     def clear(self) -> None:
         """Drop everything."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from localspec.backends.base import Context, shared_prefix
+from localspec.errors import ContextFull
 
 if TYPE_CHECKING:
     from localspec.runtime.idle import Stopped
@@ -61,9 +62,12 @@ class ReadAhead:
             if stopped():
                 return True
             drafts = [context] if context is not pair.context else []
-            with pair.prefix_cache.conversation(pair.context, drafts, text):
-                known = context.reuse(text)
-                context.decode(list(text[known : min(known + piece, readable)]), "none")
+            try:
+                with pair.prefix_cache.conversation(pair.context, drafts, text):
+                    known = context.reuse(text)
+                    context.decode(list(text[known : min(known + piece, readable)]), "none")
+            except ContextFull:  # of a memory that holds other conversations too
+                continue
             return True
         return False
 

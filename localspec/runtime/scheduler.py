@@ -48,7 +48,6 @@ class _Answer:
         reading: its steps.
         sequence: where in the memory it is made.
         needs: room that it is reckoned with [tokens].
-        drafts_models: whether the drafters that run a model are its own: they have one context each.
         wanted: the pass that it waits for.
         n_fed: of the pass's tokens, how many it has had already.
         forwards: what they returned.
@@ -60,7 +59,6 @@ class _Answer:
     reading: Reading[Reply]
     sequence: int
     needs: int
-    drafts_models: bool
     wanted: TargetPass
     n_fed: int = 0
     forwards: list[Forward] = field(default_factory=list)
@@ -138,7 +136,8 @@ class Scheduler:
         assert base.batch is not None
         self._base = base
         self._batch: SequenceBatch = base.batch
-        self._seating = Seating(self._batch, self._pair.prefix_cache)
+        beside = [draft.memory.batch for draft in base.models if draft.memory.batch is not None]
+        self._seating = Seating(self._batch, self._pair.prefix_cache, beside)
         self._states = {0: base}
         self._passes = SharedPasses(base.times)
 
@@ -189,8 +188,7 @@ class Scheduler:
         sequence = self._seating.take(prompt)
         try:
             self._seating.make_room(len(prompt) + SLACK - self._batch[sequence].n_past)
-            drafts_models = not any(each.drafts_models for each in self._answers)
-            seat = Seat(self._state_of(sequence), ShareOfPass(self._passes), drafts_models)
+            seat = Seat(self._state_of(sequence), ShareOfPass(self._passes))
             reading = answering(prepared.request, self._pair, prepared.job, prepared.asked, seat)
             wanted = next(reading)
         except StopIteration as end:
@@ -201,13 +199,12 @@ class Scheduler:
             self._end(prepared.job, _raising(error))
         else:
             needs = self._needs(prepared)
-            self._answers.append(_Answer(prepared.job, reading, sequence, needs, drafts_models, wanted))
+            self._answers.append(_Answer(prepared.job, reading, sequence, needs, wanted))
 
     def _state_of(self, sequence: int) -> DecodingState:
         """What an answer in a sequence is decoded with: drafters of its own, which go on with what is said there."""
         if sequence not in self._states:
-            self._states[sequence] = self._pair.state.fork()
-            self._states[sequence].context = self._batch[sequence]
+            self._states[sequence] = self._pair.state.beside(sequence)
         return self._states[sequence]
 
     def _go_on(self, answer: _Answer, forward: Forward | Exception) -> None:

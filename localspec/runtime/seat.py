@@ -29,12 +29,10 @@ class Seat:
     Attributes:
         state: its context is the target's for this answer.
         times: what a pass costs this answer; None: as the state says, which is for passes of its own.
-        drafts_models: whether drafters take part that run a model: several answers cannot share their contexts.
     """
 
     state: DecodingState
     times: ShareOfPass | None = None
-    drafts_models: bool = True
 
     @property
     def drafting_ahead(self) -> DraftAhead | None:
@@ -57,8 +55,6 @@ class Seat:
         if unknown:
             raise UsageError(f"no drafter {unknown[0]!r} is loaded; there is {', '.join(called.values()) or 'none'}")
         chosen = [d for d in self.state.drafters if not d.failed and (names is None or called[d.source] in names)]
-        if not self.drafts_models:
-            chosen = [drafter for drafter in chosen if not drafter.runs_model]
         if prediction and not any(drafter.source == NGRAM for drafter in chosen) and (chosen or names is None):
             chosen.insert(0, NgramDrafter())
         for drafter in chosen:

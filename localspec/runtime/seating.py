@@ -15,10 +15,12 @@ class Seating:
     Args:
         batch: the memory.
         cache: takes conversations that have to make room, least recently used first.
+        beside: memories of draft models, with the same conversations in sequences of the same numbers.
     """
 
-    def __init__(self, batch: SequenceBatch, cache: PrefixCache) -> None:
+    def __init__(self, batch: SequenceBatch, cache: PrefixCache, beside: Sequence[SequenceBatch] = ()) -> None:
         self.batch = batch
+        self._beside = beside
         self._cache = cache
         self._taken: set[int] = set()
         self._used = [0] * batch.n_sequences
@@ -53,9 +55,16 @@ class Seating:
             keep: sequences that stay whatever happens.
         """
         idle = [i for i in range(self.batch.n_sequences) if i not in self._taken and i not in keep]
-        for i in sorted(idle, key=self._used.__getitem__):
-            if self.batch.free_cells >= n:
-                break
-            self._cache.put_aside(self.batch[i])
-            self.batch[i].truncate(0)
+        idle.sort(key=self._used.__getitem__)
+        self._empty(self.batch, idle, n)
+        # A draft model that has no room drafts nothing, so these need not be asked whether there is enough.
+        for memory in self._beside:
+            unread = sum(max(0, self.batch[i].n_past - memory[i].n_past) for i in self._taken)
+            self._empty(memory, idle, unread + n)
         return self.batch.free_cells >= n
+
+    def _empty(self, memory: SequenceBatch, idle: Sequence[int], n: int) -> None:
+        for i in idle:
+            if memory.free_cells >= n:
+                break
+            self._cache.empty(memory[i])

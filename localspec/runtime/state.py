@@ -8,15 +8,76 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from localspec.backends.base import Context, Model, SequenceBatch
+from localspec.backends.batch_trust import ensure_batches
+from localspec.backends.sequence_batch import SequencesInTurn
 from localspec.controllers.acceptance_store import AcceptanceStore
 from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.passes import PassKind
+from localspec.errors import EngineMismatch, UnsupportedModel
 from localspec.runtime.draft_ahead import AheadChoice
 from localspec.spec_decode.ahead import DraftAhead
 from localspec.spec_decode.drafters.base import Drafter
 
 FULL_CONTEXTS = 2
 """A memory for several answers has room for so many that fill their context: most never do."""
+
+
+@dataclass(eq=False, slots=True)
+class DraftMemory:
+    """What a draft model or head reads and drafts in.
+
+    Attributes:
+        contexts: one for each answer that can be under way.
+        batch: the memory that they are sequences of; None where each is a memory of its own.
+    """
+
+    contexts: Sequence[Context]
+    batch: SequenceBatch | None = None
+
+    @classmethod
+    def of_model(cls, model: Model, n_ctx: int, parallel: int, n_gpu_layers: int | None = None) -> DraftMemory:
+        """That of a draft model: as much room as the target's memory has, see ``target_memory``.
+
+        Where its engine computes several sequences of it wrongly, or not at all, each has a context of its own.
+
+        Raises:
+            EngineError: there is no memory for it.
+        """
+        if parallel == 1:
+            return cls([model.new_context(n_ctx)])
+        n_cells = FULL_CONTEXTS * n_ctx
+        try:
+            ensure_batches(model, n_gpu_layers)
+            batch = model.new_batch(parallel, n_cells, n_ctx=n_ctx)
+        except (EngineMismatch, UnsupportedModel):
+            batch = SequencesInTurn(_several(lambda: model.new_context(n_ctx), parallel), n_cells)
+        return cls([batch[i] for i in range(parallel)], batch)
+
+    @classmethod
+    def of_head(cls, new_context: Callable[[], Context], parallel: int) -> DraftMemory:
+        """That of a head: a layer's keys and values for each answer.
+
+        Raises:
+            EngineError: there is no memory for it.
+        """
+        return cls(_several(new_context, parallel))
+
+    def close(self) -> None:
+        """Free it; safe to call twice."""
+        for each in self.contexts if self.batch is None else [self.batch]:
+            each.close()
+
+
+def _several(new_context: Callable[[], Context], n: int) -> list[Context]:
+    made: list[Context] = []
+    try:
+        while len(made) < n:
+            made.append(new_context())
+    except BaseException:
+        for each in made:
+            each.close()
+        raise
+    return made
 
 
 @dataclass(eq=False, slots=True)
@@ -28,7 +89,7 @@ class DraftModel:
         spec: what ``--draft`` calls it.
         path: its file, as it was asked for; ``model.path`` is another where a lighter copy of it drafts.
         model: its weights.
-        context: what it reads and drafts in.
+        memory: what it reads and drafts in.
         times: the cost model of its passes.
         drafter: what drafts with it.
         passes: which passes ``times`` is of.
@@ -39,11 +100,16 @@ class DraftModel:
     spec: str
     path: Path
     model: Model
-    context: Context
+    memory: DraftMemory
     times: PassTimes
     drafter: Drafter
     passes: PassKind
     free_weights: Callable[[], None]
+
+    @property
+    def context(self) -> Context:
+        """What it reads and drafts in; where several answers share passes, for the first of them."""
+        return self.memory.contexts[0]
 
     @property
     def source(self) -> str:
@@ -52,11 +118,12 @@ class DraftModel:
 
     def clone(self, context: Context) -> DraftModel:
         """The same weights with a copy of what was learned, in a context that may be another."""
-        return replace(self, context=context, times=deepcopy(self.times), drafter=self.drafter.clone(context))
+        memory = DraftMemory([context])
+        return replace(self, memory=memory, times=deepcopy(self.times), drafter=self.drafter.clone(context))
 
     def close(self) -> None:
         """Free everything; safe to call twice."""
-        self.context.close()
+        self.memory.close()
         self.free_weights()
 
 
@@ -153,6 +220,18 @@ class DecodingState:
         ahead = AheadChoice(self.ahead.wanted)
         batch = None if own_contexts else self.batch
         return DecodingState(context, deepcopy(self.times), free, models, deepcopy(self.acceptance), ahead, batch)
+
+    def beside(self, sequence: int) -> DecodingState:
+        """A fork to be within an answer while this one is, in another sequence of the memories; it takes no more room.
+
+        Args:
+            sequence: its number.
+        """
+        fork = self.fork()
+        assert self.batch is not None
+        fork.context = self.batch[sequence]
+        fork.models = [each.clone(each.memory.contexts[sequence]) for each in self.models]
+        return fork
 
     def close_target(self) -> None:
         """Free the target's context, and what it is a part of; safe to call twice."""

@@ -25,13 +25,17 @@ PROMPTS = (
 
 @pytest.mark.real
 @pytest.mark.parametrize("backend", ["ik-llama", "llama-cpp"])
-def test_each_token_is_the_targets_own(backend: str, real_model: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("has_model", [False, True])
+def test_each_token_is_the_targets_own(backend: str, has_model: bool, real_model: Callable[[str], Path]) -> None:
     open_backend(backend)
-    greedy = SamplingParams(max_tokens=40)
-    with LLM(real_model("qwen2.5-coder-0.5b"), draft="ngram", backend=backend, n_ctx=1024, parallel=3) as llm:
+    greedy, model = SamplingParams(max_tokens=40), real_model("qwen2.5-coder-0.5b")
+    draft = ["ngram", str(model)] if has_model else "ngram"
+    with LLM(model, draft, backend=backend, n_ctx=1024, parallel=3, light_draft=False) as llm:
         prompts = [llm.encode([{"role": "user", "content": text}]) for text in PROMPTS]
-        streams = [llm.rounds(prompt, greedy) for prompt in prompts]
+        streams = [llm.rounds(prompt, greedy, draft_length=2 if has_model else None) for prompt in prompts]
         replies = [stream.reply for stream in streams]
+        if has_model:  # drafted for by itself, by other passes
+            assert min(reply.stats["acceptance_rate"] for reply in replies) > 0.8
         for prompt, reply in zip(prompts, replies, strict=True):
             scored = llm.logprobs([*prompt, *reply.token_ids], top=1)[len(prompt) :]
             assert scored

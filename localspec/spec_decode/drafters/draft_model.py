@@ -77,6 +77,8 @@ class DraftModelDrafter(Drafter):
             if max(seen[known:]) >= self.context.model.n_vocab:  # the target's padding can be wider than the draft's
                 continue
             pending = len(seen) - known
+            if pending > self.context.n_free:  # other answers' texts can be in the same memory
+                continue
             if plan.more(self.source, pending):
                 self._n_hidden, self._n_hideable = n_hidden, 0
                 return seen, self._probe(seen, known, plan)

@@ -81,6 +81,26 @@ def test_the_text_does_not_depend_on_it(tiny: TinyFiles, tmp_path: Path, options
             assert counts["num_accepted_tokens"] > 0.1 * counts["num_draft_tokens"] > 0
 
 
+@pytest.mark.parametrize("engine", ["reference", "llama-cpp"])
+def test_several_answers_at_a_time_draft_with_it_each_as_alone(tiny: TinyFiles, tmp_path: Path, engine: str) -> None:
+    """To the bit on the reference engine; the head is on llama.cpp all the same."""
+    own = engine == "reference"
+    head = write_head(tiny, tmp_path, own_embeddings=own, own_output=own)
+    asked = [(f"{word} two one two", replace(SEEDED, seed=i)) for i, word in enumerate(("one", "two", "three", "four"))]
+    with open_llm(tiny, head, engine) as llm:
+        alone = [llm.generate(*each) for each in asked]
+    with open_llm(tiny, head, engine, parallel=3) as llm:
+        beside = [stream.reply for stream in [llm.rounds(*each) for each in asked]]
+        assert llm.warnings == []
+    if own:
+        assert [reply.token_ids for reply in beside] == [reply.token_ids for reply in alone]
+        found = [
+            [reply.stats[key] for key in ("num_draft_tokens", "num_accepted_tokens")] for reply in [*alone, *beside]
+        ]
+        assert found[: len(alone)] == found[len(alone) :]
+    assert all(reply.stats["num_accepted_tokens"] > 0 for reply in beside)
+
+
 class HeadWorld(World):
     """Answers of a target on the reference engine, with published heads alone and among other drafters."""
 
