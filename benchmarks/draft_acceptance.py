@@ -41,7 +41,7 @@ from localspec.commands.report.markdown import table
 from localspec.controllers.acceptance import CERTAINTY_EDGES, N_BINS, START, bin_of, leads_to
 from localspec.controllers.fixed import FixedController, FixedPlan
 from localspec.runtime.pair import Pair
-from localspec.sampling.sampling import top_probability
+from localspec.sampling.rows import top_probability
 from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer

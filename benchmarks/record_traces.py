@@ -28,7 +28,8 @@ import numpy as np
 from localspec import LLM, SamplingParams
 from localspec.backends.base import Context, FloatArray, Forward
 from localspec.commands.questions import in_turns, of_categories, own_questions, read_questions
-from localspec.sampling.sampling import Distribution, Noise, distribution, top_probability
+from localspec.sampling.rows import top_probability
+from localspec.sampling.sampling import Distribution, Noise, distribution
 from localspec.spec_decode.drafters.draft_model import N_HEAD, N_TAIL
 from localspec.spec_decode.drafters.head import HeadDrafter
 from localspec.spec_decode.drafters.ngram import NgramDrafter

@@ -16,7 +16,8 @@ from localspec.controllers.estimates import NEVER, Estimates, Tables
 from localspec.controllers.explainer import explain
 from localspec.controllers.prefill_gate import PrefillGate
 from localspec.controllers.time_budget import TimeBudget
-from localspec.sampling.sampling import Row, SamplingParams, top_probability
+from localspec.sampling.rows import Row, top_probability
+from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.controller import Controller
 from localspec.spec_decode.drafters.base import Branching, Plan
 from localspec.spec_decode.rounds import Round

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from localspec.sampling.sampling import Row, top_k_ids
+from localspec.sampling.rows import Row, top_k_ids
 from localspec.values import checked_whole
 
 MAX_TOP = 20

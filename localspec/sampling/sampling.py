@@ -23,13 +23,13 @@ import numpy.typing as npt
 from localspec.errors import EngineError, UsageError
 from localspec.sampling.noise import PIECE
 from localspec.sampling.noise import Noise as Noise  # what a distribution is sampled with
+from localspec.sampling.rows import Ids as Ids
+from localspec.sampling.rows import Row as Row
+from localspec.sampling.rows import top_k_ids
 from localspec.values import as_float, is_number, is_whole, shown
 
-Row = npt.NDArray[np.float32]
-Ids = npt.NDArray[np.int64]
 Probs = npt.NDArray[np.float64]
 
-_BLOCK = 128
 _N_IDS = 1 << 31  # of more no engine knows
 
 HUGE, MANY = 1e30, 1e6
@@ -262,23 +262,6 @@ def greedy_token(row: Row, history: Sequence[int], params: SamplingParams) -> in
     return best
 
 
-def top_probability(row: Row, temperature: float = 1.0, top: np.float32 | None = None) -> float:
-    """About the probability of the most probable token, in (0, 1]: a measure of certainty, not a law to draw from.
-
-    Tokens e^-12 times as likely are left out, which makes it 0.5 % too large on average (at most 1.3 % over 24 rows of
-    Qwen2.5-Coder 0.5B): picking out and exponentiating the tens of thousands up to e^-16 took 2.7 times as long.
-
-    Args:
-        row: logits [n].
-        temperature: that they are divided by.
-        top: the largest, where it is known.
-    """
-    top = row.max() if top is None else top
-    temperature = max(temperature, 1e-30)  # what is less is 0 in single precision
-    likely = row[row >= top - 12.0 * temperature]  # >=: of a huge logit nothing can be subtracted
-    return float(1.0 / np.exp((likely - top) / temperature).sum())
-
-
 def _check_top(top: float, row: Row) -> None:
     """Refuse to choose from edited logits whose largest is no number; ``row`` is what they were."""
     if math.isfinite(top):
@@ -286,31 +269,6 @@ def _check_top(top: float, row: Row) -> None:
     if top == -math.inf and math.isfinite(row.max()):
         raise UsageError("logit_bias bans every token")
     raise NotNumbers("the engine computed logits that are not numbers")
-
-
-def top_k_ids(row: Row, k: int) -> Ids:
-    """The ids of the k largest logits, increasing; among equals at the border the lower ids win.
-
-    A full partition of a 152k row costs a millisecond. The k-th largest of the maxima of blocks is a lower bound for
-    the k-th largest element, so all of these are in the few blocks whose maxima reach it.
-    """
-    n = len(row)
-    if k >= n:
-        return np.arange(n)
-    whole = n - n % _BLOCK
-    if whole // _BLOCK > k:
-        # A block is every (whole // _BLOCK)-th logit: along this axis NumPy takes maxima twenty times as fast.
-        blocks = row[:whole].reshape(_BLOCK, -1)
-        maxima = blocks.max(axis=0)
-        bound = np.partition(maxima, len(maxima) - k)[len(maxima) - k]
-        near = np.flatnonzero(maxima >= bound)
-        at, which = np.nonzero(blocks[:, near] >= bound)
-        candidates = np.concatenate([at * len(maxima) + near[which], whole + np.flatnonzero(row[whole:] >= bound)])
-    else:
-        candidates = np.arange(n)
-    # argsort on (-logit, id): stable, so ties go to the lower id.
-    order = np.argsort(-row[candidates], kind="stable")[:k]
-    return np.sort(candidates[order])
 
 
 def distribution(

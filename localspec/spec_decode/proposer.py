@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from localspec.errors import UsageError
+from localspec.sampling.rows import best_and_certainty, top_k_ids
 from localspec.sampling.sampling import (
     Distribution,
     Ids,
@@ -18,8 +19,6 @@ from localspec.sampling.sampling import (
     SamplingParams,
     distribution,
     edit_logits,
-    top_k_ids,
-    top_probability,
 )
 from localspec.spec_decode.drafters.base import DrafterFailed, Rival
 from localspec.spec_decode.verification import STREAM_DRAFT, STREAM_TARGET
@@ -92,7 +91,7 @@ class SamplingProposer:
         row = row[: self.n_vocab]
         if not self.params.greedy and self.constraint is None:
             return self._sure_of_law(row, history, ids)
-        best = int(row.argmax())
+        best, confidence = best_and_certainty(row)
         if not math.isfinite(row[best]):  # NaN anywhere is the maximum
             raise DrafterFailed(_NOT_NUMBERS)
         if self.constraint is not None:
@@ -102,9 +101,9 @@ class SamplingProposer:
         if self.params.greedy:
             if self.constraint is not None or self.params.edits_logits:
                 row = edit_logits(row, history, self.params, ids)
-                best = int(row.argmax())
+                best, confidence = best_and_certainty(row)
+                confidence = confidence if row[best] > -math.inf else 0.0
             self._choice = best if ids is None else int(ids[best])
-            confidence = top_probability(row, top=row[best]) if row[best] > -math.inf else 0.0
             is_wanted = self.rivals is not None or self.alternatives is not None
             self._row = (row, ids, confidence) if is_wanted else None
             return confidence

@@ -21,7 +21,8 @@ from localspec.backends.base import FloatArray, Model
 from localspec.backends.sequence_batch import Piece, SequenceBatch
 from localspec.errors import LocalspecError
 from localspec.prompts.prompts import Messages
-from localspec.sampling.sampling import Noise, SamplingParams, distribution, top_k_ids
+from localspec.sampling.rows import top_k_ids
+from localspec.sampling.sampling import Noise, SamplingParams, distribution
 from localspec.training.formats import NO_FIELD_SHARE, PromptFormat, ends_a_sentence, fields
 from localspec.training.material import Asked, Material, Read
 from localspec.training.shards import TOP_K, Passage, as_states

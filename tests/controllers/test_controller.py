@@ -28,7 +28,8 @@ from localspec.controllers.fixed import FixedController
 from localspec.controllers.prefill_gate import PATIENCE_TOKENS, PROBE_TOKENS
 from localspec.controllers.stopping import Continuation, Prospects
 from localspec.errors import UsageError
-from localspec.sampling.sampling import Row, SamplingParams, top_probability
+from localspec.sampling.rows import Row, top_probability
+from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Verdict
 from tests.conftest import TinyFiles, open_backend
 from tests.support.simulator import CURVES, Source, World, adversarial, stationary, switching

@@ -16,6 +16,7 @@ from hypothesis.extra import numpy as hnp
 from scipy import stats
 
 from localspec.errors import EngineError, UsageError
+from localspec.sampling.rows import best_and_certainty, top_k_ids
 from localspec.sampling.sampling import (
     Distribution,
     Noise,
@@ -23,7 +24,6 @@ from localspec.sampling.sampling import (
     distribution,
     edit_logits,
     greedy_token,
-    top_k_ids,
 )
 
 ROWS = hnp.arrays(np.float32, st.integers(1, 700), elements=st.sampled_from([-3.0, 0.0, 0.5, 0.5, 1.0, 2.0, 7.25]))
@@ -192,6 +192,30 @@ class TestTopK:
         row = row_of(5, 5000)
         row[::2] = -math.inf
         assert set(top_k_ids(row, k)) == set(np.argsort(-row, kind="stable")[:k])
+
+
+class TestCertainty:
+    @pytest.mark.parametrize("n", [5, 1024, 5000, 5003])
+    @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
+    def test_the_most_probable_token_and_about_its_probability(self, n: int, temperature: float) -> None:
+        for seed in range(20):
+            row = row_of(seed, n)
+            row[seed * 7 % n] = row.max() + 2  # beyond the last block too, and among equals below
+            row[n - 1 - seed * 11 % n] = row.max() + np.float32(seed % 3)
+            probs = np.exp((row - row.max()).astype(np.float64) / (temperature or 1e-30))
+            best, certainty = best_and_certainty(row, temperature)
+            assert best == int(np.argmax(row))
+            assert probs.max() / probs.sum() * (1 - 1e-5) <= certainty <= min(1.0, 8 * probs.max() / probs.sum()) + 1e-5
+
+    @pytest.mark.parametrize("n", [7, 5000])
+    def test_no_numbers_and_banned_tokens(self, n: int) -> None:
+        row = row_of(3, n)
+        row[n // 2] = math.nan
+        assert math.isnan(row[best_and_certainty(row)[0]])
+        row = np.full(n, -math.inf, dtype=np.float32)
+        assert row[best_and_certainty(row)[0]] == -math.inf
+        row[n // 3] = -1e30
+        assert best_and_certainty(row) == (n // 3, 1.0)
 
 
 class TestNoise:

@@ -25,6 +25,7 @@ import numpy as np
 from localspec.backends.base import FloatArray
 from localspec.commands.verify.betting import FALSE_ALARM, Bets, expected_evidence
 from localspec.commands.verify.plain import Check
+from localspec.sampling.rows import top_k_ids
 from localspec.sampling.sampling import (
     Distribution,
     Ids,
@@ -33,7 +34,6 @@ from localspec.sampling.sampling import (
     SamplingParams,
     distribution,
     edit_logits,
-    top_k_ids,
 )
 from localspec.spec_decode import verification
 from localspec.spec_decode.rounds import Draft, DraftToken

@@ -1,0 +1,78 @@
+"""What is looked for in a row of logits of a whole vocabulary: the most probable tokens, and how certain the first is.
+
+Both begin with the maxima of blocks, which NumPy takes in the time of reading the row. A block is every n-th logit:
+along that axis maxima are twenty times as fast as over neighbours, and tokens alike, which often are neighbours, lie in
+different ones.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Row = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int64]
+
+_BLOCK = 128
+_FEW = 8
+
+
+def best_and_certainty(row: Row, temperature: float = 1.0) -> tuple[int, float]:
+    """The most probable token (the lowest id among equals), and about its probability, in (0, 1].
+
+    That is a measure of certainty, not a law to draw from: of every block of eight logits only the largest counts,
+    which makes it too large by 0.6 and 0.3 % on average (101 rows each of Qwen2.5-Coder 0.5B and 1.5B; by more than 1 %
+    in one row of ten, by up to 15 % where the probability is small). To pick out and exponentiate what is within e^-12
+    of the largest, which is no more exact, took two to four times as long.
+
+    Args:
+        row: logits [n]. Where one is NaN, it is what the token is of; the certainty then means nothing.
+        temperature: that they are divided by.
+    """
+    n = len(row) // _FEW
+    blocks = row[: n * _FEW].reshape(_FEW, n)
+    largest: Row = np.maximum.reduce(blocks, axis=0) if len(row) >= _FEW * _BLOCK else row
+    if len(row) >= _FEW * _BLOCK and n * _FEW < len(row):
+        largest = np.concatenate([largest, row[n * _FEW :]])
+    at = int(largest.argmax())
+    top = largest[at]
+    if largest is row:
+        best = at
+    elif at >= n or np.count_nonzero(largest == top) != 1:  # behind the blocks, equals, or no number
+        best = int(row.argmax())
+    else:
+        best = at + n * int(blocks[:, at].argmax())
+    with np.errstate(over="ignore", invalid="ignore"):  # of banned tokens, and of what is no number
+        weights = largest - top
+        weights /= np.float32(max(temperature, 1e-30))  # what is less is 0 in single precision
+        return best, float(1.0 / np.exp(weights, out=weights).sum())
+
+
+def top_probability(row: Row, temperature: float = 1.0) -> float:
+    """About the probability of the most probable token: see ``best_and_certainty``."""
+    return best_and_certainty(row, temperature)[1]
+
+
+def top_k_ids(row: Row, k: int) -> Ids:
+    """The ids of the k largest logits, increasing; among equals at the border the lower ids win.
+
+    A full partition of a 152k row costs a millisecond. The k-th largest of the maxima of blocks is a lower bound for
+    the k-th largest element, so all of these are in the few blocks whose maxima reach it.
+    """
+    n = len(row)
+    if k >= n:
+        return np.arange(n)
+    whole = n - n % _BLOCK
+    if whole // _BLOCK > k:
+        # A block is every (whole // _BLOCK)-th logit: along this axis NumPy takes maxima twenty times as fast.
+        blocks = row[:whole].reshape(_BLOCK, -1)
+        maxima = blocks.max(axis=0)
+        bound = np.partition(maxima, len(maxima) - k)[len(maxima) - k]
+        near = np.flatnonzero(maxima >= bound)
+        at, which = np.nonzero(blocks[:, near] >= bound)
+        candidates = np.concatenate([at * len(maxima) + near[which], whole + np.flatnonzero(row[whole:] >= bound)])
+    else:
+        candidates = np.arange(n)
+    # argsort on (-logit, id): stable, so ties go to the lower id.
+    order = np.argsort(-row[candidates], kind="stable")[:k]
+    return np.sort(candidates[order])
