@@ -65,7 +65,7 @@ class Capabilities:
         nextn: contexts can return the state ``nextn``.
         float_rows: ``Context.decode_floats`` works.
         first_layers: ``Context.decode_first_layers`` works, in a context that returns hidden states.
-        trees: ``Context.decode_tree`` works.
+        trees: ``Context.decode_tree`` works, in a context that was made for it (``branches``).
         batches: a pass over several sequences is one, see ``Model.new_batch``; else there is one for each.
     """
 
@@ -146,13 +146,17 @@ class Model(ABC):
         if self._closed:
             raise Closed("this model was closed")
 
-    def new_context(self, n_ctx: int, *, n_threads: int | None = None, hidden: Sequence[str] = ()) -> Context:
+    def new_context(
+        self, n_ctx: int, *, n_threads: int | None = None, hidden: Sequence[str] = (), branches: bool = False
+    ) -> Context:
         """An empty memory for n_ctx tokens. Contexts of one model are independent.
 
         Args:
             n_ctx: its room [tokens].
             n_threads: that passes use; those of the model by default.
             hidden: hidden states that every pass is to return: ``norm``, ``layer:i``; see ``forward``.
+            branches: whether ``Context.decode_tree`` is to work, if it can (``why_no_trees``): with some engines it
+                does only in a context made for it, of which other passes may take longer.
 
         Raises:
             UsageError: n_ctx is not positive, there is no such state, or the engine returns none.
@@ -160,7 +164,14 @@ class Model(ABC):
             Closed: the model was closed.
         """
         self._check_open()
-        return self._new_context(n_ctx, n_threads or self.n_threads, self._check_memory(n_ctx, hidden))
+        make = self._new_branching_context if branches else self._new_context
+        return make(n_ctx, n_threads or self.n_threads, self._check_memory(n_ctx, hidden))
+
+    def why_no_trees(self) -> str | None:
+        """Why contexts cannot be made for tokens that branch; None where they can."""
+        if self.capabilities.trees:
+            return None
+        return f"{self.engine} does not take tokens that branch for {self.path.name}"
 
     def new_batch(
         self,
@@ -240,6 +251,9 @@ class Model(ABC):
 
     @abstractmethod
     def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> Context: ...
+
+    def _new_branching_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> Context:
+        return self._new_context(n_ctx, n_threads, hidden)
 
     def _new_batch(
         self, n_sequences: int, n_cells: int, n_ctx: int, n_threads: int, hidden: tuple[str, ...]

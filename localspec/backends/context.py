@@ -72,7 +72,7 @@ class Context(ABC):
 
     @property
     def can_branch(self) -> bool:
-        """Whether ``decode_tree`` works."""
+        """Whether ``decode_tree`` works; see ``Model.new_context``."""
         return self.model.capabilities.trees and type(self)._decode_tree is not Context._decode_tree
 
     def decode(self, tokens: Sequence[int], logits: Literal["all", "last", "none"] = "all") -> Forward:
@@ -189,7 +189,7 @@ class Context(ABC):
         self._check_ids(tokens)
         self._check_whole()
         if not self.can_branch:
-            raise UsageError(f"{self.model.engine} cannot feed tokens that branch for {self.model.path.name}")
+            raise UsageError(self.model.why_no_trees() or "this context was not made for tokens that branch")
         if len(parents) != len(tokens) or any(not -1 <= parent < i for i, parent in enumerate(parents)):
             raise UsageError("each token of a tree follows one before it, or the memory")
         self._drop_tree()

@@ -191,10 +191,10 @@ class IkLlamaBinding(Binding):
                 devices.append(Place(name, 0, name, name.startswith("CUDA")))
         return Places(devices, devices, buffers, int(self.lib.llama_max_devices()))
 
-    def set_context_options(self, params: Any, n_sequences: int) -> None:
-        params.n_seq_max = n_sequences
+    def set_context_options(self, params: Any, n_sequences: int, branches: bool = False) -> None:
+        params.n_seq_max = n_sequences  # it takes others too: this is how many rows of logits it keeps room for
         # With it, rows of several sequences in one pass abort the process, or come out wrong.
-        params.flash_attn = n_sequences == 1
+        params.flash_attn = n_sequences == 1 and not branches
 
     def free_model(self, model: int) -> None:
         self.api.llama_free_model(model)
@@ -202,8 +202,8 @@ class IkLlamaBinding(Binding):
     def remove(self, ctx: int, start: int, sequence: int = 0) -> bool:
         return bool(self.lib.llama_kv_cache_seq_rm(ctx, sequence, start, -1))
 
-    def copy(self, ctx: int, source: int, target: int, n: int) -> None:
-        self.lib.llama_kv_cache_seq_cp(ctx, source, target, 0, n)
+    def copy(self, ctx: int, source: int, target: int, n: int, start: int = 0) -> None:
+        self.lib.llama_kv_cache_seq_cp(ctx, source, target, start, n)
 
     def by_rows(self, state: Bytes) -> Bytes:
         return ik_state.by_rows(state)

@@ -29,6 +29,9 @@ N_UBATCH = 256
 """Tokens the engine computes together. Twice that costs 150 MB more for a 152k vocabulary and gains no prefill speed
 on CPUs."""
 
+MAX_SEQUENCES = 64
+"""llama.cpp takes 64 without saying that it was compiled for more."""
+
 
 class Binding(ABC):
     """The C functions of one engine. Handles are opaque integers; 0 or None means failure.
@@ -47,6 +50,7 @@ class Binding(ABC):
         token_before_floats: whether a context must have decoded a single token before it is fed with floats.
         tensors: what reads a node of a pass.
         batches_kv_types: whether a memory of several sequences may be of any type; else it is f16.
+        unshared: architectures with a memory that sequences cannot share rows of, though it can be cut.
     """
 
     name: str
@@ -60,14 +64,15 @@ class Binding(ABC):
     token_before_floats = False
     tensors: TensorFunctions
     batches_kv_types = True
+    unshared: frozenset[str] = frozenset()
 
     @abstractmethod
     def set_model_options(self, params: Any) -> None:
         """Fill in what this engine alone has in ``llama_model_params``."""
 
     @abstractmethod
-    def set_context_options(self, params: Any, n_sequences: int) -> None:
-        """Fill in what this engine alone has in ``llama_context_params``."""
+    def set_context_options(self, params: Any, n_sequences: int, branches: bool = False) -> None:
+        """Fill in what this engine alone has in ``llama_context_params``; see ``new_context``."""
 
     @abstractmethod
     def places(self, placement: Placement) -> Places:
@@ -99,16 +104,31 @@ class Binding(ABC):
     def free_model(self, model: int) -> None: ...
 
     def new_context(
-        self, model: int, n_ctx: int, n_threads: int, kv_type: int, n_sequences: int = 1, evaluate: Any = None
+        self,
+        model: int,
+        n_ctx: int,
+        n_threads: int,
+        kv_type: int,
+        n_sequences: int = 1,
+        *,
+        branches: bool = False,
+        evaluate: Any = None,
     ) -> int | None:
-        """A context; ``evaluate`` is asked about each node of its passes, and must live as long as the context."""
+        """A context.
+
+        Args:
+            model, n_ctx, n_threads, kv_type: what it is of.
+            n_sequences: how many texts it holds.
+            branches: whether rows may belong to further sequences, up to ``MAX_SEQUENCES``.
+            evaluate: is asked about each node of its passes, and must live as long as the context.
+        """
         params = self.api.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, N_BATCH, N_UBATCH
         params.n_threads = params.n_threads_batch = n_threads
         params.type_k = params.type_v = kv_type
         if evaluate is not None:
             params.cb_eval = evaluate
-        self.set_context_options(params, n_sequences)
+        self.set_context_options(params, n_sequences, branches)
         handle: int | None = self.api.llama_init_from_model(model, params)
         return handle
 
@@ -131,12 +151,16 @@ class Binding(ABC):
         the next one looks at."""
 
     @abstractmethod
-    def copy(self, ctx: int, source: int, target: int, n: int) -> None:
-        """Let a sequence have the rows of the first n positions of another, too."""
+    def copy(self, ctx: int, source: int, target: int, n: int, start: int = 0) -> None:
+        """Let a sequence have the rows of another from position ``start`` to n, too."""
 
     def holds(self, ctx: int, n: int, sequence: int = 0) -> bool:
         """Whether a sequence of n rows has all that the next one looks at."""
         return True
+
+    def window(self, ctx: int) -> int:
+        """Positions that a layer looks back over, where the memory gives away what lies before; else 0."""
+        return 0
 
     @abstractmethod
     def clear(self, ctx: int) -> None: ...
@@ -151,6 +175,10 @@ class Binding(ABC):
 
     def close_gaps(self, ctx: int, n: int) -> None:  # noqa: B027
         """Move rows together after n were taken from a memory of several sequences, where an engine needs that."""
+
+    def takes_several(self, kv_type: str) -> bool:
+        """Whether a memory of several sequences may be of this type."""
+        return self.batches_kv_types or kv_type == "f16"
 
     def by_rows(self, state: Bytes) -> Bytes:
         """The record of one of several sequences as a context of one has it."""

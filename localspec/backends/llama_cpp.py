@@ -10,7 +10,7 @@ from typing import Any
 from localspec.backends.base import Progress
 from localspec.backends.builds import digest
 from localspec.backends.ggml import GPU, INTEGRATED, Ggml
-from localspec.backends.llama_binding import Binding
+from localspec.backends.llama_binding import MAX_SEQUENCES, Binding
 from localspec.backends.llama_family import LlamaModel
 from localspec.backends.llama_placement import Place, Places
 from localspec.backends.llama_staging import staging
@@ -30,6 +30,7 @@ class LlamaCppBinding(Binding):
     """llama-cpp-python's own ctypes table; its ``Llama`` class is not used."""
 
     name = NAME
+    unshared = frozenset(("deepseek32", "deepseek4", "dots3note", "glm-dsa", "glm5-next", "hy_v4", "minimax-m3"))
     alignment = 32  # of its CPU buffers; it asserts that a mapped file has it
 
     def __init__(self) -> None:
@@ -87,10 +88,10 @@ class LlamaCppBinding(Binding):
             return False
         return hasattr(self.lib.llama_model_default_params(), "load_mtp")
 
-    def set_context_options(self, params: Any, n_sequences: int) -> None:
-        params.n_seq_max = n_sequences
+    def set_context_options(self, params: Any, n_sequences: int, branches: bool = False) -> None:
+        params.n_seq_max = MAX_SEQUENCES if branches else n_sequences
         # Else rows are computed in another order than they are fed in, and no sequence may have the room of another.
-        params.kv_unified = n_sequences > 1
+        params.kv_unified = n_sequences > 1 or branches
         params.flash_attn_type = self.lib.LLAMA_FLASH_ATTN_TYPE_AUTO
         # A sliding-window cache that keeps only its window cannot take rejected tokens back out.
         params.swa_full = True
@@ -103,16 +104,19 @@ class LlamaCppBinding(Binding):
         removed = self.lib.llama_memory_seq_rm(self.lib.llama_get_memory(ctx), sequence, start, -1)
         return bool(removed) and self.holds(ctx, start, sequence)
 
-    def copy(self, ctx: int, source: int, target: int, n: int) -> None:
-        self.lib.llama_memory_seq_cp(self.lib.llama_get_memory(ctx), source, target, 0, n)
+    def copy(self, ctx: int, source: int, target: int, n: int, start: int = 0) -> None:
+        self.lib.llama_memory_seq_cp(self.lib.llama_get_memory(ctx), source, target, start, n)
 
     def holds(self, ctx: int, n: int, sequence: int = 0) -> bool:
         # Layers with a window leave out of a saved state what lies before it, and give such cells to other sequences.
-        window = self.lib.llama_model_n_swa(self.lib.llama_get_model(ctx))
+        window = self.window(ctx)
         if not window or not n:
             return True
         first = self.lib.llama_memory_seq_pos_min(self.lib.llama_get_memory(ctx), sequence)
         return bool(0 <= first <= max(0, n - window))
+
+    def window(self, ctx: int) -> int:
+        return int(self.lib.llama_model_n_swa(self.lib.llama_get_model(ctx)))
 
     def clear(self, ctx: int) -> None:
         self.lib.llama_memory_clear(self.lib.llama_get_memory(ctx), True)

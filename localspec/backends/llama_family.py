@@ -21,6 +21,7 @@ from localspec.backends.llama_passes import LlamaPasses
 from localspec.backends.llama_placement import Placed
 from localspec.backends.llama_sequences import LlamaSequences
 from localspec.backends.llama_state import restore, save, saved_sequence, state_bytes
+from localspec.backends.llama_trees import LeafSequences
 from localspec.backends.placement import Placement
 from localspec.backends.rpc_link import ask
 from localspec.backends.sequence_batch import SequenceBatch
@@ -79,6 +80,7 @@ class LlamaModel(Model):
             nextn=self._mtp,
             float_rows=rewinds and self.architecture in FLOAT_ROWS,
             first_layers=rewinds,
+            trees=rewinds and self.architecture not in binding.unshared and binding.takes_several(kv_type),
             batches=rewinds,
         )
         self._known_states: set[str] = set()
@@ -151,6 +153,22 @@ class LlamaModel(Model):
         self._check_states(hidden)
         return LlamaContext(self, n_ctx, n_threads, hidden)
 
+    def _new_branching_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> LlamaContext:
+        self._check_states(hidden)
+        return LlamaContext(self, n_ctx, n_threads, hidden, branches=self.why_no_trees() is None)
+
+    def why_no_trees(self) -> str | None:
+        what = f"{self.engine} does not take tokens that branch for {self.path.name}"
+        if self.capabilities.rollback == "replay":
+            return f"{what}: its memory is a state of all that was read, and of one text"
+        if self.architecture in self.binding.unshared:
+            return f"{what}: texts cannot share rows of a memory of {self.architecture!r} models"
+        if not self.binding.takes_several(self.kv_type):
+            return f"{what}: a {self.kv_type} cache needs flash attention, with which they come out wrong"
+        if not self.survives_several():
+            return f"{what}: another process that tried did not live through it"
+        return None
+
     def _new_batch(
         self, n_sequences: int, n_cells: int, n_ctx: int, n_threads: int, hidden: tuple[str, ...]
     ) -> SequenceBatch:
@@ -195,22 +213,34 @@ class LlamaContext(Context):
 
     model: LlamaModel
 
-    def __init__(self, model: LlamaModel, n_ctx: int, n_threads: int, hidden: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, model: LlamaModel, n_ctx: int, n_threads: int, hidden: tuple[str, ...] = (), *, branches: bool = False
+    ) -> None:
         super().__init__(model, n_ctx, hidden)
         self._binding = model.binding
-        self._n_threads = n_threads
-        self._passes = LlamaPasses(model, n_ctx, n_threads, model.kv_type, hidden)
+        self._n_threads, self._branches = n_threads, branches
         self._checkpoint: tuple[int, Bytes] | None = None
+        self.begin_anew()
         model._contexts.add(self)
+
+    @property
+    def can_branch(self) -> bool:
+        return self._branches
 
     def let_go(self) -> None:
         """Give the engine's memory back before its model is freed."""
         self._passes.close()
-        self.tokens, self._checkpoint, self._partial = [], None, None
+        self.tokens, self._checkpoint, self._partial, self._tree, self._leaves = [], None, None, None, None
 
     def begin_anew(self) -> None:
-        """Be empty, in a model that was loaded again."""
-        self._passes = LlamaPasses(self.model, self.n_ctx, self._n_threads, self.model.kv_type, self.hidden)
+        """Be empty, in a model that was loaded, perhaps again."""
+        self._passes = LlamaPasses(
+            self.model, self.n_ctx, self._n_threads, self.model.kv_type, self.hidden, branches=self._branches
+        )
+        self._set_leaves()
+
+    def _set_leaves(self) -> None:
+        self._leaves = LeafSequences(self._binding, self._handle) if self._branches else None
 
     @property
     def _handle(self) -> int:
@@ -234,11 +264,34 @@ class LlamaContext(Context):
         self, rows: Sequence[int] | FloatArray, n_past: int, logits: Wanted, last: str | None = None
     ) -> Forward:
         """Feed rows after the first ``n_past`` of the memory."""
+        if self._leaves is not None:
+            self._leaves.close_gaps()
         wanted_rows = np.full(len(rows), logits == "all")
         wanted_rows[-1] = logits != "none"
         return self._passes.run(rows, range(n_past, n_past + len(rows)), wanted_rows, last=last)
 
+    def _decode_tree(self, tokens: Sequence[int], parents: Sequence[int]) -> Forward:
+        if self._leaves is None:
+            self._set_leaves()  # which says what was lost
+        assert self._leaves is not None
+        self._leaves.close_gaps()
+        sequences = self._leaves.begin(parents, self.n_past)
+        positions: list[int] = []
+        for parent in parents:
+            positions.append(self.n_past if parent < 0 else positions[parent] + 1)
+        return self._passes.run(tokens, positions, np.ones(len(tokens), dtype=bool), sequences=sequences)
+
+    def _keep(self, path: Sequence[int]) -> None:
+        assert self._leaves is not None
+        assert self._tree is not None
+        if not self._leaves.keep(path, self.n_past):
+            tokens = self._tree[0]
+            self._truncate(self.n_past)  # which reads again what a window let go of
+            self._compute([tokens[at] for at in path], self.n_past, "none")
+
     def _truncate(self, n: int) -> None:
+        if self._leaves is not None:
+            self._leaves.cut(n, self.n_past)
         if self._checkpoint is not None and self._checkpoint[0] > n:
             self._checkpoint = None  # what comes in the place of the tokens dropped is another text
         if self.model.capabilities.rollback == "exact" and self._binding.remove(self._handle, n):
@@ -250,22 +303,27 @@ class LlamaContext(Context):
                 start, state = self._checkpoint
                 self._restore(state)
             else:
-                self._binding.clear(self._handle)
+                self._clear()
             if start < n:
                 self._compute(self.tokens[start:n], start, "none")
         except BaseException:
             # How far it came is unknown. What `tokens` names must be in the memory, so it names nothing.
-            self._binding.clear(self._handle)
+            self._clear()
             self._checkpoint = None
             self.tokens = []
             raise
 
-    def _restore(self, state: Bytes) -> None:
+    def _clear(self) -> None:
         self._binding.clear(self._handle)
-        restore(self.model, self._handle, state)
+        self._set_leaves()
+
+    def _restore(self, state: Bytes) -> None:
+        self._clear()
+        restore(self.model, self._handle, self._binding.by_columns(state) if self._branches else state)
 
     def _export(self) -> dict[str, Bytes]:
-        return {"sequence": save(self.model, self._handle)}
+        state = save(self.model, self._handle)
+        return {"sequence": self._binding.by_rows(state) if self._branches else state}
 
     def _state_bytes(self) -> int:
         return state_bytes(self._binding, self._handle)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from localspec.backends.forward import NEXTN, FloatArray, Forward, joined_states
-from localspec.backends.llama_binding import N_BATCH, N_UBATCH
+from localspec.backends.llama_binding import MAX_SEQUENCES, N_BATCH, N_UBATCH
 from localspec.backends.llama_staging import staging
 from localspec.backends.state_tap import Flags, StateTap
 from localspec.errors import Cancelled, EngineError
@@ -37,6 +37,9 @@ class LlamaPasses:
         kv_type: type of the attention cache.
         hidden: names of the states to return.
         n_sequences: how many sequences its memory may hold.
+        branches: whether it may be fed with tokens that branch; rows may then belong to any of ``MAX_SEQUENCES``.
+
+    ``sequences`` below: to which ones each row belongs; a row that several begin with belongs to all of them.
 
     Attributes:
         handle: the engine's, for its other functions.
@@ -53,6 +56,8 @@ class LlamaPasses:
         kv_type: str,
         hidden: Sequence[str] = (),
         n_sequences: int = 1,
+        *,
+        branches: bool = False,
     ) -> None:
         self._binding, self._model = model.binding, model
         tapped = [name for name in hidden if name != NEXTN]
@@ -61,7 +66,7 @@ class LlamaPasses:
         # Engines round the size up for their kernels; the extra room stays unused so that all count the same.
         size = -(-n_ctx // 256) * 256
         handle = self._binding.new_context(
-            model.handle, size, n_threads, KV_TYPES[kv_type], n_sequences, evaluate=evaluate
+            model.handle, size, n_threads, KV_TYPES[kv_type], n_sequences, branches=branches, evaluate=evaluate
         )
         if not handle:
             raise EngineError(
@@ -71,16 +76,16 @@ class LlamaPasses:
         self._returns_nextn = NEXTN in hidden
         if self._returns_nextn:
             staging().set_nextn(handle, True, False)  # of every token, not only of those with logits
-        self._batch: Any = self._binding.lib.llama_batch_init(N_BATCH, 0, 1)
+        self._batch: Any = self._binding.lib.llama_batch_init(N_BATCH, 0, MAX_SEQUENCES if branches else 1)
         as_array = np.ctypeslib.as_array
         self._tokens = as_array(self._batch.token, (N_BATCH,))
         self._positions = as_array(self._batch.pos, (N_BATCH,))
         self._wanted_rows = as_array(self._batch.logits, (N_BATCH,))
-        as_array(self._batch.n_seq_id, (N_BATCH,))[:] = 1
-        for i in range(N_BATCH):
-            self._batch.seq_id[i][0] = 0
-        self._one_sequence = n_sequences == 1
-        self._repeatable = self._one_sequence and model.capabilities.rollback == "exact"
+        self._counts = as_array(self._batch.n_seq_id, (N_BATCH,))
+        self._n_elsewhere = N_BATCH
+        """Of how many rows of the batch, from the first, the sequences may be others than the first one alone."""
+        self._one_sequence = n_sequences == 1 and not branches
+        self._repeatable = model.capabilities.rollback == "exact"
         self._shapes: set[tuple[int, int, str | None]] = set()
         self._takes_floats = not model.binding.token_before_floats
 
@@ -90,7 +95,7 @@ class LlamaPasses:
         positions: Sequence[int],
         wanted_rows: Flags,
         *,
-        sequences: Sequence[int] | None = None,
+        sequences: Sequence[Sequence[int]] | None = None,
         last: str | None = None,
         interrupted: Callable[[], bool] | None = None,
     ) -> Forward:
@@ -100,7 +105,7 @@ class LlamaPasses:
             rows: token ids [n], or floats [n, n_embd] in the place of their embeddings.
             positions: of the rows in their sequences [n].
             wanted_rows: of which rows to return logits [n].
-            sequences: to which they belong [n]; None is the first.
+            sequences: to which each belongs [n]; None is the first.
             last: the hidden state after which to end.
             interrupted: asked between calls.
 
@@ -111,7 +116,7 @@ class LlamaPasses:
         if not self.handle:
             raise EngineError(f"{self._model.path.name} is not loaded: a device was lost")
         if isinstance(rows, np.ndarray) and not self._takes_floats:
-            self._decode_a_token(positions[0], sequences[0] if sequences is not None else 0)
+            self._decode_a_token(positions[0], sequences[0][0] if sequences is not None else 0)
         forwards: list[Forward] = []
         # Only what is computed together can be ended together, or be tried again whole.
         size = N_BATCH if last is None and self._one_sequence else N_UBATCH
@@ -134,7 +139,7 @@ class LlamaPasses:
         rows: Sequence[int] | FloatArray,
         positions: Sequence[int],
         wanted_rows: Flags,
-        sequences: Sequence[int] | None,
+        sequences: Sequence[Sequence[int]] | None,
         last: str | None,
     ) -> Forward:
         n, n_rows = len(rows), int(np.count_nonzero(wanted_rows))
@@ -143,7 +148,7 @@ class LlamaPasses:
             self._decode(batch)
             return Forward(self._logits(n_rows), self._nextn(n))
         shape = (n, n_rows, last)
-        search = not self._repeatable or shape not in self._shapes
+        search = sequences is not None or not self._repeatable or shape not in self._shapes
         hidden = self._decode_tapped(self.tap, batch, wanted_rows, search, last)
         if hidden is None and not search:
             self._binding.remove(self.handle, positions[0])
@@ -154,7 +159,11 @@ class LlamaPasses:
         return Forward(self._logits(n_rows), hidden | ({} if last else self._nextn(n)))
 
     def _filled(
-        self, rows: Sequence[int] | FloatArray, positions: Sequence[int], wanted_rows: Flags, sequences: Any
+        self,
+        rows: Sequence[int] | FloatArray,
+        positions: Sequence[int],
+        wanted_rows: Flags,
+        sequences: Sequence[Sequence[int]] | None,
     ) -> Any:
         n = len(rows)
         batch = self._batch
@@ -166,8 +175,14 @@ class LlamaPasses:
         batch.n_tokens = n
         self._positions[:n] = positions
         self._wanted_rows[:n] = wanted_rows
-        for i, sequence in enumerate(sequences or ()):
-            batch.seq_id[i][0] = sequence
+        if sequences is not None:
+            self._n_elsewhere = max(self._n_elsewhere, n)
+        else:
+            sequences, self._n_elsewhere = [(0,)] * self._n_elsewhere, 0
+        for i, mine in enumerate(sequences):
+            self._counts[i] = len(mine)
+            for j, sequence in enumerate(mine):
+                batch.seq_id[i][j] = sequence
         return batch
 
     def _decode(self, batch: Any) -> None:
@@ -212,7 +227,7 @@ class LlamaPasses:
     def _decode_a_token(self, position: int, sequence: int) -> None:
         """Have the engine count a pass of a single token: it does once it waited for that alone."""
         self._binding.lib.llama_synchronize(self.handle)
-        self.run([0], [position], np.zeros(1, dtype=bool), sequences=[sequence])
+        self.run([0], [position], np.zeros(1, dtype=bool), sequences=[(sequence,)])
         self._binding.lib.llama_synchronize(self.handle)
         self._binding.remove(self.handle, position, sequence)
         self._takes_floats = True

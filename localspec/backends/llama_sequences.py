@@ -9,7 +9,7 @@ import numpy as np
 
 from localspec.backends.context_state import ContextState
 from localspec.backends.forward import NORM, FloatArray, Forward, layer_name
-from localspec.backends.llama_binding import Bytes
+from localspec.backends.llama_binding import MAX_SEQUENCES, Bytes
 from localspec.backends.llama_passes import LlamaPasses
 from localspec.backends.llama_state import restore, save, saved_sequence, state_bytes
 from localspec.backends.sequence_batch import Piece, SequenceBatch, Wanted
@@ -18,9 +18,6 @@ from localspec.errors import UsageError
 
 if TYPE_CHECKING:
     from localspec.backends.llama_family import LlamaModel
-
-MAX_SEQUENCES = 64
-"""llama.cpp takes 64 without saying that it was compiled for more."""
 
 
 class LlamaSequences(SequenceBatch):
@@ -45,12 +42,12 @@ class LlamaSequences(SequenceBatch):
     def _decode(self, pieces: Sequence[Piece]) -> list[Forward]:
         tokens = [token for piece in pieces for token in piece.tokens]
         positions: list[int] = []
-        sequences: list[int] = []
+        sequences: list[tuple[int]] = []
         wanted = np.zeros(len(tokens), dtype=bool)
         for sequence, piece, logits in pieces:
             start, n_past = len(positions), self._sequences[sequence].n_past
             positions += range(n_past, n_past + len(piece))
-            sequences += [sequence] * len(piece)
+            sequences += [(sequence,)] * len(piece)
             wanted[start : len(positions)] = logits == "all"
             wanted[len(positions) - 1] = logits != "none"
         return _divided(self._run(tokens, positions, wanted, sequences), pieces, self.model.n_layers)
@@ -65,14 +62,14 @@ class LlamaSequences(SequenceBatch):
         n_past = self._sequences[sequence].n_past
         wanted = np.full(len(rows), logits == "all")
         wanted[-1] = logits != "none"
-        return self._run(rows, range(n_past, n_past + len(rows)), wanted, [sequence] * len(rows), last)
+        return self._run(rows, range(n_past, n_past + len(rows)), wanted, [(sequence,)] * len(rows), last)
 
     def _run(
         self,
         rows: Sequence[int] | FloatArray,
         positions: Sequence[int],
         wanted: Flags,
-        sequences: Sequence[int],
+        sequences: Sequence[Sequence[int]],
         last: str | None = None,
     ) -> Forward:
         self._close_gaps()
@@ -107,7 +104,7 @@ class LlamaSequences(SequenceBatch):
             self._n_gaps += n
             self.cells.cut(sequence, 0)
             self.check_cells(n)
-            self._run(tokens, range(n), np.zeros(n, dtype=bool), [sequence] * n)
+            self._run(tokens, range(n), np.zeros(n, dtype=bool), [(sequence,)] * n)
             self.cells.take(sequence, n)
         except BaseException:
             self._binding.remove(self._handle, 0, sequence)

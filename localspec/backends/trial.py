@@ -38,14 +38,15 @@ def survives(
         kv_type: type of the KV cache.
         n_threads: CPU threads.
         progress: see ``backends.base.Progress``.
-        several: whether it decodes several sequences in one pass, for which the engine has other kernels.
+        several: whether it decodes several sequences in one pass, and tokens that branch, for which the engine has
+            other kernels.
 
     Raises:
         Cancelled: ``progress`` returned False.
     """
     store, key = JsonStore(home() / "trials", _FORMAT), {"engine": engine, "file": fingerprint(path), "kv": kv_type}
     if several:
-        key["memory"] = "several"
+        key["memory"] = "several, and trees"
     known = (store.get(key) or {}).get("survives")
     if isinstance(known, bool):
         return known

@@ -39,3 +39,11 @@ def _feed_several(model: Model, tokens: list[int]) -> None:
         batch.decode([Piece(0, tokens[:1]), Piece(1, tokens[:1])])
         batch.copy_prefix(0, 1, 30)
         batch.decode([Piece(0, tokens[:3]), Piece(1, tokens[:2])])
+    with model.new_context(N_TOKENS + 8, branches=True) as context:
+        context.decode(tokens[:-20], "last")
+        for parents in ([-1, 0, 0, -1, 3], [-1, -1, 1]):
+            context.decode_tree(tokens[: len(parents)], parents)
+            context.keep([parents.index(-1, 1)])
+            context.decode(tokens[:1])
+        context.truncate(9)
+        context.decode(tokens[:40])

@@ -120,7 +120,7 @@ def _comparing_few(model: Model) -> Steps[Agreement]:
         narrow: list[FloatArray] = []
         if len(wide) >= sum(_NARROW):
             narrow = yield from decode(len(tokens) - sum(_NARROW), *_NARROW)
-        branched = (yield from _branching(context, tokens)) if model.capabilities.trees and len(wide) >= 4 else None
+        branched = (yield from _branching(context, tokens)) if context.can_branch and len(wide) >= 4 else None
     found = [
         agreement(np.concatenate(single), batched[: len(single)]),
         agreement(np.concatenate(behind), wide[-len(behind) :]),

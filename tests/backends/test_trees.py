@@ -35,7 +35,7 @@ def model(backend: Backend, tiny: TinyFiles) -> Iterator[Model]:
 
 @pytest.fixture
 def context(model: Model) -> Iterator[Context]:
-    with model.new_context(256) as context:
+    with model.new_context(256, branches=True) as context:
         yield context
 
 
@@ -45,6 +45,12 @@ def path_to(parents: Sequence[int], at: int) -> list[int]:
 
 def random_parents(random: np.random.Generator, n: int) -> list[int]:
     return [int(random.integers(max(-1, i - 4), i)) for i in range(n)]
+
+
+def read(context: Context, text: list[int]) -> None:
+    """Hold this text."""
+    if (n := context.reuse(text)) < len(text):
+        context.decode(text[n:], "none")
 
 
 def check_rows(model: Model, before: list[int], tokens: list[int], parents: Sequence[int], forward: Forward) -> None:
@@ -94,7 +100,7 @@ def test_hidden_states_come_with_every_row(model: Model) -> None:
     if not model.capabilities.hidden:
         pytest.skip("this engine returns no states")
     before, tokens, parents = some_tokens(20), some_tokens(7, seed=4), SHAPES["full, three deep"]
-    with model.new_context(64, hidden=EVERY) as context, model.new_context(64, hidden=EVERY) as alone:
+    with model.new_context(64, hidden=EVERY, branches=True) as context, model.new_context(64, hidden=EVERY) as alone:
         context.decode(before)
         forward = context.decode_tree(tokens, parents)
         for at in range(len(tokens)):
@@ -167,7 +173,7 @@ def test_trees_that_are_none(model: Model, context: Context) -> None:
 
 def test_a_tree_that_does_not_fit(model: Model) -> None:
     """Rows count, not depth; when it has gone, its room is free again."""
-    with model.new_context(32) as context:
+    with model.new_context(32, branches=True) as context:
         context.decode(some_tokens(28))
         with pytest.raises(ContextFull):
             context.decode_tree([5] * 5, [-1] * 5)
@@ -186,7 +192,7 @@ def test_a_window_is_one_of_positions(backend: Backend, tiny: TinyFiles) -> None
         if not model.capabilities.trees:
             pytest.skip("this engine feeds no trees of this model")
         before, random = some_tokens(45), np.random.default_rng(6)
-        with model.new_context(128) as context:
+        with model.new_context(128, branches=True) as context:
             context.decode(before)
             for round_ in range(3):
                 parents = random_parents(random, 10)
@@ -195,11 +201,107 @@ def test_a_window_is_one_of_positions(backend: Backend, tiny: TinyFiles) -> None
                 context.keep(path_to(parents, 9))
 
 
+def test_trees_in_a_long_text_that_is_cut_and_goes_on(model: Model) -> None:
+    """Side branches of many rows, memories of more than 256, and text that trees have known and that is gone."""
+    random, text = np.random.default_rng(8), some_tokens(370)
+    with model.new_context(800, branches=True) as context, model.new_context(800) as alone:
+        context.decode(text)
+        for round_ in range(12):
+            n_side, n_main = int(random.integers(1, 13)), int(random.integers(1, 13))
+            parents = [*range(-1, n_side - 1), -1, *range(n_side, n_side + n_main - 1)]
+            if round_ % 2:
+                parents += [n_side + int(random.integers(0, n_main)) for _ in range(3)]
+            tokens = some_tokens(len(parents), seed=50 + round_)
+            found = context.decode_tree(tokens, parents).logits.copy()
+            for leaf in set(range(len(parents))) - set(parents):
+                path = path_to(parents, leaf)
+                read(alone, text)
+                assert agree(model, found[path], alone.decode([tokens[at] for at in path]).logits), (round_, leaf)
+            kept = path_to(parents, int(random.integers(0, len(parents))))
+            context.keep(kept)
+            text = [*text, *(tokens[at] for at in kept)]
+            if round_ % 3 == 2:
+                text = [*text[: int(random.integers(100, 350))], *some_tokens(60 * (round_ % 2), seed=round_)]
+                read(context, text)
+            assert context.tokens == text
+        context.truncate(len(text) - 40)
+        more = some_tokens(40, seed=9)
+        assert agree(model, context.decode(more).logits, fresh_rows(model, [*text[:-40], *more], 800)[-40:])
+
+
+def test_what_lies_behind_a_dropped_branch_is_seen(model: Model) -> None:
+    """ik-llama looks for the end of its memory at every 32nd place."""
+    more = some_tokens(2, seed=7)
+    for n_before in (18, 25, 31):
+        before, tokens, parents = some_tokens(n_before), some_tokens(17, seed=3), [*range(-1, 13), -1, 14, 15]
+        with model.new_context(128, branches=True) as context:
+            context.decode(before)
+            context.decode_tree(tokens, parents)
+            context.keep([14, 15, 16])
+            wanted = fresh_rows(model, [*before, *tokens[14:], *more])
+            assert agree(model, rows(context, more), wanted[-2:])
+            context.truncate(n_before + 1)  # a row in the midst of others
+            assert agree(model, rows(context, [*tokens[15:], *more]), wanted[-4:])
+            context.truncate(n_before + 1)
+            assert len(context.decode_tree(tokens[:2], [-1, -1])) == 2
+            context.keep([1])
+            assert agree(model, rows(context, more), fresh_rows(model, [*before, tokens[14], tokens[1], *more])[-2:])
+
+
+def test_states_go_between_contexts_that_branch_and_those_that_do_not(model: Model) -> None:
+    if not model.capabilities.saves_state:
+        pytest.skip("this engine saves no states")
+    before, tokens, parents = some_tokens(45), some_tokens(7, seed=4), SHAPES["full, three deep"]
+    more = some_tokens(5, seed=6)
+    with model.new_context(128) as plain, model.new_context(128, branches=True) as context:
+        plain.decode(before)
+        for _ in range(2):
+            context.import_state(plain.export_state())
+            check_rows(model, before, tokens, parents, context.decode_tree(tokens, parents))
+            context.keep([0, 2, 6])
+            before = [*before, tokens[0], tokens[2], tokens[6]]
+            plain.import_state(context.export_state())
+            for each in (plain, context):
+                assert each.tokens == before
+                assert agree(model, rows(each, more), fresh_rows(model, [*before, *more])[-5:])
+                each.truncate(len(before))
+
+
+def test_contexts_that_were_not_made_for_trees_say_so(model: Model) -> None:
+    with model.new_context(32) as context:
+        if context.can_branch:
+            pytest.skip("all of this engine's are")
+        context.decode([5, 6])
+        with pytest.raises(UsageError, match="not made for tokens that branch"):
+            context.decode_tree([7, 8], [-1, -1])
+        assert context.tokens == [5, 6]
+
+
+@pytest.mark.parametrize("engine", ["llama-cpp", "ik-llama"])
+def test_more_leaves_than_sequences(tiny: TinyFiles, engine: str) -> None:
+    with open_backend(engine).load(tiny.spm, n_threads=1) as model, model.new_context(256, branches=True) as context:
+        context.decode(some_tokens(20))
+        wide = list(range(5, 5 + 64))
+        assert len(context.decode_tree(wide, [-1] * 64)) == 64
+        with pytest.raises(UsageError, match="64 leaves"):
+            context.decode_tree([*wide, 4], [-1] * 65)
+        more = some_tokens(4, seed=5)
+        assert agree(model, rows(context, more), fresh_rows(model, [*some_tokens(20), *more])[-4:])
+
+
+def test_a_cache_that_needs_flash_attention_is_refused(tiny: TinyFiles) -> None:
+    with open_backend("ik-llama").load(tiny.spm, n_threads=1, kv_type="q8_0") as model:
+        assert "flash attention" in str(model.why_no_trees())
+        with model.new_context(32, branches=True) as context:
+            assert not context.can_branch
+
+
 @pytest.mark.parametrize("kv_type", ["q8_0", "q4_0"])
-def test_a_quantised_cache(tiny: TinyFiles, kv_type: str) -> None:
+@pytest.mark.parametrize("engine", ["mlx", "llama-cpp"])
+def test_a_quantised_cache(tiny: TinyFiles, engine: str, kv_type: str) -> None:
     """Kept rows move with their scales."""
-    backend = open_backend("mlx")
-    with backend.load(tiny.spm, kv_type=kv_type) as model, model.new_context(128) as context:
+    backend = open_backend(engine)
+    with backend.load(tiny.spm, kv_type=kv_type) as model, model.new_context(128, branches=True) as context:
         random, before = np.random.default_rng(6), some_tokens(20)
         context.decode(before)
         for round_ in range(3):
@@ -212,9 +314,9 @@ def test_a_quantised_cache(tiny: TinyFiles, kv_type: str) -> None:
 def test_memories_that_cannot_branch_say_so(backend: Backend, tiny: TinyFiles) -> None:
     if backend.name in ("reference", "ik-llama"):
         pytest.skip("it computes none")
-    with backend.load(tiny.recurrent, n_threads=1) as model, model.new_context(64) as context:
+    with backend.load(tiny.recurrent, n_threads=1) as model, model.new_context(64, branches=True) as context:
         assert not model.capabilities.trees
         context.decode([5, 6])
-        with pytest.raises(UsageError, match="cannot feed tokens that branch"):
+        with pytest.raises(UsageError, match="does not take tokens that branch"):
             context.decode_tree([7, 8], [-1, -1])
         assert context.tokens == [5, 6]
