@@ -220,6 +220,7 @@ class LlamaContext(Context):
         self._binding = model.binding
         self._n_threads, self._branches = n_threads, branches
         self._checkpoint: tuple[int, Bytes] | None = None
+        self._leaves: LeafSequences | None = None
         self.begin_anew()
         model._contexts.add(self)
 
