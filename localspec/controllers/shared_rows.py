@@ -6,6 +6,9 @@ more of them than a millisecond did without. So drafts grow shorter by themselve
 2024 (SmartSpec) choose one draft length for all by the same measure, goodput; here every token is weighed, with the
 t(w) that this machine was measured to have, its steps included. Where a wide pass costs more than two narrow ones,
 answers take turns.
+
+A row passes over all cells of the memory that are in use, those of other conversations too: engines compute the whole
+and mask what is not the row's own. So a row costs what t(w) says and a share of every cell, which is learned here.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 
-from localspec.controllers.cost_model import PassTimes
+import numpy as np
+
+from localspec.controllers.cost_model import CALIBRATED_PAST, NOISE, PassTimes
 
 STALL = 3.0
 """A pass that somebody's next token is in takes no longer than so many plain passes because of prompts."""
@@ -25,34 +30,78 @@ LEAST_GAIN = 1.05
 """Answers take turns where that is faster by this factor; what is gained by less is noise."""
 
 
+CELL_READS = 3.0
+"""What a row pays for a cell at first, in times of reading its keys and values at the speed at which the weights are
+read. Qwen2.5-Coder 0.5B and 1.5B on ik-llama were measured to pay 5 (``benchmarks/sequences.py``); where several rows
+read them together it is less than one. Passes over a fuller memory tell which it is."""
+
+
+DRIFT = 0.03, 0.01
+"""By what share, from pass to pass, the machine's speed and the price of a cell may have changed."""
+
+
 class SharedPasses:
     """The cost model of passes that answers share, and what follows from it.
 
+    A pass over w rows in a memory with c cells in use takes t(w) + w·(c - ``CALIBRATED_PAST``)·``ms_cell``.
+
     Args:
-        times: t(w) of passes of one answer [ms]; what is learned of shared ones does not change it.
+        times: t(w) of passes of one answer [ms]; what is learned of shared ones does not change it. Where it is
+            calibrated anew, so is this.
         ms_other: of a pass, outside of the target: as ``Estimates.ms_other`` for each answer [ms].
 
     Attributes:
         n_answers: how many answers are decoding now; prompts that are read do not count.
+        n_cells: tokens that every row passes over now.
+        ms_cell: what a row pays for one of them [ms].
     """
 
     def __init__(self, times: PassTimes, ms_other: float = 0.3) -> None:
         self.times = deepcopy(times)
+        self.times.n_past = CALIBRATED_PAST  # what a longer memory costs is told apart
         self.n_answers = 1
+        self.n_cells = CALIBRATED_PAST
+        self.ms_cell = CELL_READS * times.growth * times.base[1]
+        self._calibrated = times
+        self._base = times.base
         self._ms_other = ms_other
+        # Of how many times the calibrated time a pass takes now, and of ``ms_cell``: estimate and covariance.
+        self._found = np.array([times.scale, self.ms_cell])
+        self._drift = np.diag([DRIFT[0], DRIFT[1] * self.ms_cell]) ** 2
+        self._covariance = np.diag([0.3, self.ms_cell]) ** 2
 
     def __call__(self, width: int) -> float:
         """Expected milliseconds of a pass over ``width`` rows."""
-        return self.times(width)
+        return self.times(width) + self._row_cells(width) * self.ms_cell
 
-    def observe(self, width: int, ms: float, n_past: int) -> None:
+    def _row_cells(self, width: int) -> int:
+        return width * max(0, self.n_cells - CALIBRATED_PAST)
+
+    def observe(self, width: int, ms: float, n_cells: int) -> None:
         """A pass over so many rows took so long.
 
+        What a cell costs is learned together with how fast the machine is now, by a Kalman filter of both: passes over
+        few cells tell the one, over many the other. The rest corrects t(w).
+
         Args:
-            n_past: tokens that a row looked back at, on the average.
+            n_cells: tokens that every row passed over.
         """
-        self.times.n_past = n_past
-        self.times.observe(width, ms)
+        if self._calibrated.base is not self._base:
+            self._base = self._calibrated.base
+            self.times.replace(self._calibrated)
+        self.n_cells = n_cells
+        row_cells = self._row_cells(width)
+        of = np.array([PassTimes(self._base)(width), row_cells])
+        expected = float(of @ self._found)
+        if ms <= 0 or expected <= 0:
+            return
+        surprise = min(expected, max(-expected / 2, ms - expected))  # an outlier counts as in ``PassTimes.observe``
+        self._covariance += self._drift
+        gain = self._covariance @ of / (of @ self._covariance @ of + (NOISE * expected) ** 2)
+        self._found += gain * surprise
+        self._covariance -= np.outer(gain, of) @ self._covariance
+        self.ms_cell = max(0.0, float(self._found[1]))
+        self.times.observe(width, max(ms / 2, ms - row_cells * self.ms_cell))
 
     def prompt_rows(self, n_reading: int, most: int) -> int:
         """How many tokens of each prompt the next pass may have.
@@ -63,9 +112,9 @@ class SharedPasses:
         """
         if not self.n_answers:
             return max(LEAST_ROWS, most // n_reading)
-        bound = STALL * self.times(1)
+        bound = STALL * self(1)
         rows = most
-        while rows > LEAST_ROWS and self.times(self.n_answers + rows) > bound:
+        while rows > LEAST_ROWS and self(self.n_answers + rows) > bound:
             rows = max(LEAST_ROWS, rows - max(1, rows // 8))
         return max(1, rows // n_reading)
 
@@ -109,7 +158,7 @@ class SharedPasses:
         for k in range(len(reaches) + 1):
             if k:
                 tokens += reaches[k - 1]
-            ms = self.times(n + k) + len(drafts) * self._ms_other
+            ms = self(n + k) + len(drafts) * self._ms_other
             value = tokens / ms if rate is None else tokens - rate * ms
             if value > worth:
                 worth, best = value, k

@@ -314,7 +314,7 @@ class Scheduler:
         # Those first that have waited longest, so that those who have to wait take turns.
         decoding = sorted((answer for answer in there if answer.decodes), key=lambda answer: answer.served)
         reading = [answer for answer in there if not answer.decodes]
-        self._passes.n_answers = len(decoding)
+        self._passes.n_answers, self._passes.n_cells = len(decoding), self._cells(there)
         n_each = self._passes.prompt_rows(len(reading), PREFILL_CHUNK) if reading else 0
         pieces: list[tuple[_Answer, Piece]] = []
         for answer in reading:
@@ -341,11 +341,16 @@ class Scheduler:
     def _observe(self, pieces: Sequence[tuple[_Answer, Piece]], ms: float) -> None:
         width = sum(len(piece.tokens) for _, piece in pieces)
         if all(piece.logits == "all" for _, piece in pieces):  # rows of prompts, without logits, cost less
-            n_past = sum(self._held(answer) for answer, _ in pieces) // len(pieces)
-            self._passes.observe(width, ms, n_past)
+            self._passes.observe(width, ms, self._cells([answer for answer, _ in pieces]))
             if len(pieces) == 1:
-                self._pair.times.n_past = n_past
+                self._pair.times.n_past = self._held(pieces[0][0])
                 self._pair.times.observe(width, ms)
+
+    def _cells(self, answers: Sequence[_Answer]) -> int:
+        """Tokens that a row of one of these passes over: all in the memory, where one pass is over several."""
+        if self._batch.model.capabilities.batches:
+            return self._batch.n_cells - self._batch.free_cells
+        return sum(self._held(answer) for answer in answers) // max(1, len(answers))
 
 
 def _rank(answer: _Answer) -> tuple[int, float]:

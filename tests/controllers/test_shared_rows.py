@@ -125,3 +125,53 @@ def test_an_answer_alone_sees_what_passes_cost() -> None:
     shared.n_answers = 4
     assert share(1) == pytest.approx(CURVES["ik"][4] / 4)
     assert share(3) - share(1) == pytest.approx(CURVES["ik"][6] - CURVES["ik"][4])
+
+
+GROWTH = 3e-5  # of a pass for every token in the memory, if it were only read: Qwen2.5's
+
+
+@pytest.mark.parametrize("reads", [0.0, 0.3, 5.0])
+@pytest.mark.parametrize("curve", ["ik", "gpu"])
+@pytest.mark.parametrize("slower", [1.0, 1.6])
+def test_what_a_row_pays_for_the_cells_of_others_is_learned(curve: str, reads: float, slower: float) -> None:
+    """In passes over up to 3,000 cells, on a slower machine too; then passes over 4,000 are foretold."""
+    rng, true = np.random.default_rng(3), PassTimes(dict(CURVES[curve]))
+    shared = SharedPasses(PassTimes(dict(CURVES[curve]), growth=GROWTH))
+    ms_cell = reads * GROWTH * true(1)
+
+    def ms(width: int, n_cells: int) -> float:
+        return slower * (true(width) + width * (n_cells - 64) * ms_cell)
+
+    for i in range(160):
+        width, n_cells = 1 + i % 8, 64 + 900 * (i // 10 % 4) + i
+        shared.observe(width, ms(width, n_cells) * rng.normal(1, 0.05), n_cells)
+    assert shared.ms_cell == pytest.approx(slower * ms_cell, rel=0.15, abs=0.1 * GROWTH * true(1))
+    shared.n_cells = 4000
+    for width in (4, 8):
+        assert shared(width) == pytest.approx(ms(width, 4000), rel=0.2)
+
+
+def test_drafts_and_pieces_of_prompts_shrink_where_rows_pass_over_many_cells() -> None:
+    shared = SharedPasses(PassTimes(dict(CURVES["ik"]), growth=GROWTH))
+    draft = [0.7, 0.5, 0.35, 0.25]
+    shared.n_answers = 2
+    found = []
+    for shared.n_cells in (64, 2000):
+        found.append((sum(shared.share([draft] * 2)), shared.prompt_rows(1, 128)))
+    (few_drafts, few_rows), (many_drafts, many_rows) = found
+    assert few_drafts > many_drafts
+    assert few_rows > many_rows
+
+
+def test_where_nothing_is_known_of_the_cells_they_cost_nothing() -> None:
+    shared = SharedPasses(PassTimes(dict(CURVES["ik"])))
+    shared.n_cells = 8000
+    assert shared(4) == CURVES["ik"][4]
+
+
+def test_a_new_calibration_is_gone_on_from() -> None:
+    times = PassTimes({1: 100.0}, quick=True)
+    shared = SharedPasses(times)
+    times.replace(PassTimes(dict(CURVES["ik"])))
+    shared.observe(1, CURVES["ik"][1], 64)
+    assert shared(8) == CURVES["ik"][8]
