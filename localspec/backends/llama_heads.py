@@ -56,7 +56,7 @@ class LlamaHeadModel(Model):
         self.path, self.architecture, self.chat_template = head.path, head.kind, None
         self.backend = self.binding.name
         self.engine = f"{self.binding.name} {self.binding.version}"
-        self.vocab, self.n_embd, self.n_layers = Vocab.none(), head.n_embd, 1
+        self.vocab, self.n_embd, self.n_layers = Vocab.none(), head.row_width, 1
         self.n_threads, self.n_vocab, self.kv_type = n_threads, len(head.ids), "f16"
         self.capabilities = Capabilities(device=self.binding.device(layers), hidden=True, float_rows=True)
         if head.in_target:
@@ -121,7 +121,8 @@ class LlamaHeadModel(Model):
         return int(handle)
 
     def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> LlamaHeadContext:
-        return LlamaHeadContext(self, n_ctx, n_threads, hidden, self._anchor)
+        kind = LlamaBlockContext if self.head.block else LlamaHeadContext
+        return kind(self, n_ctx, n_threads, hidden, self._anchor)
 
     def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
         raise EngineError(f"{self.path.name} is a head, which reads no text")
@@ -143,8 +144,11 @@ class LlamaHeadContext(Context):
         self._binding, self._functions = model.binding, model.staging
         self._handle = model.new_handle(model.handle, n_ctx, ROWS, n_threads, anchor)
         self._batch = self._functions.batch_init(self._handle)
-        self._functions.set_nextn(self._handle, True, False)  # of every row, not only of those with logits
         self._position = (ctypes.c_int32 * 4)()
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self._functions.set_nextn(self._handle, True, False)  # of every row, not only of those with logits
 
     def fuse(self, states: FloatArray) -> FloatArray:
         """The state that the head's rows begin with, of the target's tapped ones side by side; changes no memory.
@@ -168,7 +172,7 @@ class LlamaHeadContext(Context):
                 at = self._functions.add_floats(self._batch, 0, self._functions.floats(row))
                 # The engine insists on the next positions; what it computes does not depend on them.
                 self._place(at, self.n_past + i, wanted=True)
-            made.append(self._process(ENCODE, len(part)))
+            made.append(self._states(ENCODE, len(part)))
         return np.concatenate(made)
 
     def _decode_floats(
@@ -189,7 +193,7 @@ class LlamaHeadContext(Context):
                 if at < 0 or not self._functions.set_floats(self._batch, at, self._functions.floats(rows[i])):
                     raise EngineError(f"{self.model.engine} takes no row of {rows.shape[1]} for {self.model.path.name}")
                 self._place(at, self.n_past + i, wanted=wanted)
-            states.append(self._process(DECODE, end - start))
+            states.append(self._states(DECODE, end - start))
             if wanted:
                 found.append(self._logits(end - start))
             start = end
@@ -207,12 +211,15 @@ class LlamaHeadContext(Context):
         self._functions.set_position(self._batch, at, self._position)
         self._functions.set_output(self._batch, at, wanted)
 
-    def _process(self, what: int, n: int) -> FloatArray:
+    def _states(self, what: int, n: int) -> FloatArray:
         """Compute the batch's n rows, and return the states that they left [n, n_embd]."""
+        self._process(what, n)
+        return self._functions.nextn(self._handle, n, self.model.n_embd)
+
+    def _process(self, what: int, n: int) -> None:
         status = self._functions.process(self._handle, what, self._batch)
         if status != 0:
             raise EngineError(f"{self.model.engine} failed on {n} rows of {self.model.path.name} (status {status})")
-        return self._functions.nextn(self._handle, n, self.model.n_embd)
 
     def _logits(self, n: int) -> FloatArray:
         """The logits of a pass, of the tokens that the head can guess [n, n_out], a copy."""
@@ -234,3 +241,58 @@ class LlamaHeadContext(Context):
     def _close(self) -> None:
         self._functions.batch_free(self._batch)
         self._binding.free_context(self._handle)
+
+
+class LlamaBlockContext(LlamaHeadContext):
+    """What a block drafter remembers: keys and values made of the target's states, a row for each.
+
+    ``decode_floats`` adds such rows, which lead to no logits; ``guesses`` puts a block behind them.
+    """
+
+    def _prepare(self) -> None:
+        block = self.model.head.block
+        assert block is not None
+        self._block = block
+        self._binding.lib.llama_set_causal_attn(self._handle, block.causal)
+
+    def _decode_floats(
+        self, rows: FloatArray, tokens: Sequence[int], logits: Literal["all", "last", "none"]
+    ) -> Forward:
+        for start in range(0, len(rows), ROWS):
+            part = rows[start : start + ROWS]
+            self._functions.clear(self._batch)
+            for i, row in enumerate(part):
+                at = self._functions.add_floats(self._batch, 0, self._functions.floats(row))
+                self._place(at, self.n_past + start + i, wanted=False)
+            self._process(DECODE, len(part))
+        return Forward(np.empty((0, self.model.n_vocab), dtype=np.float32), {})
+
+    def guesses(self, token: int, n: int) -> FloatArray:
+        """What follows a text whose states are in the memory, by one pass over its last token and masks.
+
+        The block's rows stay in the memory until they are truncated.
+
+        Args:
+            token: the last token; its state is not in the memory.
+            n: how many tokens to guess, 1 to ``MaskBlock.n_guesses``.
+
+        Returns:
+            Logits by position [n, n_out]
+
+        Raises:
+            ContextFull: the block does not fit; the memory is unchanged.
+            EngineError: the engine failed.
+            Closed: the context was closed.
+        """
+        block = [token, *[self._block.mask] * (n + self._block.n_skipped - 1)]
+        self._check_room(len(block))
+        if not 0 <= token < self.model.head.n_vocab or not 0 < n <= self._block.n_guesses:
+            raise EngineError(f"{self.model.path.name} takes no block of {n} tokens after {token}")
+        return self._feed(block, lambda: self._guess(block)).logits[self._block.n_skipped :]
+
+    def _guess(self, block: Sequence[int]) -> Forward:
+        self._functions.clear(self._batch)
+        for i, token in enumerate(block):
+            self._place(self._functions.add_token(self._batch, 0, token), self.n_past + i, wanted=True)
+        self._process(DECODE, len(block))
+        return Forward(self._logits(len(block)))

@@ -5,6 +5,8 @@ With s_p the tapped states of the target after token x_p, and the layer and its 
     EAGLE-3      g_p = fc · s_p, and row p is (g_p, x_(p+1)); its own state before the last norm is the next g
     MTP          row p is (s_p, x_(p+1)) for the tap "nextn", after a first row (0, x_0); its own state after the last
                  norm is the next s
+    DFlash       row p is s_p alone; and behind them a block of x_n, the last token, and masks, of which each but the
+                 first is to become a token: all of a draft in one pass. Of DSpark the first guesses too
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import numpy as np
 from localspec.backends.base import Context, FloatArray, Model
 from localspec.backends.draft_head import STATE, DraftHead
 from localspec.backends.llama_cpp import NAME
-from localspec.backends.llama_heads import LlamaHeadContext, LlamaHeadModel
+from localspec.backends.llama_heads import LlamaBlockContext, LlamaHeadContext, LlamaHeadModel
 from localspec.backends.trust import MAX_MEAN_KL, agreement, fingerprint, verdict_key, verdicts
 from localspec.errors import EngineMismatch, ModelFileError, UsageError, VocabularyMismatch
 from localspec.model_files.gguf_file import GGUFFile
@@ -49,16 +51,18 @@ class EngineHead(DraftHead):
         model: its weights. Its contexts' ``decode_floats`` takes states and the tokens' real ids.
     """
 
-    kind = "chained"
     model: LlamaHeadModel
 
     def __init__(self, facts: PublishedHead, model: LlamaHeadModel) -> None:
         self.facts, self.model = facts, model
-        self.taps, self.token_map, self.steps = facts.taps, facts.ids, STEPS
+        self.kind = "block" if facts.block else "chained"
+        self.taps, self.token_map = facts.taps, facts.ids
+        self.steps = facts.block.n_guesses if facts.block else STEPS
         self.has_zeroth = facts.in_target
 
     def new_context(self, n_ctx: int, *, n_threads: int | None = None) -> Context:
-        return self.model.new_context(n_ctx + STEPS + 1, n_threads=n_threads, hidden=(STATE,))
+        hidden = () if self.facts.block else (STATE,)
+        return self.model.new_context(n_ctx + self.steps + 1, n_threads=n_threads, hidden=hidden)
 
     def window(self, n_ctx: int) -> int:
         return min(n_ctx, max(64, _WINDOW_BYTES // (4 * self.facts.n_target * len(self.taps))))
@@ -71,6 +75,11 @@ class EngineHead(DraftHead):
 
     def chained_rows(self, state: FloatArray, tokens: Sequence[int]) -> FloatArray:
         return state
+
+    def block_logits(self, context: Context, token: int, n: int) -> FloatArray:
+        """Of one with a block, the logits of the n tokens after the last one; see ``LlamaBlockContext.guesses``."""
+        assert isinstance(context, LlamaBlockContext)
+        return context.guesses(token, n)
 
     def close(self) -> None:
         self.model.close()
@@ -153,7 +162,9 @@ def _disagreement(head: EngineHead) -> float:
     tokens = rng.integers(0, head.facts.n_vocab, n).tolist()
     states = rng.standard_normal((n, len(head.taps) * head.facts.n_target)).astype(np.float32)
     found = []
-    with head.model.new_context(n, hidden=(STATE,)) as context:
+    with head.new_context(n) as context:
+        if head.facts.block:
+            return _block_disagreement(head, context, states, tokens)
         rows = head.true_rows(context, states, tokens)
         wide = context.decode_floats(rows, tokens).logits
         context.truncate(0)
@@ -162,3 +173,16 @@ def _disagreement(head: EngineHead) -> float:
             narrow = context.decode_floats(rows[part], tokens[part]).logits
             found.append(agreement(narrow, wide[part]).mean_kl)
     return max(found)
+
+
+def _block_disagreement(head: EngineHead, context: Context, states: FloatArray, tokens: Sequence[int]) -> float:
+    """The same of a block behind rows that came in one pass, or in narrow ones."""
+    context.decode_floats(states, tokens, "none")
+    wide = head.block_logits(context, tokens[0], head.steps)
+    context.truncate(0)
+    for width in _WIDTHS:
+        part = slice(context.n_past, context.n_past + width)
+        context.decode_floats(states[part], tokens[part], "none")
+        head.block_logits(context, tokens[0], 1)  # which has to leave nothing behind
+        context.truncate(part.stop)
+    return agreement(head.block_logits(context, tokens[0], head.steps), wide).mean_kl

@@ -25,7 +25,7 @@ Draft = Annotated[
     list[str] | None,
     typer.Option(
         metavar="auto|none|ngram|head|corpus:PATH|MODEL",
-        help="Who guesses, n-grams besides; repeat for several together. MODEL may be an EAGLE-3 head's file. "
+        help="Who guesses, n-grams besides; repeat for several together. MODEL may be an EAGLE-3 or DFlash file. "
         "Also head:FILE, mtp (the model's own layer for it), early-exit[:LAYERS].",
         show_default="auto",
     ),

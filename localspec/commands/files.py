@@ -245,7 +245,8 @@ def _model_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
 def _published_rows(head: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [("head", f"{head['title']}, reads {', '.join(head['taps'])}")]
     rows.append(("for", f"a model with {head['n_vocab']:,} tokens and states of {head['target_embedding_length']:,}"))
-    rows.append(("guesses", f"{head['n_out']:,} of them"))
+    at_once = f", {block['guesses']} tokens in a pass" if (block := head["block"]) else ""
+    rows.append(("guesses", f"{head['n_out']:,} of them{at_once}"))
     borrowed = " and ".join(head["borrows"])
     own = f"{borrowed} of the target, which has to be on llama-cpp" if borrowed else "nothing of the target's weights"
     return [*rows, ("takes", own)]

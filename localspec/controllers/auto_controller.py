@@ -62,6 +62,7 @@ class AutoController(Controller):
         predicted: whether the answer is likely to repeat a text that came with the request.
         thinking: ``acceptance`` and ``sampled`` while the model thinks: text of another kind, in which other draft
             tokens are right. None: as in the answer.
+        one_pass: sources of which one pass of a model guesses all of a draft.
     """
 
     gives_way = True
@@ -77,8 +78,9 @@ class AutoController(Controller):
         *,
         predicted: bool = False,
         thinking: Tables | None = None,
+        one_pass: Set[str] = frozenset(),
     ) -> None:
-        self.estimates = Estimates(times, draft_times, acceptance, sampled or {}, max_draft, thinking)
+        self.estimates = Estimates(times, draft_times, acceptance, sampled or {}, max_draft, thinking, one_pass)
         self.time_budget = budget or TimeBudget()
         self.predicted = predicted
         self._gate = PrefillGate(self.estimates, self.time_budget)

@@ -151,7 +151,10 @@ class AutoPlan:
             return False
         if not self._affords(estimates.draft_times[source](1 if self._is_reading else pending), 1.0):
             return False
-        if estimates.prospect.step(self._n, self._reach, self._after, estimates.models.index(source)) <= 0:
+        worth = estimates.prospect.step(self._n, self._reach, self._after, estimates.models.index(source))
+        if self._n and source in estimates.one_pass:  # behind others' tokens its pass is still to be taken
+            worth -= estimates.prospect.rate * estimates.step_ms(source)
+        if worth <= 0:
             return False
         estimates.set_lagging(source, False)
         return True

@@ -33,6 +33,7 @@ class Estimates:
         sampled: the same for tokens that a draft model samples; ``acceptance`` is for its most probable ones.
             Both are those of what comes next: thinking, or the answer.
         max_draft: longest draft to consider.
+        one_pass: of drafters that run a model, those of which one pass guesses all of a draft.
         ms_other: of a round, outside the models [ms].
         takes_samples: whether a draft token may be a sample, where that is accepted more often.
         unprofitable: draft models that would not even pay if they were always right; they are left out of everything.
@@ -48,6 +49,7 @@ class Estimates:
         sampled: Mapping[str, SourceAcceptance],
         max_draft: int,
         thinking: Tables | None = None,
+        one_pass: Set[str] = frozenset(),
     ) -> None:
         self.times = times
         self.draft_times = draft_times
@@ -56,6 +58,7 @@ class Estimates:
         answer: Tables = acceptance, sampled
         self._parts = [answer] if thinking is None else [answer, thinking]
         self.max_draft = max_draft
+        self.one_pass = one_pass
         self.ms_other = 0.3
         self.takes_samples = False
         self.hidden: Mapping[str, float] = {}
@@ -89,7 +92,7 @@ class Estimates:
         return self.times(1) + self.ms_other
 
     def step_ms(self, source: str) -> float:
-        """Expected time of one draft token, so far as the target waits for it."""
+        """Expected time of one draft token, or of all of a draft that a pass guesses, so far as the target waits."""
         if source not in self.draft_times:
             return 0.0
         return self.draft_times[source](1) * (1.0 - self.hidden.get(source, 0.0))
@@ -101,7 +104,10 @@ class Estimates:
 
     def break_even(self, source: str) -> float:
         """The acceptance rate at which the best fixed draft length of this source only equals plain decoding."""
-        return lowest_break_even(LENGTHS, lambda w: self.times(w) + self.ms_other, self.step_ms(source))
+        step_ms = self.step_ms(source)
+        if source in self.one_pass:
+            return lowest_break_even(LENGTHS, lambda w: self.times(w) + self.ms_other + step_ms * (w > 1), 0.0)
+        return lowest_break_even(LENGTHS, lambda w: self.times(w) + self.ms_other, step_ms)
 
     def set_unprofitable(self, sources: Set[str]) -> None:
         if sources != self.unprofitable:
@@ -127,7 +133,8 @@ class Estimates:
         table = np.array(self.acceptance[source].table())
         if self.takes_samples and source in self.sampled:
             table = np.maximum(table, self.sampled[source].table())
-        return Prospects(np.array(self.acceptance[source].histograms), _LEADS_TO, table, self.step_ms(source))
+        histograms = np.array(self.acceptance[source].histograms)
+        return Prospects(histograms, _LEADS_TO, table, self.step_ms(source), source in self.one_pass)
 
     @property
     def at_hand(self) -> Continuation:

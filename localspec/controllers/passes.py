@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from localspec.backends.base import Context, FloatArray, Model
+from localspec.backends.published_heads import EngineHead
 from localspec.backends.trust import CHECK_TEXT
 
 
@@ -48,6 +49,30 @@ class HeadPasses(PassKind):
 
     def feed(self, context: Context, tokens: Sequence[int], logits: Literal["all", "last", "none"] = "all") -> None:
         context.decode_floats(_rows(len(tokens), context.model.n_embd), tokens, logits)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPasses(PassKind):
+    """PassKind of a block drafter: over so many states of the target, and then over a whole block.
+
+    Attributes:
+        head: the drafter.
+    """
+
+    head: EngineHead
+
+    def context(self, model: Model, n_ctx: int) -> Context:
+        return self.head.new_context(n_ctx)
+
+    def tokens(self, model: Model) -> list[int]:
+        return [0]  # names of rows; which does not matter
+
+    def feed(self, context: Context, tokens: Sequence[int], logits: Literal["all", "last", "none"] = "all") -> None:
+        n = context.n_past + len(tokens)
+        context.decode_floats(_rows(len(tokens), context.model.n_embd), tokens, "none")
+        if logits != "none":
+            self.head.block_logits(context, tokens[-1], self.head.steps)
+            context.truncate(n)
 
 
 @dataclass(frozen=True, slots=True)

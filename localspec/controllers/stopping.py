@@ -8,9 +8,10 @@ best way, net of the time it takes, a millisecond being worth r tokens:
     a step of a draft model:              S(n, P) = -r·d + mean over its confidences of max(0, that)
     V(n, P) = max(0, S(n, P)), or what a free draft token offers where there is one
 
-t(w) is the time of a target pass over w tokens, d that of a draft step. The mean over confidences is what makes a step
-an option: its token is looked at, and sent only if it is worth its row. V looks past steps and dips of t, up to the
-longest draft. What sure tokens lead to differs from what unsure ones do, so V is kept for each (see ``acceptance``).
+t(w) is the time of a target pass over w tokens, d that of a draft step; where one pass of a model guesses all of a
+draft it is that of the first step, and the others take none. The mean over confidences is what makes a step an option:
+its token is looked at, and sent only if it is worth its row. V looks past steps and dips of t, up to the longest draft.
+What sure tokens lead to differs from what unsure ones do, so V is kept for each (see ``acceptance``).
 The r that makes a whole round worth nothing, 1 + V(0, 1) = r·t(1), is the best rate there is (Dinkelbach 1967), and it
 is found by Newton's method from plain decoding's 1 / t(1).
 """
@@ -48,12 +49,14 @@ class Prospects:
         group: what a token in each bin leads to, as an index of ``shares`` [n_bins].
         acceptance: expected acceptance in each bin [n_bins].
         step_ms: time of a step; 0 where no model is needed.
+        one_pass: whether the first step of a draft is the only one.
     """
 
     shares: Floats
     group: npt.NDArray[np.int64]
     acceptance: Floats
     step_ms: float
+    one_pass: bool = False
 
 
 class Continuation:
@@ -107,8 +110,9 @@ class Continuation:
                 onward, onward_ms = self._value[n + 1][model.group], ms[n + 1][model.group]
                 sent = shift.reached + shift.of(onward) - rate * row
                 good = sent > 0
-                step = model.shares @ np.where(good, sent, 0.0) - rate * model.step_ms
-                step_ms = model.shares @ np.where(good, row + shift.of(onward_ms), 0.0) + model.step_ms
+                price = model.step_ms if n == 0 or not model.one_pass else 0.0
+                step = model.shares @ np.where(good, sent, 0.0) - rate * price
+                step_ms = model.shares @ np.where(good, row + shift.of(onward_ms), 0.0) + price
                 self._steps[index, n] = step
                 better = step > best
                 best, best_ms = np.where(better, step, best), np.where(better, step_ms, best_ms)

@@ -93,6 +93,7 @@ def _published(head: PublishedHead) -> dict[str, Any]:
         "n_vocab": head.n_vocab,
         "n_out": len(head.ids),
         "borrows": list(head.borrows),
+        "block": {"rows": head.block.size, "guesses": head.block.n_guesses} if head.block else None,
     }
 
 

@@ -113,4 +113,5 @@ class Seat:
             state.acceptance.budget,
             predicted=predicted,
             thinking=tables(thinks=True) if thinks else None,
+            one_pass=frozenset(drafter.source for drafter in drafters if drafter.one_pass),
         )

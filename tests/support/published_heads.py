@@ -60,24 +60,17 @@ def write_eagle3(
         drop: tensors to leave out.
         ids: the token map as it is to be in the file, right or wrong.
     """
-    rng = np.random.default_rng(seed)
-    with GGUFFile(target) as file:
-        embedding, name = whole(file, "token_embd.weight"), file.architecture
-        output = whole(file, "output.weight" if "output.weight" in file.tensors else "token_embd.weight")
-        norm = whole(file, "output_norm.weight")
-        keys = [key for key in file.metadata if key.startswith("tokenizer.")]
-        vocabulary = {key: _plain(file.metadata[key]) for key in keys}
-        base = float(file.field("rope.freq_base", 10000.0))
+    rng, of = np.random.default_rng(seed), _Target(target)
+    embedding, name = of.embedding, of.name
     n_vocab, n = embedding.shape
     n_head, n_ff, one = 4, n, np.eye(n)
 
     def matrix(values: Any) -> Any:
-        scale = noise * values.std()
-        return (values + scale * rng.standard_normal(values.shape)).astype(np.float32)
+        return _noisy(values, noise, rng)
 
     weights: Weights = {
         "fc.weight": matrix(np.concatenate([one * GAIN * share for share in (0.5, 0.25, 0.25)], axis=1)),
-        "output_norm.weight": norm,
+        "output_norm.weight": of.norm,
         "blk.0.attn_norm.weight": np.ones(n, np.float32),
         "blk.0.attn_norm_2.weight": np.ones(n, np.float32),
         "blk.0.ffn_norm.weight": np.ones(n, np.float32),
@@ -93,7 +86,7 @@ def write_eagle3(
     if own_output:
         chosen = np.arange(n_vocab) if n_out is None else rng.permutation(n_vocab)[:n_out]
         chosen = chosen if ids is None else np.array(ids)
-        weights["output.weight"] = output[chosen % n_vocab]
+        weights["output.weight"] = of.output[chosen % n_vocab]
         if n_out is not None or ids is not None:
             weights["d2t"] = chosen.astype(np.int64)
     metadata: dict[str, Any] = {
@@ -105,14 +98,154 @@ def write_eagle3(
         "eagle3.attention.head_count_kv": n_head,
         "eagle3.attention.layer_norm_rms_epsilon": 1e-5,
         "eagle3.rope.dimension_count": n // n_head,
-        "eagle3.rope.freq_base": base,
+        "eagle3.rope.freq_base": of.base,
         "eagle3.target_hidden_size": n,
         "eagle3.target_layers": [int(layer) for layer in layers],
     }
-    metadata |= vocabulary if tokens else {"tokenizer.ggml.model": "none", "eagle3.vocab_size": n_vocab}
+    metadata |= of.vocabulary if tokens else {"tokenizer.ggml.model": "none", "eagle3.vocab_size": n_vocab}
     metadata |= {"general.basename": f"for {name}"} | dict(extra or {})
     kept = {tensor: weight for tensor, weight in weights.items() if tensor not in drop}
     return write_gguf(out, "eagle3", {key: value for key, value in metadata.items() if value is not None}, kept)
+
+
+def write_dflash(
+    target: Path,
+    out: Path,
+    layers: Sequence[int] = (1, 2, 3),
+    n_out: int | None = None,
+    *,
+    block_size: int = 5,
+    own_embeddings: bool = False,
+    own_output: bool = False,
+    markov: bool = False,
+    from_anchor: bool = True,
+    confidence: bool = False,
+    causal: bool | None = None,
+    windows: Sequence[bool] | None = None,
+    n_layers: int = 2,
+    seed: int = 0,
+    noise: float = 0.02,
+    extra: Mapping[str, Any] | None = None,
+    drop: tuple[str, ...] = (),
+) -> Path:
+    """A block drafter for a model file: DFlash, or DSpark.
+
+    Its masks look at the token before the block's first one, which most keys are made to allow, and somewhat at the
+    states before it; and take over its embedding, so that the first guess is often right and others are at times.
+
+    Args:
+        target: a model whose vocabulary is in its file.
+        out: where to write it.
+        layers: of the target, whose inputs are fused.
+        n_out: tokens that it can guess, chosen at random and in no order; None for all, without a token map.
+        block_size: rows of a block.
+        own_embeddings: whether it has embeddings, or takes the target's.
+        own_output: whether it has an output matrix, or takes the target's; or that of its own embeddings.
+        markov: DSpark: with matrices that correct a row by the guess before it.
+        from_anchor: of DSpark, whether the row of the last token guesses the next one.
+        confidence: of DSpark, whether it estimates how sure it is.
+        causal: whether rows see those before them only; None leaves that to the engine, which takes it for no.
+        windows: which of its layers look back a few rows only; None for all of them far.
+        n_layers: how many; those after the first have small random weights.
+        seed: of the random weights.
+        noise: relative to the weights.
+        extra: metadata that replaces or adds to the usual; None leaves a key out.
+        drop: tensors to leave out.
+    """
+    rng, of = np.random.default_rng(seed), _Target(target)
+    n_vocab, n = of.embedding.shape
+    n_head, d_head, n_ff, mask = 2, n, n, n_vocab - 1
+
+    def small(*shape: int) -> Any:
+        return (0.1 * rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
+
+    query, key = _turned_to_the_token_before(d_head, of.base)
+    normed = of.embedding / np.sqrt((of.embedding**2).mean(axis=1, keepdims=True))
+    allowed = np.linalg.lstsq(normed, np.where(np.arange(n_vocab) == mask, -10.0, 1.0), rcond=None)[0]
+    weights: Weights = {
+        "fc.weight": _noisy(np.concatenate([np.eye(n) / len(layers)] * len(layers), axis=1), noise, rng),
+        "enc.output_norm.weight": np.ones(n, np.float32),
+        "output_norm.weight": of.norm,
+    }
+    for layer in range(n_layers):
+        block = f"blk.{layer}"
+        weights |= {f"{block}.{part}_norm.weight": np.ones(n, np.float32) for part in ("attn", "ffn")}
+        weights |= {f"{block}.attn_{part}_norm.weight": np.ones(d_head, np.float32) for part in "qk"}
+        for part, shape in (("q", (n_head * d_head, n)), ("k", (n_head * d_head, n)), ("v", (n_head * d_head, n))):
+            weights[f"{block}.attn_{part}.weight"] = small(*shape)
+        weights[f"{block}.attn_output.weight"] = small(n, n_head * d_head)
+        for part in ("gate", "up", "down"):
+            weights[f"{block}.ffn_{part}.weight"] = small(n, n)
+    weights |= {
+        "blk.0.attn_q.weight": _noisy(np.tile(np.outer(query, normed[mask]), (n_head, 1)), noise, rng),
+        "blk.0.attn_k.weight": _noisy(np.tile(np.outer(key, allowed), (n_head, 1)), noise, rng),
+        "blk.0.attn_v.weight": _noisy(np.tile(GAIN * np.eye(n), (n_head, 1)), noise, rng),
+        "blk.0.attn_output.weight": _noisy(np.tile(np.eye(n), (1, n_head)) / n_head, noise, rng),
+    }
+    chosen = np.arange(n_vocab) if n_out is None else rng.permutation(n_vocab)[:n_out]
+    if own_embeddings:
+        weights["token_embd.weight"] = of.embedding
+    if own_output or n_out is not None:
+        weights["output.weight"] = of.output[chosen]
+    if n_out is not None:
+        weights["d2t"] = chosen.astype(np.int64)
+    if markov:
+        weights["markov_w1.weight"] = _noisy(normed, noise, rng)
+        weights["markov_w2.weight"] = _noisy(2.0 * of.output[chosen], noise, rng)
+    if confidence:
+        weights["conf_proj.weight"] = small(1, 2 * n)
+    metadata: dict[str, Any] = {
+        "dflash.block_count": n_layers,
+        "dflash.context_length": 2048,
+        "dflash.embedding_length": n,
+        "dflash.feed_forward_length": n_ff,
+        "dflash.attention.head_count": n_head,
+        "dflash.attention.head_count_kv": n_head,
+        "dflash.attention.key_length": d_head,
+        "dflash.attention.value_length": d_head,
+        "dflash.attention.layer_norm_rms_epsilon": 1e-5,
+        "dflash.rope.dimension_count": d_head,
+        "dflash.rope.freq_base": of.base,
+        "dflash.block_size": block_size,
+        "dflash.target_layers": [int(layer) for layer in layers],
+    }
+    if markov:
+        metadata |= {"dflash.sample_from_anchor": from_anchor, "dflash.has_confidence_head": confidence}
+    if causal is not None:
+        metadata["dflash.attention.causal"] = causal
+    if windows is not None:
+        metadata |= {"dflash.attention.sliding_window": 8, "dflash.attention.sliding_window_pattern": list(windows)}
+    metadata |= of.vocabulary | {"tokenizer.ggml.mask_token_id": mask, "general.basename": f"for {of.name}"}
+    metadata |= dict(extra or {})
+    kept = {tensor: weight for tensor, weight in weights.items() if tensor not in drop}
+    return write_gguf(out, "dflash", {key: value for key, value in metadata.items() if value is not None}, kept)
+
+
+def _turned_to_the_token_before(d_head: int, base: float) -> tuple[Any, Any]:
+    """A query and a key whose product is largest one place apart, by the channels that turn fast [d_head]."""
+    angles = base ** (-2.0 * np.arange(d_head // 16) / d_head)
+    query, key = np.zeros(d_head), np.zeros(d_head)
+    query[: len(angles)], query[d_head // 2 : d_head // 2 + len(angles)] = np.cos(angles), -np.sin(angles)
+    key[: len(angles)] = 1.0
+    return query, key
+
+
+class _Target:
+    """What a head takes over from its target."""
+
+    def __init__(self, path: Path) -> None:
+        with GGUFFile(path) as file:
+            self.embedding, self.name = whole(file, "token_embd.weight"), file.architecture
+            self.output = whole(file, "output.weight" if "output.weight" in file.tensors else "token_embd.weight")
+            self.norm = whole(file, "output_norm.weight")
+            keys = [key for key in file.metadata if key.startswith("tokenizer.")]
+            self.vocabulary = {key: _plain(file.metadata[key]) for key in keys}
+            self.base = float(file.field("rope.freq_base", 10000.0))
+
+
+def _noisy(values: Any, noise: float, rng: np.random.Generator) -> Any:
+    scale = noise * values.std()
+    return (values + scale * rng.standard_normal(values.shape)).astype(np.float32)
 
 
 def _plain(value: Any) -> Any:

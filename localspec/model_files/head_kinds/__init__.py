@@ -5,20 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from localspec.errors import ModelFileError, UnsupportedModel
+from localspec.errors import ModelFileError
 from localspec.model_files.gguf_file import GGUFFile
-from localspec.model_files.head_kinds import eagle3, mtp
+from localspec.model_files.head_kinds import dflash, eagle3, mtp
 from localspec.model_files.head_kinds.base import PublishedHead
 
-
-def _not_run(file: GGUFFile) -> PublishedHead:
-    raise UnsupportedModel(
-        f"{file.path.name} is a DFlash drafter, which localspec does not run; of those that are published it runs "
-        "EAGLE-3 heads and MTP layers"
-    )
-
-
-KINDS: dict[str, Callable[[GGUFFile], PublishedHead]] = {"eagle3": eagle3.read, "dflash": _not_run}
+KINDS: dict[str, Callable[[GGUFFile], PublishedHead]] = {"eagle3": eagle3.read, "dflash": dflash.read}
 """The architecture that a file of a published head names -> what reads and checks its header."""
 
 

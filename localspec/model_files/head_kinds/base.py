@@ -9,11 +9,34 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from localspec.errors import ModelFileError
+from localspec.errors import ModelFileError, UnsupportedModel
 from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf_types import TENSOR_TYPES
 from localspec.model_files.head_card import TargetFacts
 from localspec.model_files.vocab import Vocab
 from localspec.values import is_whole, shown
+
+
+@dataclass(frozen=True)
+class MaskBlock:
+    """How a head guesses several tokens in one pass: rows of a settled token and of masks behind it, one for a guess.
+
+    Attributes:
+        size: rows of the passes that it was trained for.
+        mask: the token of the rows to be filled in.
+        n_skipped: rows at the beginning that guess nothing: 1 where that of the settled token only tells it.
+        causal: whether rows see those before them only, instead of one another.
+    """
+
+    size: int
+    mask: int
+    n_skipped: int = 1
+    causal: bool = False
+
+    @property
+    def n_guesses(self) -> int:
+        """Most tokens that it drafts."""
+        return self.size - self.n_skipped
 
 
 @dataclass(frozen=True, eq=False)  # an array has no truth value
@@ -21,7 +44,8 @@ class PublishedHead:
     """A head, but for its weights. All that the engine would assert on has been checked.
 
     It reads rows of a state and a token, one after the other: at place p the target's state after the p-th token, and
-    the token after that; and goes on from its own states.
+    the token after that; and goes on from its own states. One with a block reads states alone, and guesses all tokens
+    of a draft at once.
 
     Attributes:
         kind: its name in files and arguments.
@@ -36,6 +60,7 @@ class PublishedHead:
         in_target: whether it is a part of its target's file; its memory then begins with the first token and no state.
         borrows: what it has not itself and the engine takes from the target: ``embeddings``, ``output``.
         vocab: its tokens; None where the file names none.
+        block: of a head that guesses several tokens in one pass.
     """
 
     kind: str
@@ -50,6 +75,12 @@ class PublishedHead:
     in_target: bool = False
     borrows: tuple[str, ...] = ()
     vocab: Vocab | None = None
+    block: MaskBlock | None = None
+
+    @property
+    def row_width(self) -> int:
+        """Numbers in a row that it reads."""
+        return self.n_target * len(self.taps) if self.block else self.n_embd
 
     def misfit(self, target: TargetFacts, vocab: Vocab) -> str:
         """Why it cannot draft for a target, in a clause; "" where it can.
@@ -112,6 +143,40 @@ def check_heads(n_head: int, n_head_kv: int, d_head: int, n_rot: int) -> str:
     if n_head % n_head_kv:
         return f"its {n_head} attention heads share {n_head_kv} of keys"
     return f"it turns {n_rot} of {d_head} channels" if n_rot % 2 or n_rot > d_head else ""
+
+
+def token_map(file: GGUFFile, n_vocab: int) -> npt.NDArray[np.int64]:
+    """The target's token of each row of the output matrix [n_out], in the file's order.
+
+    Raises:
+        ModelFileError: it is none, or names other tokens than there are.
+    """
+    info = file.tensors.get("d2t")
+    if info is None:
+        return np.arange(n_vocab)
+    if TENSOR_TYPES.get(info.ggml_type, ("",))[0] != "I64" or len(info.shape) != 1:
+        raise damaged(file, "its token map d2t is no list of 64-bit numbers")
+    ids = file.tensor_bytes("d2t").view("<i8").astype(np.int64)
+    if len(ids) < 2 or int(ids.min()) < 0 or int(ids.max()) >= n_vocab or len(np.unique(ids)) < len(ids):
+        raise damaged(file, f"its token map d2t names tokens twice, or outside 0..{n_vocab - 1}")
+    return ids
+
+
+def layers_read(file: GGUFFile) -> list[int]:
+    """The target's layers whose inputs a head reads, as its file numbers them.
+
+    Raises:
+        UnsupportedModel: the embeddings are among them.
+        ModelFileError: it names none.
+    """
+    layers = file.field("target_layers")
+    if not isinstance(layers, np.ndarray) or layers.dtype.kind not in "iu" or not len(layers):
+        raise damaged(file, f"{file.architecture}.target_layers is {shown(layers)}")
+    if int(layers.min()) < 1:
+        raise UnsupportedModel(
+            f"{file.path.name} reads the target's embeddings among its states, which is not supported"
+        )
+    return [int(layer) for layer in layers]
 
 
 def damaged(file: GGUFFile, what: str) -> ModelFileError:

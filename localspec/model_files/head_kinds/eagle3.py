@@ -11,8 +11,15 @@ import numpy as np
 
 from localspec.errors import UnsupportedModel
 from localspec.model_files.gguf_file import GGUFFile
-from localspec.model_files.gguf_types import TENSOR_TYPES
-from localspec.model_files.head_kinds.base import PublishedHead, check_heads, check_shapes, damaged, whole
+from localspec.model_files.head_kinds.base import (
+    PublishedHead,
+    check_heads,
+    check_shapes,
+    damaged,
+    layers_read,
+    token_map,
+    whole,
+)
 from localspec.model_files.vocab import Vocab
 from localspec.values import shown
 
@@ -30,11 +37,9 @@ def read(file: GGUFFile) -> PublishedHead:
     name = file.path.name
     if whole(file, "block_count") != 1:
         raise UnsupportedModel(f"{name} is an EAGLE-3 head of several layers, which llama.cpp does not compute")
-    layers = file.field("target_layers")
-    if not isinstance(layers, np.ndarray) or layers.dtype.kind not in "iu" or len(layers) != N_TAPS:
+    layers = layers_read(file)
+    if len(layers) != N_TAPS:
         raise damaged(file, f"eagle3.target_layers is {shown(layers)}")
-    if int(layers.min()) < 1:
-        raise UnsupportedModel(f"{name} reads the target's embeddings among its states, which is not supported")
     n, n_target = whole(file, "embedding_length"), whole(file, "target_hidden_size")
     n_head, n_ff = whole(file, "attention.head_count"), whole(file, "feed_forward_length")
     n_head_kv = whole(file, "attention.head_count_kv", n_head)
@@ -47,7 +52,7 @@ def read(file: GGUFFile) -> PublishedHead:
     has_tokens = "tokenizer.ggml.tokens" in file.metadata
     vocab = Vocab.from_gguf(file) if has_tokens else None
     n_vocab = vocab.n_tokens if vocab is not None else whole(file, "vocab_size")
-    ids = _ids(file, n_vocab)
+    ids = token_map(file, n_vocab)
     borrows = [what for what, tensor in _OWN.items() if tensor not in file.tensors]
     if "output" in borrows and "d2t" in file.tensors:
         raise damaged(file, "it has a token map, and no output matrix for it")
@@ -72,7 +77,7 @@ def read(file: GGUFFile) -> PublishedHead:
         kind="eagle3",
         title="EAGLE-3",
         path=file.path,
-        taps=tuple(f"layer:{layer - 1}" for layer in layers.tolist()),  # what goes into a layer came out of the last
+        taps=tuple(f"layer:{layer - 1}" for layer in layers),  # what goes into a layer came out of the last
         n_target=n_target,
         n_embd=n,
         n_vocab=n_vocab,
@@ -84,16 +89,3 @@ def read(file: GGUFFile) -> PublishedHead:
 
 
 _OWN = {"embeddings": "token_embd.weight", "output": "output.weight"}
-
-
-def _ids(file: GGUFFile, n_vocab: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """The target's token of each row of the output matrix [n_out], in the file's order."""
-    info = file.tensors.get("d2t")
-    if info is None:
-        return np.arange(n_vocab)
-    if TENSOR_TYPES.get(info.ggml_type, ("",))[0] != "I64" or len(info.shape) != 1:
-        raise damaged(file, "its token map d2t is no list of 64-bit numbers")
-    ids = file.tensor_bytes("d2t").view("<i8").astype(np.int64)
-    if len(ids) < 2 or int(ids.min()) < 0 or int(ids.max()) >= n_vocab or len(np.unique(ids)) < len(ids):
-        raise damaged(file, f"its token map d2t names tokens twice, or outside 0..{n_vocab - 1}")
-    return ids

@@ -168,6 +168,7 @@ class Drafter(ABC):
         source: its name in rounds and statistics: ``model``, ``ngram``, …
         context: what it decodes in with a model of its own; None where it runs none.
         copies: whether it copies what it has read, as n-grams do; an unsure copy can give way to a model's token.
+        one_pass: whether a pass of its model guesses all of a draft, and not one token of it.
         ranked: whether of it and others that are so the one with most ``confidence`` is asked first.
         taps: names of the target's hidden states that ``process`` is to bring, see ``Context.hidden``.
         n_states: of the last tokens of a prompt, after how many it wants those states.
@@ -178,6 +179,7 @@ class Drafter(ABC):
     source: str
     context: Context | None = None
     copies: bool = False
+    one_pass: bool = False
     ranked: bool = False
     taps: tuple[str, ...] = ()
     n_states: int = 0

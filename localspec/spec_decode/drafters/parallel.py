@@ -11,6 +11,7 @@ import numpy as np
 
 from localspec.backends.base import Context, FloatArray
 from localspec.backends.heads import Head
+from localspec.backends.published_heads import EngineHead
 from localspec.errors import EngineError
 from localspec.spec_decode.drafters.base import Drafter, DrafterFailed, Plan, Proposer
 from localspec.spec_decode.drafters.early_exit import EarlyExitDrafter
@@ -34,10 +35,11 @@ class OnePassHead(HeadDrafter):
         started, n_pass = time.perf_counter(), 0
         if self._rows is None:
             unread = self._unread()
-            if unread is None or not plan.more(self.source, n_pass := self._n_rows(unread)):
+            n_wanted = min(n_drafted + plan.room, self.head.steps)
+            if unread is None or not plan.more(self.source, n_pass := self._n_rows(unread, n_wanted)):
                 return []
-            self._rows = self._guesses(unread)
-        elif not plan.more(self.source):
+            self._rows = self._guesses(unread, n_wanted)
+        elif n_drafted >= len(self._rows) or not plan.more(self.source):
             return []
         confidence = proposer.confidence(self._rows[n_drafted], tokens, ids=self._ids)
         if n_pass:
@@ -45,12 +47,12 @@ class OnePassHead(HeadDrafter):
         return self._proposed(confidence, len(tokens), plan, proposer)
 
     @abstractmethod
-    def _n_rows(self, unread: range) -> int:
-        """How many rows a pass over these true ones has."""
+    def _n_rows(self, unread: range, n_wanted: int) -> int:
+        """How many rows of a pass over these true ones count, which guesses so many tokens, or more."""
 
     @abstractmethod
-    def _guesses(self, unread: range) -> FloatArray:
-        """Logits by position ahead [steps, n_out]; valid until the next pass."""
+    def _guesses(self, unread: range, n_wanted: int) -> FloatArray:
+        """Logits by position ahead [n_wanted or more, n_out]; valid until the next pass."""
 
 
 class ParallelHead(OnePassHead):
@@ -58,10 +60,10 @@ class ParallelHead(OnePassHead):
 
     head: Head
 
-    def _n_rows(self, unread: range) -> int:
+    def _n_rows(self, unread: range, n_wanted: int) -> int:
         return len(unread) + len(self.head.masks)
 
-    def _guesses(self, unread: range) -> FloatArray:
+    def _guesses(self, unread: range, n_wanted: int) -> FloatArray:
         if len(unread) > 1:
             self._read(unread[:-1], "none")
         self._forget_untrue()
@@ -71,15 +73,35 @@ class ParallelHead(OnePassHead):
         return logits
 
 
+class BlockHead(OnePassHead):
+    """A block of masks behind the last token, which one pass fills in (DFlash: Chen et al. 2026, arXiv:2602.06036).
+
+    Its memory holds rows of the target's states alone. The block is as wide as the draft may become.
+    """
+
+    head: EngineHead
+    one_pass = True
+
+    def _n_rows(self, unread: range, n_wanted: int) -> int:
+        return len(unread)  # the block is the same whatever there is to read
+
+    def _guesses(self, unread: range, n_wanted: int) -> FloatArray:
+        self._read(unread, "none")
+        try:
+            return self.head.block_logits(self.context, self._text[-1], n_wanted)
+        except EngineError as error:
+            raise DrafterFailed(f"failed: {error}") from error
+
+
 class MedusaHead(OnePassHead):
     """A matrix for each position ahead, and no memory (Cai et al. 2024, arXiv:2401.10774)."""
 
     head: Head
 
-    def _n_rows(self, unread: range) -> int:
+    def _n_rows(self, unread: range, n_wanted: int) -> int:
         return self.head.steps
 
-    def _guesses(self, unread: range) -> FloatArray:
+    def _guesses(self, unread: range, n_wanted: int) -> FloatArray:
         (state,) = self._states.between(unread.stop - 1, unread.stop)
         if not np.isfinite(state).all():
             raise DrafterFailed("computed states that are not numbers")
@@ -93,6 +115,7 @@ HEAD_DRAFTERS: Mapping[str, Callable[[Any, Context, str], Drafter]] = {
     "chained": ChainedHead,
     "parallel": ParallelHead,
     "medusa": MedusaHead,
+    "block": BlockHead,
     "exit": EarlyExitDrafter,
 }
 """``DraftHead.kind`` -> what makes a drafter of such a head, a context of its own and a source."""

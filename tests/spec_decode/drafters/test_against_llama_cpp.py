@@ -21,7 +21,7 @@ from benchmarks.build_llama_cpp import build, default_folder
 from localspec import LLM, SamplingParams
 from tests.conftest import TinyFiles, open_backend
 from tests.support import ggufs
-from tests.support.published_heads import write_eagle3
+from tests.support.published_heads import write_dflash, write_eagle3
 
 FOLDER = Path(os.environ.get("LOCALSPEC_TEST_PROGRAMS") or default_folder())
 """Read before ``isolated_home`` hides it."""
@@ -52,7 +52,7 @@ def program() -> Path:
 
 def rounds_of_program(program: Path, target: Path, head: Path | None, text: str) -> list[DraftRound]:
     """What llama.cpp drafts, read from its log."""
-    kind = ["--spec-type", "draft-mtp"] if head is None else ["--spec-type", "draft-eagle3", "-md", str(head)]
+    kind = ["--spec-type", "draft-mtp"] if head is None else ["--spec-type", f"draft-{head.stem}", "-md", str(head)]
     options = ["--spec-draft-n-max", str(N_DRAFT), "--spec-draft-p-min", "0", "--no-spec-draft-backend-sampling"]
     options += ["-n", str(N_TOKENS), "-c", "512", "--temp", "0", "-t", "1", "-td", "1", "-lv", "5", "--fit", "off"]
     command = [str(program), "-m", str(target), *kind, *options, "-p", text]
@@ -82,6 +82,16 @@ def eagle3(tiny: TinyFiles, folder: Path) -> tuple[Path, Path | None]:
     return tiny.pair.target, write_eagle3(tiny.pair.target, folder / "eagle3.gguf", n_out=300)
 
 
+def dflash(tiny: TinyFiles, folder: Path) -> tuple[Path, Path | None]:
+    return tiny.pair.target, write_dflash(
+        tiny.pair.target, folder / "dflash.gguf", block_size=16, windows=[True, False]
+    )
+
+
+def dspark(tiny: TinyFiles, folder: Path) -> tuple[Path, Path | None]:
+    return tiny.pair.target, write_dflash(tiny.pair.target, folder / "dspark.gguf", n_out=300, markov=True)
+
+
 def glm(tiny: TinyFiles, folder: Path) -> tuple[Path, Path | None]:
     return ggufs.write_glm(folder / "glm.gguf"), None
 
@@ -93,7 +103,7 @@ def qwen35(tiny: TinyFiles, folder: Path) -> tuple[Path, Path | None]:
 @pytest.mark.real
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize("make", [eagle3, glm, qwen35])
+@pytest.mark.parametrize("make", [eagle3, dflash, dspark, glm, qwen35])
 def test_the_same_tokens_are_drafted_and_accepted(
     program: Path, tiny: TinyFiles, tmp_path: Path, make: Callable[..., Any]
 ) -> None:

@@ -1,0 +1,152 @@
+"""Block-diffusion drafters as llama.cpp's converter writes them: DFlash, and DSpark with a matrix more.
+
+Some layers see the target's states as keys and values, and fill in a block of masks behind the last settled token, all
+in one pass (Chen et al. 2026, arXiv:2602.06036). Of DSpark the logits of a row are corrected by which token the row
+before it guesses. Embeddings and output matrix may be the target's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from localspec.errors import UnsupportedModel
+from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.head_kinds.base import (
+    MaskBlock,
+    PublishedHead,
+    check_heads,
+    check_shapes,
+    damaged,
+    layers_read,
+    token_map,
+    whole,
+)
+from localspec.model_files.vocab import Vocab
+from localspec.values import is_whole, shown
+
+MAX_ROWS = 64
+"""Rows of the widest block: one pass has to hold all of it."""
+
+_BLOCK_SIZE = 16
+"""Of a file that does not say."""
+
+_OWN = {"embeddings": "token_embd.weight", "output": "output.weight"}
+
+
+def read(file: GGUFFile) -> PublishedHead:
+    """The header of an open file of a block drafter.
+
+    Raises:
+        UnsupportedModel: the engine, or what feeds it, cannot compute it.
+        ModelFileError: it is damaged.
+    """
+    name, vocab = file.path.name, Vocab.from_gguf(file)
+    is_dspark = "markov_w1.weight" in file.tensors
+    if "selector_hidden.weight" in file.tensors:
+        raise UnsupportedModel(f"{name} is a DFlash2 drafter, which localspec does not run; it runs DFlash and DSpark")
+    if file.field("hyper_connection.count", 0):
+        raise UnsupportedModel(f"{name} is a DSpark drafter of DeepSeek-V4's layers, which localspec does not run")
+    layers = layers_read(file)
+    n, n_layers, n_ff = whole(file, "embedding_length"), whole(file, "block_count"), whole(file, "feed_forward_length")
+    n_head = whole(file, "attention.head_count")
+    n_head_kv = whole(file, "attention.head_count_kv", n_head)
+    d_head = whole(file, "attention.key_length", n // n_head)
+    wrong = check_heads(n_head, n_head_kv, d_head, whole(file, "rope.dimension_count", d_head))
+    if whole(file, "attention.value_length", n // n_head) != d_head:
+        wrong = "its keys and values differ in width"
+    wrong = wrong or _wrong_sections(file, d_head) or _wrong_windows(file, n_layers)
+    if wrong:
+        raise damaged(file, wrong)
+    ids = token_map(file, vocab.n_tokens)
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (n, len(layers) * n),
+        "enc.output_norm.weight": (n,),
+        "output_norm.weight": (n,),
+        "output.weight": (len(ids), n),
+        "token_embd.weight": (vocab.n_tokens, n),
+    }
+    for layer in range(n_layers):
+        shapes |= _shapes_of_layer(f"blk.{layer}", n, n_head * d_head, n_head_kv * d_head, d_head, n_ff)
+    values = tuple(f"blk.{layer}.attn_v.weight" for layer in range(n_layers))
+    if is_dspark:
+        rank = file.tensors["markov_w1.weight"].shape[0]
+        shapes |= {"markov_w1.weight": (vocab.n_tokens, rank), "markov_w2.weight": (len(ids), rank)}
+    check_shapes(file, shapes, optional=(*_OWN.values(), *values))
+    borrows = [what for what, tensor in _OWN.items() if tensor not in file.tensors]
+    if "output" in borrows and "embeddings" not in borrows:
+        borrows.remove("output")  # its embeddings serve as that, too
+    if "output.weight" not in file.tensors and len(ids) < vocab.n_tokens:
+        raise damaged(file, "it has a token map, and no output matrix for it")
+    return PublishedHead(
+        kind="dflash",
+        title="DSpark" if is_dspark else "DFlash",
+        path=file.path,
+        taps=tuple(f"layer:{layer - 1}" for layer in layers),  # what goes into a layer came out of the last
+        n_target=n,
+        n_embd=n,
+        n_vocab=vocab.n_tokens,
+        ids=np.sort(ids),
+        borrows=tuple(borrows),
+        vocab=vocab,
+        block=_block(file, vocab.n_tokens, is_dspark),
+    )
+
+
+def _block(file: GGUFFile, n_vocab: int, is_dspark: bool) -> MaskBlock:
+    size = whole(file, "block_size", None if is_dspark else _BLOCK_SIZE)
+    mask: Any = file.metadata.get("tokenizer.ggml.mask_token_id")
+    if not is_whole(mask) or not 0 <= mask < n_vocab:
+        raise damaged(file, f"its mask token is {shown(mask)}")
+    n_skipped = 0 if is_dspark and _flag(file, "sample_from_anchor", True) else 1
+    if size <= n_skipped:
+        raise damaged(file, f"its blocks have {size} rows, and so guess nothing")
+    if size > MAX_ROWS:
+        raise UnsupportedModel(f"{file.path.name} has blocks of {size} rows; those of up to {MAX_ROWS} are run")
+    return MaskBlock(size, int(mask), n_skipped, _flag(file, "attention.causal", False))
+
+
+def _shapes_of_layer(
+    block: str, n: int, n_query: int, n_key: int, d_head: int, n_ff: int
+) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{block}.attn_norm.weight": (n,),
+        f"{block}.attn_q.weight": (n_query, n),
+        f"{block}.attn_k.weight": (n_key, n),
+        f"{block}.attn_v.weight": (n_key, n),
+        f"{block}.attn_output.weight": (n, n_query),
+        f"{block}.attn_q_norm.weight": (d_head,),
+        f"{block}.attn_k_norm.weight": (d_head,),
+        f"{block}.ffn_norm.weight": (n,),
+        f"{block}.ffn_gate.weight": (n_ff, n),
+        f"{block}.ffn_up.weight": (n_ff, n),
+        f"{block}.ffn_down.weight": (n, n_ff),
+    }
+
+
+def _flag(file: GGUFFile, name: str, default: bool) -> bool:
+    value = file.field(name, default)
+    if not isinstance(value, bool):
+        raise damaged(file, f"{file.architecture}.{name} is {shown(value)}")
+    return value
+
+
+def _wrong_sections(file: GGUFFile, d_head: int) -> str:
+    """Sections of positions, which drafters for models that see images have: what the engine would assert on."""
+    sections: Any = file.field("rope.dimension_sections")
+    if sections is None:
+        return ""
+    whole_ones = isinstance(sections, np.ndarray) and sections.dtype.kind in "iu" and 3 <= len(sections) <= 4
+    if not whole_ones or int(sections.min()) < 0 or int(sections[0]) < 1 or int(sections.sum()) > d_head:
+        return f"its sections of positions are {shown(sections)}"
+    return ""
+
+
+def _wrong_windows(file: GGUFFile, n_layers: int) -> str:
+    window, pattern = file.field("attention.sliding_window", 0), file.field("attention.sliding_window_pattern")
+    if not is_whole(window) or not 0 <= window < 1 << 31:
+        return f"its window is {shown(window)}"
+    if window and (not isinstance(pattern, np.ndarray) or pattern.dtype != bool or len(pattern) != n_layers):
+        return f"which of its {n_layers} layers have a window is {shown(pattern)}"
+    return ""

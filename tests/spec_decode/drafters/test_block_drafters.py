@@ -1,0 +1,347 @@
+"""Block drafters (DFlash, DSpark) on llama.cpp: what is said does not depend on them, and their memory is exact."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localspec import LLM, LocalspecError, SamplingParams
+from localspec.backends import llama_staging
+from localspec.backends.base import Context, FloatArray, Forward
+from localspec.backends.published_heads import EngineHead, load_published
+from localspec.commands.files import inspect_command, list_command
+from localspec.controllers.acceptance import GREEDY as TYPICAL
+from localspec.controllers.acceptance import SourceAcceptance
+from localspec.controllers.auto_controller import AutoController
+from localspec.controllers.cost_model import PassTimes
+from localspec.errors import ModelFileError
+from localspec.model_files.inspection import inspect
+from localspec.runtime.pair import Pair
+from localspec.spec_decode.decoder import SpeculativeDecoder
+from localspec.spec_decode.drafters.base import Drafter
+from localspec.spec_decode.drafters.ngram import NgramDrafter
+from localspec.spec_decode.drafters.parallel import BlockHead
+from localspec.spec_decode.rounds import Round
+from localspec.system.home import models_dir
+from tests.conftest import TinyFiles, open_backend
+from tests.spec_decode.drafters.test_heads import accepted
+from tests.spec_decode.drafters.test_published_heads import GREEDY, PROMPT, SEEDED, open_llm, proposed
+from tests.spec_decode.test_exactness import SAMPLING
+from tests.spec_decode.test_lossless import N_CTX, RandomController, World, run
+from tests.support import ggufs
+from tests.support.gguf_vocabs import bpe_vocab, spm_vocab, vocab_metadata
+from tests.support.published_heads import write_dflash
+
+OWN = {"own_embeddings": True, "own_output": True}
+DSPARK = {"markov": True, "confidence": True}
+
+
+@pytest.fixture(autouse=True)
+def home(measured_home: Path) -> Path:
+    """Where the tiny files are measured once; on a machine that has the engine."""
+    open_backend("llama-cpp")
+    return measured_home
+
+
+@pytest.fixture
+def quick(tmp_path: Path) -> ggufs.Pair:
+    """A small pair with layers enough for three states."""
+    shape = ggufs.Shape(n_layer=4, n_embd=32, n_head=2, n_head_kv=1, n_ff=32, residual=0.15)
+    return ggufs.correlated_pair(tmp_path, bpe_vocab(300), shape=shape, name="quick4")
+
+
+def write_block(tiny: TinyFiles, folder: Path, **options: Any) -> Path:
+    return write_dflash(tiny.pair.target, folder / "block.gguf", **options)
+
+
+# -- what is said ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"n_out": 250, "block_size": 16},
+        {**OWN, "windows": [True, False]},
+        {"causal": True, "extra": {"dflash.rope.dimension_sections": [64, 0, 0, 0]}},
+        {"markov": True, "n_out": 250},
+        {**DSPARK, "from_anchor": False},
+    ],
+    ids=["borrows-both", "token-map", "own", "sections", "dspark", "dspark-behind-the-anchor"],
+)
+def test_the_text_does_not_depend_on_it(tiny: TinyFiles, tmp_path: Path, options: dict[str, Any]) -> None:
+    with open_llm(tiny, write_block(tiny, tmp_path, **options)) as llm:
+        assert (llm.draft_names, llm.warnings) == (["head"], [])
+        for params in (GREEDY, SEEDED):
+            reply = llm.generate(PROMPT, params)
+            assert reply.token_ids == llm.generate(PROMPT, params, speculate=False).token_ids
+            counts = reply.stats["by_source"]["head"]
+            assert counts["num_accepted_tokens"] > 0.02 * counts["num_draft_tokens"] > 0
+
+
+class BlockWorld(World):
+    """Answers of a target on the reference engine, with block drafters alone and among other drafters."""
+
+    def __init__(self, pair_files: Any, rng: random.Random, folder: Path) -> None:
+        self.path, self.folder = pair_files.target, folder
+        super().__init__(pair_files, rng, folder)
+
+    def head(self, **options: Any) -> BlockHead:
+        path = write_dflash(self.path, self.folder / f"{len(list(self.folder.iterdir()))}.gguf", **(OWN | options))
+        head = load_published(path, self.target)
+        return BlockHead(head, head.new_context(N_CTX))
+
+    def groups(self) -> list[list[Drafter]]:
+        return [
+            [self.head()],
+            [NgramDrafter(), self.head(n_out=200)],
+            [self.random, self.head(**DSPARK)],
+            [NgramDrafter(min_match=2), self.head(block_size=16), self.head(markov=True, from_anchor=False)],
+        ]
+
+
+def test_answers_equal_plain_ones_to_the_bit(quick: ggufs.Pair, tmp_path: Path) -> None:
+    """120 answers, greedy, and sampled with a seed."""
+    world, rounds = BlockWorld(quick, random.Random(0), tmp_path), list[Round]()
+    for seed in range(120):
+        rounds += world.compare(replace(SAMPLING, seed=seed) if seed % 2 else SamplingParams())
+    assert accepted(rounds)["head"] > 0.05
+
+
+@pytest.mark.parametrize("options", [{"block_size": 8}, DSPARK, {"windows": [True, True]}])
+def test_what_is_drafted_after_rejections_is_what_a_fresh_one_drafts(
+    quick: ggufs.Pair, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Its memory holds the target's true states of all that was settled, and nothing of blocks or what was rejected."""
+    world = BlockWorld(quick, random.Random(1), tmp_path)
+    used, fresh = world.head(**options), world.head(**options)
+    target = world.target.new_context(N_CTX, hidden=used.taps)
+    n_rejected = n_different = 0
+    for _ in range(15):
+        prompt = world.next_prompt()
+        controller = RandomController(world.rng)
+        rounds = run(SpeculativeDecoder(target, [used], controller), prompt, SamplingParams(max_tokens=12))
+        n_rejected += sum(len(round_.draft) - round_.verdict.n_accepted for round_ in rounds)
+        tokens = prompt + [token.id for round_ in rounds for token in round_.emitted]
+        forward = world.target.new_context(N_CTX, hidden=used.taps).decode(tokens[:-1])
+        elsewhere = Forward(forward.logits, {name: np.roll(rows, 1, 0) for name, rows in forward.hidden.items()})
+        proposals = [proposed(used, tokens)]
+        for states in (forward, elsewhere):
+            reader = BlockHead(fresh.head, fresh.context)
+            reader.process(tokens[:-1], states)
+            reader.begin(tokens)
+            proposals.append(proposed(reader, tokens))
+        assert used.context.n_past == fresh.context.n_past == len(tokens) - 1 + 3 + ("markov" not in options)
+        mine, expected, other = (np.array([prob for _, prob in each]) for each in proposals)
+        assert [token for token, _ in proposals[0]] == [token for token, _ in proposals[1]]
+        assert mine == pytest.approx(expected, rel=1e-3)
+        n_different += not np.allclose(mine, other, rtol=1e-2)
+    assert n_different > 10
+    assert n_rejected > 15
+
+
+def test_a_pass_fills_in_as_many_masks_as_may_be_drafted(tiny: TinyFiles, tmp_path: Path) -> None:
+    def widths(pair: Pair) -> list[int]:
+        (draft,) = pair.state.models
+        head, found = draft.drafter.head, list[int]()  # type: ignore[attr-defined]
+        real = head.block_logits
+
+        def counted(context: Context, token: int, n: int) -> FloatArray:
+            found.append(n)
+            return real(context, token, n)  # type: ignore[no-any-return]
+
+        head.block_logits = counted
+        list(pair.rounds(pair.target.tokenize(PROMPT), GREEDY, 3, lambda n_cached: None, lambda: False))
+        list(pair.rounds(pair.target.tokenize(PROMPT), GREEDY, 20, lambda n_cached: None, lambda: False))
+        return found
+
+    with open_llm(tiny, write_block(tiny, tmp_path, block_size=8)) as llm:
+        found = llm.run(widths)
+    assert set(found) <= set(range(1, 8))
+    assert found.count(3) > 10
+    assert found.count(7) > 10
+
+
+def test_a_block_that_fails_is_done_without(tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_llm(tiny, write_block(tiny, tmp_path)) as llm:
+        plain = llm.generate(PROMPT, GREEDY, speculate=False).token_ids
+        functions, left = llama_staging.staging(), [6]
+        real = functions.process
+
+        def failing(handle: int, what: int, batch: int) -> int:
+            left[0] -= 1
+            return int(real(handle, what, batch)) if left[0] > 0 else 1
+
+        monkeypatch.setattr(functions, "process", failing)
+        assert llm.generate(PROMPT, GREEDY).token_ids == plain
+        (warning,) = llm.warnings
+        assert "block.gguf is not used any more: it failed" in warning
+
+
+# -- what it costs -----------------------------------------------------------------------------------------------------
+
+
+def planned(one_pass: frozenset[str], step_ms: float) -> int:
+    """How many tokens the controller takes of a drafter that is right four times in five, as it says."""
+    times = PassTimes({w: 10.0 + 0.2 * w for w in range(1, 20)})
+    controller = AutoController(
+        times, {"head": PassTimes({1: step_ms})}, {"head": SourceAcceptance(TYPICAL)}, one_pass=one_pass
+    )
+    controller.begin(SamplingParams(), 10)
+    plan, n = controller.plan(16, 20), 0
+    while plan.more("head", 0 if n and one_pass else 1) and plan.keep("head", 0.8) is not None:
+        n += 1
+    return n
+
+
+def test_what_a_block_costs_does_not_depend_on_how_deep_is_drafted() -> None:
+    """Where a step is dear a chain ends early, or does not begin; a block of the same price is used to its end."""
+    assert planned(frozenset(), 2.0) < planned(frozenset({"head"}), 2.0)
+    assert planned(frozenset(), 6.0) < 2 < planned(frozenset({"head"}), 6.0)
+    assert planned(frozenset({"head"}), 60.0) == 0
+
+
+def test_a_block_is_what_is_timed(tiny: TinyFiles, tmp_path: Path) -> None:
+    """Whole blocks behind states of the target, by how many states are new."""
+
+    def passes(pair: Pair) -> list[tuple[int, int]]:
+        (draft,) = pair.state.models
+        assert draft.drafter.one_pass
+        found: list[tuple[int, int]] = []
+        with draft.passes.context(draft.model, 64) as context:
+            for n, logits in ((20, "none"), (1, "all"), (3, "last")):
+                draft.passes.feed(context, [0] * n, logits)  # type: ignore[arg-type]
+                found.append((n, context.n_past))
+        return found
+
+    with open_llm(tiny, write_block(tiny, tmp_path)) as llm:
+        assert llm.run(passes) == [(20, 20), (1, 21), (3, 24)]
+
+
+# -- found without being named -----------------------------------------------------------------------------------------
+
+
+def test_auto_takes_one_that_lies_beside_its_target(tiny: TinyFiles, tmp_path: Path, quick: ggufs.Pair) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    target = folder / "target.gguf"
+    target.write_bytes(tiny.pair.target.read_bytes())
+    write_dflash(quick.target, folder / "a-of-another.gguf")
+    own = write_dflash(target, folder / "b-its-own.gguf", markov=True)
+    with LLM(target, "auto", backend="llama-cpp", n_ctx=256, idle=False, remember=False) as llm:
+        assert llm.warnings == []
+        assert [draft.path for draft in llm.run(lambda pair: pair.state.models)] == [own]
+        reply = llm.generate(PROMPT, GREEDY)
+        assert reply.token_ids == llm.generate(PROMPT, GREEDY, speculate=False).token_ids
+
+
+def test_inspect_and_list_know_it(tiny: TinyFiles, capsys: pytest.CaptureFixture[str]) -> None:
+    models_dir().mkdir(parents=True)
+    path = write_dflash(tiny.pair.target, models_dir() / "block.gguf", n_out=200, block_size=16)
+    assert inspect_command(str(path)) == 0
+    out = capsys.readouterr().out
+    assert "DFlash, reads layer:0, layer:1, layer:2" in out
+    assert "15 tokens in a pass" in out
+    facts = inspect(path)["published_head"]
+    assert (facts["kind"], facts["n_out"], facts["block"]) == ("dflash", 200, {"rows": 16, "guesses": 15})
+    spark = write_dflash(tiny.pair.target, models_dir() / "spark.gguf", markov=True)
+    facts = inspect(spark)["published_head"]
+    assert (facts["title"], facts["block"]) == ("DSpark", {"rows": 5, "guesses": 5})
+    assert list_command() == 0
+    assert re.search(r"block\.gguf +\S+ \w+ +dflash +a model with 384 tokens", capsys.readouterr().out)
+
+
+# -- files that do not fit, or are damaged ----------------------------------------------------------------------------
+
+
+def test_one_of_another_model_is_refused_with_the_reason(tiny: TinyFiles, tmp_path: Path, quick: ggufs.Pair) -> None:
+    narrow = write_dflash(quick.target, tmp_path / "narrow.gguf")
+    deep = write_dflash(tiny.pair.target, tmp_path / "deep.gguf", (1, 2, 4))
+    other = ggufs.write_llama(tmp_path / "other.gguf", ggufs.Shape(n_layer=4), spm_vocab())
+    foreign = write_dflash(other, tmp_path / "foreign.gguf")
+    for path, why in (
+        (narrow, "does not fit: it is for a model with states of 32 channels, and tiny llama has 128"),
+        (deep, "does not fit: it reads the state after layer 4, and tiny llama has 4 layers"),
+        (foreign, "does not fit: "),
+    ):
+        with pytest.raises(LocalspecError, match=why) as caught:
+            open_llm(tiny, path)
+        assert "\n" not in str(caught.value)
+
+
+def test_one_that_borrows_needs_its_target_on_the_same_engine(tiny: TinyFiles, tmp_path: Path) -> None:
+    with pytest.raises(LocalspecError, match=r"takes its embeddings and output from its target, .*--backend llama-cpp"):
+        open_llm(tiny, write_block(tiny, tmp_path), "reference")
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"extra": {"dflash.target_layers": None}}, r"target_layers is None"),
+        ({"layers": (0, 1, 2)}, "reads the target's embeddings among its states"),
+        ({"block_size": 1}, "its blocks have 1 rows, and so guess nothing"),
+        ({"block_size": 65}, "has blocks of 65 rows; those of up to 64 are run"),
+        ({"extra": {"dflash.block_size": None}, "markov": True}, "block_size is None"),
+        ({"extra": {"tokenizer.ggml.mask_token_id": None}}, "its mask token is None"),
+        ({"extra": {"tokenizer.ggml.mask_token_id": 384}}, "its mask token is 384"),
+        ({"extra": {"dflash.attention.causal": 1}}, "attention.causal is 1"),
+        ({"extra": {"dflash.attention.head_count_kv": 3}}, "attention heads share"),
+        ({"extra": {"dflash.attention.value_length": 64}}, "keys and values differ"),
+        ({"extra": {"dflash.rope.dimension_count": 127}}, "it turns 127 of 128 channels"),
+        ({"extra": {"dflash.rope.dimension_sections": [0, 0, 0, 0]}}, "sections of positions"),
+        ({"extra": {"dflash.rope.dimension_sections": [100, 100, 0, 0]}}, "sections of positions"),
+        ({"extra": {"dflash.attention.sliding_window": 8}}, "which of its 2 layers have a window is None"),
+        ({"windows": [True]}, "which of its 2 layers have a window"),
+        ({"extra": {"dflash.hyper_connection.count": 4}}, "DSpark drafter of DeepSeek-V4's layers"),
+        ({"drop": ("fc.weight",)}, "lacks fc.weight"),
+        ({"drop": ("enc.output_norm.weight",)}, "lacks enc.output_norm.weight"),
+        ({"drop": ("blk.1.ffn_up.weight",)}, "lacks blk.1.ffn_up.weight"),
+        ({"drop": ("markov_w2.weight",), "markov": True}, "lacks markov_w2.weight"),
+        ({"drop": ("output.weight",), "n_out": 100}, "a token map, and no output matrix"),
+        ({"n_layers": 2, "extra": {"dflash.block_count": 3}}, "lacks blk.2.attn_norm.weight"),
+    ],
+)
+def test_what_the_engine_would_end_the_process_over_is_refused(
+    tiny: TinyFiles, tmp_path: Path, options: dict[str, Any], why: str
+) -> None:
+    path = write_block(tiny, tmp_path, **options)
+    with pytest.raises(ModelFileError, match=why) as caught:
+        open_llm(tiny, path)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_block_is_asked_of_the_engine_that_it_cannot_take(tiny: TinyFiles, tmp_path: Path) -> None:
+    def ask(pair: Pair) -> None:
+        (draft,) = pair.state.models
+        head = draft.drafter.head  # type: ignore[attr-defined]
+        assert isinstance(head, EngineHead)
+        with head.new_context(4) as context:
+            for token, n in ((0, 0), (0, 5), (-1, 2), (384, 2)):
+                with pytest.raises(LocalspecError, match="takes no block"):
+                    head.block_logits(context, token, n)
+            for _ in range(4):  # no state before it is needed, and what was guessed can stay
+                context.truncate(0)
+                assert head.block_logits(context, 0, 4).shape == (4, 384)
+            with pytest.raises(LocalspecError, match="do not fit"):
+                head.block_logits(context, 0, 4)
+            context.truncate(0)
+
+    with open_llm(tiny, write_block(tiny, tmp_path)) as llm:
+        llm.run(ask)
+
+
+def test_the_kinds_that_are_not_run_are_refused_by_name(tiny: TinyFiles, tmp_path: Path) -> None:
+    path = write_block(tiny, tmp_path)
+    selector = tmp_path / "selector.gguf"
+    metadata = {"dflash.block_count": 1} | vocab_metadata(bpe_vocab())
+    ggufs.write_gguf(selector, "dflash", metadata, {"selector_hidden.weight": np.eye(32)})
+    with pytest.raises(LocalspecError, match=r"selector\.gguf is a DFlash2 drafter, which localspec does not run"):
+        open_llm(tiny, selector)
+    assert "DFlash2" in inspect(selector)["cannot_generate_text"]
+    assert path.exists()
