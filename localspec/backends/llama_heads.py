@@ -151,17 +151,7 @@ class LlamaHeadContext(Context):
         self._functions.set_nextn(self._handle, True, False)  # of every row, not only of those with logits
 
     def fuse(self, states: FloatArray) -> FloatArray:
-        """The state that the head's rows begin with, of the target's tapped ones side by side; changes no memory.
-
-        Args:
-            states: [n, n_taps * n_target]
-
-        Returns:
-            [n, n_embd]
-
-        Raises:
-            EngineError: the engine failed.
-        """
+        """See ``published_heads.FusingContext``."""
         self._check_open()
         states = np.ascontiguousarray(states, dtype=np.float32)
         made: list[FloatArray] = []
@@ -296,3 +286,8 @@ class LlamaBlockContext(LlamaHeadContext):
             self._place(self._functions.add_token(self._batch, 0, token), self.n_past + i, wanted=True)
         self._process(DECODE, len(block))
         return Forward(self._logits(len(block)))
+
+
+def load_head_model(head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None) -> LlamaHeadModel:
+    """See ``published_heads.LoadHeadModel``."""
+    return LlamaHeadModel(head, target, n_threads=n_threads, n_gpu_layers=n_gpu_layers)

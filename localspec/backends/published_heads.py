@@ -1,4 +1,4 @@
-"""Heads that models are published with, at work; see ``model_files.head_kinds`` for the kinds.
+"""Heads that models are published with, at work on engines; see ``model_files.head_kinds`` for the kinds.
 
 With s_p the tapped states of the target after token x_p, and the layer and its norms in the engine:
 
@@ -12,14 +12,15 @@ With s_p the tapped states of the target after token x_p, and the layer and its 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import Protocol, cast
 
 import numpy as np
 
 from localspec.backends.base import Context, FloatArray, Model
 from localspec.backends.draft_head import STATE, DraftHead
-from localspec.backends.llama_cpp import NAME
-from localspec.backends.llama_heads import LlamaBlockContext, LlamaHeadContext, LlamaHeadModel
+from localspec.backends.llama_heads import LlamaBlockContext
 from localspec.backends.trust import MAX_MEAN_KL, agreement, fingerprint, verdict_key, verdicts
 from localspec.errors import EngineMismatch, ModelFileError, UsageError, VocabularyMismatch
 from localspec.model_files.gguf_file import GGUFFile
@@ -42,18 +43,54 @@ _MOST_BESIDE = 256
 _WIDTHS = (1, 1, 2, 3, 4, 5, 8)
 """Rows of the passes that are compared with one of all these together."""
 
+ENGINES = {
+    "llama-cpp": "localspec.backends.llama_heads",
+    "mlx": "localspec.backends.mlx.heads",
+    "reference": "localspec.backends.reference_heads",
+}
+"""Engine -> its module for published heads, with ``load_head_model``; see ``LoadHeadModel``. The first computes all
+kinds, and serves targets on engines that have none; the others compute EAGLE-3's."""
+
+
+class LoadHeadModel(Protocol):
+    """Load a head's weights; its contexts' ``decode_floats`` takes states and the tokens' real ids.
+
+    Raises:
+        UnsupportedModel: the engine has no kernels for it, or cannot borrow what it borrows.
+        ModelFileError: it is damaged.
+        EngineError: the engine refuses it.
+    """
+
+    def __call__(self, head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None) -> Model: ...
+
+
+class FusingContext(Protocol):
+    """What a head's context can do besides, where the head fuses states."""
+
+    def fuse(self, states: FloatArray) -> FloatArray:
+        """The state that the head's rows begin with, of the target's tapped ones side by side; changes no memory.
+
+        Args:
+            states: [n, n_taps * n_target]
+
+        Returns:
+            [n, n_embd]
+
+        Raises:
+            EngineError: the engine failed.
+        """
+        ...
+
 
 class EngineHead(DraftHead):
-    """A published head on llama.cpp.
+    """A published head on an engine.
 
     Attributes:
         facts: its header.
         model: its weights. Its contexts' ``decode_floats`` takes states and the tokens' real ids.
     """
 
-    model: LlamaHeadModel
-
-    def __init__(self, facts: PublishedHead, model: LlamaHeadModel) -> None:
+    def __init__(self, facts: PublishedHead, model: Model) -> None:
         self.facts, self.model = facts, model
         self.kind = "block" if facts.block else "chained"
         self.taps, self.token_map = facts.taps, facts.ids
@@ -70,16 +107,14 @@ class EngineHead(DraftHead):
     def true_rows(self, context: Context, states: FloatArray, tokens: Sequence[int]) -> FloatArray:
         if not self.facts.fuses:
             return states
-        assert isinstance(context, LlamaHeadContext)
-        return context.fuse(states)
+        return cast(FusingContext, context).fuse(states)
 
     def chained_rows(self, state: FloatArray, tokens: Sequence[int]) -> FloatArray:
         return state
 
     def block_logits(self, context: Context, token: int, n: int) -> FloatArray:
         """Of one with a block, the logits of the n tokens after the last one; see ``LlamaBlockContext.guesses``."""
-        assert isinstance(context, LlamaBlockContext)
-        return context.guesses(token, n)
+        return cast(LlamaBlockContext, context).guesses(token, n)
 
     def close(self) -> None:
         self.model.close()
@@ -100,15 +135,32 @@ def heads_beside(target: Model) -> list[Path]:
                 head = read_published(path)
             except ModelFileError:
                 continue
-            if not misfit(head, target) and (target.backend == NAME or not head.borrows):
+            if not misfit(head, target) and (not head.borrows or engine_for(head, target) == target.backend):
                 found.append(path)
     return found
+
+
+def engine_for(head: PublishedHead, target: Model, wanted: str | None = None) -> str:
+    """The engine that computes a head for a target: where it takes weights of the target, only the target's can.
+
+    Args:
+        head: its header.
+        target: what it drafts for.
+        wanted: the engine that is asked for, of ``registry.BACKENDS``; None for none.
+    """
+    default = next(iter(ENGINES))
+    if head.kind != "eagle3":
+        return default
+    if wanted in ENGINES and not head.borrows:
+        return wanted
+    return target.backend if target.backend in ENGINES else default
 
 
 def load_published(
     path: Path,
     target: Model,
     *,
+    engine: str | None = None,
     n_threads: int | None = None,
     n_gpu_layers: int | None = None,
     say: Callable[[str], None] = lambda line: None,
@@ -120,6 +172,7 @@ def load_published(
     Args:
         path: the head's file; the target's own for its layer for multi-token prediction.
         target: what it is to draft for.
+        engine: as for ``engine_for``.
         n_threads: CPU threads; None takes the physical cores.
         n_gpu_layers: as for ``backends.load``.
         say: takes a line before long work.
@@ -135,8 +188,11 @@ def load_published(
     if why := misfit(facts, target):
         wrong = VocabularyMismatch if "vocabulary" in why else UsageError
         raise wrong(f"{path.name} does not fit: {why}")
-    model = LlamaHeadModel(facts, target, n_threads=n_threads or default_threads(), n_gpu_layers=n_gpu_layers)
+    load: LoadHeadModel = import_module(ENGINES[engine_for(facts, target, engine)]).load_head_model
+    model = load(facts, target, n_threads or default_threads(), n_gpu_layers)
     head = EngineHead(facts, model)
+    if model.capabilities.batch_invariant:
+        return head
     try:
         options = {"n_threads": n_threads, "n_gpu_layers": n_gpu_layers}
         key = verdict_key(model.backend, options, f"{fingerprint(path)} for {fingerprint(target.path)}")

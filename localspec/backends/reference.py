@@ -15,123 +15,24 @@ second, one of 135M parameters about ten.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import gguf
 import numpy as np
 import numpy.typing as npt
 
 from localspec.backends.base import Capabilities, Context, ContextState, FloatArray, Forward, Model, Progress
 from localspec.backends.forward import NORM, layer_name
 from localspec.backends.reference_tokenizer import PythonByteLevel
+from localspec.backends.reference_weights import BIASES, Array, Hyperparameters, Layer, read_tensor
 from localspec.backends.tokenizer import Tokenizer
 from localspec.errors import EngineError, UnsupportedModel, UsageError
 from localspec.model_files.gguf_file import GGUFFile
 
 NAME = "reference"
 
-Array = npt.NDArray[np.float64]
 Wanted = Literal["all", "last", "none"]
-
-_BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
-_HEAD_COUNTS = ("head_count", "head_count_kv")
-
-
-@dataclass(frozen=True, slots=True)
-class Hyperparameters:
-    """The sizes of a llama-architecture model, from the metadata of its file."""
-
-    n_layer: int
-    n_embd: int
-    n_head: int
-    n_head_kv: int
-    d_head: int
-    rope_base: float
-    rope_scale: float
-    norm_eps: float
-
-    @classmethod
-    def from_metadata(cls, metadata: Mapping[str, Any]) -> Hyperparameters:
-        """Read them.
-
-        Raises:
-            UnsupportedModel: the file uses a variant that this backend does not compute.
-        """
-
-        def get(key: str, default: Any = None) -> Any:
-            value = metadata.get(f"llama.{key}", default)
-            if value is None:
-                raise UnsupportedModel(f"the file does not say llama.{key}")
-            return value
-
-        def number(key: str, default: float | None = None) -> float:
-            value = get(key, default)
-            if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-                raise UnsupportedModel(f"the file says llama.{key} = {_short(value)}, which is no size")
-            return value
-
-        def size(key: str, default: int | None = None) -> int:
-            value = number(key, default)
-            if value != int(value):
-                raise UnsupportedModel(f"the file says llama.{key} = {value}, which is no size")
-            return int(value)
-
-        scaling = get("rope.scaling.type", "none")
-        for what, unsupported in (
-            ("a mixture of experts", number("expert_count", 0)),
-            ("layers of different widths", any(isinstance(get(f"attention.{k}", 0), np.ndarray) for k in _HEAD_COUNTS)),
-            (f"rope scaling {_short(scaling)}", not isinstance(scaling, str) or scaling not in ("none", "linear")),
-        ):
-            if unsupported:
-                raise UnsupportedModel(f"the reference backend does not compute {what}; use another --backend")
-        n_embd, n_head = size("embedding_length"), size("attention.head_count")
-        n_head_kv = size("attention.head_count_kv", n_head)
-        if not n_embd or not n_head or not n_head_kv or n_head % n_head_kv:
-            raise UnsupportedModel(
-                f"the file says {n_embd} channels, {n_head} heads, {n_head_kv} of keys: that is no model"
-            )
-        d_head = size("attention.key_length", n_embd // n_head)
-        if size("rope.dimension_count", d_head) != d_head:
-            raise UnsupportedModel(
-                "the reference backend does not compute a rotation of some channels only; use another --backend"
-            )
-        if not d_head or d_head % 2:
-            raise UnsupportedModel(f"the file says heads of {d_head} channels, which cannot be rotated in pairs")
-        base, factor = number("rope.freq_base", 10000.0), number("rope.scaling.factor", 1.0)
-        if not base or not factor:
-            raise UnsupportedModel(f"the file says a rotation of base {base} and factor {factor}")
-        norm_eps = number("attention.layer_norm_rms_epsilon")
-        if not norm_eps:
-            raise UnsupportedModel("the file says llama.attention.layer_norm_rms_epsilon = 0, which divides by nothing")
-        return cls(
-            n_layer=size("block_count"),
-            n_embd=n_embd,
-            n_head=n_head,
-            n_head_kv=n_head_kv,
-            d_head=d_head,
-            rope_base=base,
-            rope_scale=factor if scaling == "linear" else 1.0,
-            norm_eps=norm_eps,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One block. The weights of the norms are folded into the matrices that follow them."""
-
-    qkv: Array
-    """[(n_head + 2 n_head_kv) * d_head, n_embd]"""
-    qkv_bias: Array | None
-    """[(n_head + 2 n_head_kv) * d_head]"""
-    attn_output: Array
-    """[n_embd, n_head * d_head]"""
-    gate_up: Array
-    """[2 n_ff, n_embd]"""
-    down: Array
-    """[n_embd, n_ff]"""
 
 
 class ReferenceModel(Model):
@@ -163,39 +64,21 @@ class ReferenceModel(Model):
             n_read += 1
             if progress is not None and not progress(min(1.0, n_read / len(file.tensors))):
                 raise EngineError(f"loading {file.path.name} was cancelled")
-            return _read_tensor(file, name, shape)
+            return read_tensor(file, name, shape)
 
         for name in file.tensors:
-            if name.endswith(".bias") and not name.endswith(_BIASES):
+            if name.endswith(".bias") and not name.endswith(BIASES):
                 raise UnsupportedModel(
                     f"{file.path.name}: the reference backend does not compute {name}; use another --backend"
                 )
         h = self.hparams
-        n_q, n_kv = h.n_head * h.d_head, h.n_head_kv * h.d_head
-        self._layers = []
-        for i in range(h.n_layer):
-            attn_norm = read(f"blk.{i}.attn_norm.weight", h.n_embd)
-            ffn_norm = read(f"blk.{i}.ffn_norm.weight", h.n_embd)
-            parts = list(zip("qkv", (n_q, n_kv, n_kv), strict=True))
-            qkv = [read(f"blk.{i}.attn_{part}.weight", n, h.n_embd) for part, n in parts]
-            biases = [
-                read(name, n) if (name := f"blk.{i}.attn_{part}.bias") in file.tensors else np.zeros(n)
-                for part, n in parts
-            ]
-            gate = read(f"blk.{i}.ffn_gate.weight", None, h.n_embd)
-            self._layers.append(
-                Layer(
-                    qkv=np.concatenate(qkv) * attn_norm,
-                    qkv_bias=np.concatenate(biases) if any(bias.any() for bias in biases) else None,
-                    attn_output=read(f"blk.{i}.attn_output.weight", h.n_embd, n_q),
-                    gate_up=np.concatenate([gate, read(f"blk.{i}.ffn_up.weight", len(gate), h.n_embd)]) * ffn_norm,
-                    down=read(f"blk.{i}.ffn_down.weight", h.n_embd, len(gate)),
-                )
-            )
+        self._layers = [
+            Layer.read(i, h, read(f"blk.{i}.attn_norm.weight", h.n_embd), file.tensors, read) for i in range(h.n_layer)
+        ]
         embedding = file.tensors.get("token_embd.weight")
         n_rows = max(self.vocab.n_tokens, embedding.shape[-1] if embedding is not None else 0)  # padding may follow
-        self._embedding = read("token_embd.weight", n_rows, h.n_embd)
-        output = read("output.weight", n_rows, h.n_embd) if "output.weight" in file.tensors else self._embedding
+        self.embedding = read("token_embd.weight", n_rows, h.n_embd)
+        output = read("output.weight", n_rows, h.n_embd) if "output.weight" in file.tensors else self.embedding
         self._output_norm = read("output_norm.weight", h.n_embd)
         self._output = output * self._output_norm
         self._rope_factors = read("rope_freqs.weight", h.d_head // 2) if "rope_freqs.weight" in file.tensors else None
@@ -222,29 +105,6 @@ class ReferenceModel(Model):
         pass
 
 
-def _read_tensor(file: GGUFFile, name: str, shape: Sequence[int | None]) -> Array:
-    """A tensor in float64, rows first; its shape must be the one given, None being any size."""
-    tensor = file.tensors.get(name)
-    if tensor is None:
-        raise UnsupportedModel(f"{file.path.name} lacks the tensor {name}")
-    found = tensor.shape[::-1]
-    if len(found) != len(shape) or any(want not in (None, have) for want, have in zip(shape, found, strict=True)):
-        expected = ", ".join("any" if want is None else str(want) for want in shape)
-        raise UnsupportedModel(f"{file.path.name}: {name} is {list(found)} where the header says [{expected}]")
-    try:
-        rows = file.tensor_bytes(name).reshape(*tensor.shape[:0:-1], -1)
-        values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(tensor.ggml_type))
-    except (NotImplementedError, ValueError):
-        raise UnsupportedModel(
-            f"{file.path.name}: the gguf package cannot unpack {tensor.type_name} ({name}); use another --backend"
-        ) from None
-    return np.asarray(values, dtype=np.float64)
-
-
-def _short(value: Any) -> str:
-    return " ".join(repr(value).split())[:60]
-
-
 class ReferenceContext(Context):
     """One sequence's keys and values. Truncating costs nothing: rows past ``n_past`` are never read."""
 
@@ -261,16 +121,16 @@ class ReferenceContext(Context):
             raise EngineError(f"not enough memory for a context of {n_ctx} tokens; use a smaller --ctx") from None
 
     def _decode(self, tokens: Sequence[int], logits: Wanted) -> Forward:
-        return self._pass(self.model._embedding[list(tokens)], logits)
+        return self._pass(self.model.embedding[list(tokens)], logits)
 
     def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
         return self._pass(rows.astype(np.float64), logits)
 
     def _decode_first_layers(self, tokens: Sequence[int], n_layers: int) -> Forward:
-        return self._pass(self.model._embedding[list(tokens)], "none", n_layers)
+        return self._pass(self.model.embedding[list(tokens)], "none", n_layers)
 
     def _decode_tree(self, tokens: Sequence[int], parents: Sequence[int]) -> Forward:
-        return self._pass(self.model._embedding[list(tokens)], "all", parents=parents)
+        return self._pass(self.model.embedding[list(tokens)], "all", parents=parents)
 
     def _keep(self, path: Sequence[int]) -> None:
         cells = [self.n_past + at for at in path]
@@ -325,7 +185,7 @@ class ReferenceContext(Context):
         visible = slice(position + 1) if seen is None else np.array(seen)
         after: list[Array] = []
         for layer, keys, values in zip(self.model._layers[:n_layers], self._keys, self._values, strict=False):
-            qkv = layer.qkv.dot(self._normalised(x))
+            qkv = layer.qkv.dot(self._attention_input(x))
             if layer.qkv_bias is not None:
                 qkv = qkv + layer.qkv_bias
             rotated = qkv[: n_q + n_kv].view(np.complex128).reshape(-1, h.d_head // 2) * rotation
@@ -338,13 +198,21 @@ class ReferenceContext(Context):
                 scores = queries.dot(keys[head, visible].T)  # [group, position + 1]
                 weights = np.exp((scores - scores.max(axis=1, keepdims=True)) * scale)
                 attended[head] = weights.dot(values[head, visible]) / weights.sum(axis=1, keepdims=True)
-            x = x + layer.attn_output.dot(attended.reshape(-1))
+            x = self._residual(x) + layer.attn_output.dot(attended.reshape(-1))
             gate_up = layer.gate_up.dot(self._normalised(x))
             gate, up = gate_up[: len(gate_up) // 2], gate_up[len(gate_up) // 2 :]
             # silu(z) = z * sigmoid(z); by tanh, which cannot overflow.
             x = x + layer.down.dot(gate * (0.5 + 0.5 * np.tanh(0.5 * gate)) * up)
             after.append(x)
         return after
+
+    # An EAGLE-3 head's row is wider than its states.
+
+    def _attention_input(self, x: Array) -> Array:
+        return self._normalised(x)
+
+    def _residual(self, x: Array) -> Array:
+        return x
 
     def _normalised(self, x: Array) -> Array:
         norm: Array = x * (1.0 / math.sqrt(float(x.dot(x)) / len(x) + self.model.hparams.norm_eps))

@@ -144,21 +144,22 @@ class Loader:
         return lighter
 
     def load_head(self, path: Path, target: Model, report: Report) -> DraftHead:
-        """Load a head on the engine of draft models, or else of its target; a published one on llama.cpp.
+        """Load a head on the engine of draft models, or else of its target; a published one on one that computes those.
 
         Raises:
             UsageError: it is for another model.
             ModelFileError, EngineError: as when loading a model.
         """
+        wanted = self.options.draft_backend
         if is_same_file(path, target.path) or names_published_head(path):
             return load_published(
                 path,
                 target,
+                engine=wanted,
                 n_threads=self.options.n_threads,
                 n_gpu_layers=self.options.n_gpu_layers,
                 say=lambda line: report(line, None),
             )
-        wanted = self.options.draft_backend
         return load_head(
             path,
             target.path,

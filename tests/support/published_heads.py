@@ -40,6 +40,8 @@ def write_eagle3(
     extra: Mapping[str, Any] | None = None,
     drop: tuple[str, ...] = (),
     ids: Sequence[int] | None = None,
+    n_head_kv: int = 4,
+    tensor_type: str = "F32",
 ) -> Path:
     """An EAGLE-3 head for a model file.
 
@@ -59,6 +61,8 @@ def write_eagle3(
         extra: metadata that replaces or adds to the usual; None leaves a key out.
         drop: tensors to leave out.
         ids: the token map as it is to be in the file, right or wrong.
+        n_head_kv: heads of keys and values; of queries there are 4.
+        tensor_type: of matrices.
     """
     rng, of = np.random.default_rng(seed), _Target(target)
     embedding, name = of.embedding, of.name
@@ -79,6 +83,11 @@ def write_eagle3(
         "blk.0.attn_v.weight": matrix(np.concatenate([GAIN * one, -GAIN * one], axis=1)),
         "blk.0.attn_output.weight": matrix(one),
     }
+    for part in ("k", "v"):
+        name_of = f"blk.0.attn_{part}.weight"
+        weights[name_of] = weights[name_of][: n // n_head * n_head_kv]
+    if (extra or {}).get("eagle3.norm_before_fc"):
+        weights["enc.output_norm.weight"] = rng.uniform(0.5, 1.5, 3 * n).astype(np.float32)
     for part in ("gate", "up", "down"):
         weights[f"blk.0.ffn_{part}.weight"] = (rng.standard_normal((n, n)) / np.sqrt(n)).astype(np.float32)
     if own_embeddings:
@@ -95,7 +104,7 @@ def write_eagle3(
         "eagle3.embedding_length": n,
         "eagle3.feed_forward_length": n_ff,
         "eagle3.attention.head_count": n_head,
-        "eagle3.attention.head_count_kv": n_head,
+        "eagle3.attention.head_count_kv": n_head_kv,
         "eagle3.attention.layer_norm_rms_epsilon": 1e-5,
         "eagle3.rope.dimension_count": n // n_head,
         "eagle3.rope.freq_base": of.base,
@@ -105,7 +114,9 @@ def write_eagle3(
     metadata |= of.vocabulary if tokens else {"tokenizer.ggml.model": "none", "eagle3.vocab_size": n_vocab}
     metadata |= {"general.basename": f"for {name}"} | dict(extra or {})
     kept = {tensor: weight for tensor, weight in weights.items() if tensor not in drop}
-    return write_gguf(out, "eagle3", {key: value for key, value in metadata.items() if value is not None}, kept)
+    return write_gguf(
+        out, "eagle3", {key: value for key, value in metadata.items() if value is not None}, kept, tensor_type
+    )
 
 
 def write_dflash(

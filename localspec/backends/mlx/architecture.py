@@ -24,9 +24,9 @@ _ATTENTION = {
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
 }
-_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-_LLAMA = _ATTENTION | _MLP | _NORMS
+_LLAMA = _ATTENTION | MLP | _NORMS
 _QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 
 
@@ -52,6 +52,8 @@ class Architecture:
         norm: of the trunk: the last norm.
         ignored: settings that llama.cpp does not look at either.
         without_rope: whether a layer (numbered from 0) does not rotate.
+        top: tensors beside the layers, but for embedding, last norm and output matrix -> path in the trunk.
+        no_parameters: tensors that are none, and are read by others.
     """
 
     module: str
@@ -66,6 +68,8 @@ class Architecture:
     norm: str = "norm"
     ignored: tuple[str, ...] = ()
     without_rope: Callable[[int], bool] = lambda layer: False
+    top: Mapping[str, str] = field(default_factory=dict)
+    no_parameters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -211,7 +215,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma3": Architecture(
         "gemma3_text",
         _ATTENTION
-        | _MLP
+        | MLP
         | _QK_NORMS
         | {
             "attn_norm": "input_layernorm",
@@ -250,7 +254,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmo2": Architecture(
         "olmo2",
         _ATTENTION
-        | _MLP
+        | MLP
         | _QK_NORMS
         | {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
         _olmo2,

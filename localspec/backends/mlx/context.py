@@ -102,7 +102,7 @@ class MLXContext(Context):
         mx.set_default_device(self.model.device)
         try:
             floats = None if rows is None else mx.array(rows[None]).astype(network.compute_dtype)
-            ids = mx.array([tokens]) if rows is None else mx.zeros((1, n), mx.int32)
+            ids = mx.array([tokens]) if rows is None or network.reads_tokens_too else mx.zeros((1, n), mx.int32)
             states = network.states(ids, memory.layers, n_of, rows=floats, n_layers=n_layers)
             # What only rows that nobody wants need, such as the last layer's feed-forward part, is never computed.
             found = {name: states[name][0, n - n_name :].astype(mx.float32) for name, n_name in n_of.items() if n_name}

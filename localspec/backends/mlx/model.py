@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -34,9 +35,9 @@ class MLXModel(Model):
         with GGUFFile(path) as file:
             self._read_header(file)
             check_kv_type(file, kv_type)
-            self.device = _device(file, n_gpu_layers)
+            self.device = device_for(file, n_gpu_layers)
             self._tokenizer = Tokenizer(file, self.vocab, ByteLevel)
-            network = self.owner.run(lambda: _load(file, self.device, progress))
+            network = self.owner.run(lambda: building(path, self.device, lambda: load_network(file, progress=progress)))
         self._network: Network | None = network
         self.backend = NAME
         self.engine = f"{NAME} {engine.version}"
@@ -81,7 +82,13 @@ class MLXModel(Model):
         self.owner.run(mx.clear_cache)
 
 
-def _device(file: GGUFFile, n_gpu_layers: int | None) -> mx.Device:
+def device_for(file: GGUFFile, n_gpu_layers: int | None) -> mx.Device:
+    """Where a file is to be computed.
+
+    Raises:
+        EngineUnavailable: there is no GPU.
+        UsageError: a part of it was asked for.
+    """
     gpu = binding().gpu
     if not n_gpu_layers:
         return mx.Device(mx.gpu if gpu and n_gpu_layers is None else mx.cpu)
@@ -95,19 +102,23 @@ def _device(file: GGUFFile, n_gpu_layers: int | None) -> mx.Device:
     return mx.Device(mx.gpu)
 
 
-def _load(file: GGUFFile, device: mx.Device, progress: Progress | None) -> Network:
+def building(path: Path, device: mx.Device, load: Callable[[], Network]) -> Network:
+    """What ``load`` makes, on a device; on the owner thread.
+
+    Raises:
+        UnsupportedModel: it cannot be built by its header.
+    """
     # The default belongs to the thread, and everything that loading makes goes there.
     mx.set_default_device(device)
     if device == mx.Device(mx.gpu):
         # Weights that macOS may page out are read from the disk again; as mlx-lm does.
         mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
     try:
-        return load_network(file, progress=progress)
+        return load()
     except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
         # mlx-lm's classes are built from the header's numbers, and look at few of them.
         if isinstance(error, LocalspecError):
             raise
         raise UnsupportedModel(
-            f"MLX cannot build {file.path.name} by its header ({type(error).__name__}: {error}); "
-            "use --backend llama-cpp"
+            f"MLX cannot build {path.name} by its header ({type(error).__name__}: {error}); use --backend llama-cpp"
         ) from error

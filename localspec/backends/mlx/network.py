@@ -44,6 +44,7 @@ class Network:
         max_context: tokens up to which it computes what the file means; None for no limit.
         size_bytes: bytes of all parameters.
         formats: tensor name -> how it is stored.
+        reads_tokens_too: where rows of floats are fed, tokens beside them are real ids.
     """
 
     module: nn.Module
@@ -60,6 +61,7 @@ class Network:
     formats: Mapping[str, Format]
     _trunk: nn.Module
     _head: Callable[[mx.array], mx.array]
+    reads_tokens_too: bool = False
 
     def hidden(self, tokens: mx.array, cache: list[Any] | None = None) -> mx.array:
         """The last layer's states, normalised, as the output matrix takes them: [1, n] -> [1, n, n_embd]."""
@@ -210,7 +212,7 @@ def _load(file: GGUFFile, compute_dtype: str, progress: Progress | None) -> Netw
     tied = "output.weight" not in file.tensors
     n_vocab = file.tensors["token_embd.weight"].shape[-1]
     arguments = common_arguments(header, architecture, n_vocab, tied)
-    scaling, max_context = _rope_scaling(header) if architecture.attention else (RopeScaling(), None)
+    scaling, max_context = rope_scaling(header) if architecture.attention else (RopeScaling(), None)
     header.ignore(architecture.ignored)
     header.refuse_unread()
 
@@ -222,7 +224,7 @@ def _load(file: GGUFFile, compute_dtype: str, progress: Progress | None) -> Netw
     if tied and architecture.module == "gemma3_text":
         module.sanitize({})  # to this class the output matrix is the embedding where none is handed to it
     if architecture.attention:
-        _install_rope(header, architecture, module, args, scaling)
+        install_rope(header, architecture, module, args, scaling)
     formats = fill(file, architecture, module, dtype, progress)
 
     trunk: nn.Module = module[architecture.trunk]
@@ -258,7 +260,7 @@ def _check_head_size(header: Header, architecture: Architecture, args: Any) -> N
             )
 
 
-def _rope_scaling(header: Header) -> tuple[RopeScaling, int | None]:
+def rope_scaling(header: Header) -> tuple[RopeScaling, int | None]:
     """How positions are scaled, and the context length up to which that holds."""
     kind = header.text("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn", "longrope"):
@@ -286,7 +288,7 @@ def _rope_scaling(header: Header) -> tuple[RopeScaling, int | None]:
     return scaling, limit
 
 
-def _install_rope(
+def install_rope(
     header: Header, architecture: Architecture, module: nn.Module, args: Any, scaling: RopeScaling
 ) -> None:
     attention = read_attention(header)

@@ -29,7 +29,7 @@ def fill(
         UnsupportedModel: a tensor has no place, or a wrong shape, or a parameter is left without one.
     """
     places = {info.name: _place(file, architecture, module, info) for info in file.tensors.values()}
-    places = {name: place for name, place in places.items() if name not in ROPE_TENSORS}
+    places = {name: place for name, place in places.items() if name not in (*ROPE_TENSORS, *architecture.no_parameters)}
     lost = [name for name, place in places.items() if place is None]
     if lost:
         raise UnsupportedModel(
@@ -72,7 +72,7 @@ def _place(file: GGUFFile, architecture: Architecture, module: nn.Module, info: 
         "token_embd": f"{trunk}.{architecture.embedding}",
         "output_norm": f"{trunk}.{architecture.norm}",
         "output": "lm_head",
-    }
+    } | {name: f"{trunk}.{path}" for name, path in architecture.top.items()}
     stem, _, suffix = info.name.rpartition(".")
     if stem in top:
         path = top[stem]

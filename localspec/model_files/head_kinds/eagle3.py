@@ -72,6 +72,8 @@ def read(file: GGUFFile) -> PublishedHead:
         "blk.0.ffn_up.weight": (n_ff, n),
         "blk.0.ffn_down.weight": (n, n_ff),
     }
+    if file.field("norm_before_fc", False):
+        shapes["enc.output_norm.weight"] = (N_TAPS * n_target,)
     check_shapes(file, shapes, optional=tuple(_OWN.values()))
     return PublishedHead(
         kind="eagle3",

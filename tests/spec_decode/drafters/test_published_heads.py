@@ -1,7 +1,7 @@
-"""Heads that models are published with, on llama.cpp: what is said does not depend on them, and their memory is exact.
+"""Heads that models are published with: what is said does not depend on them, and their memory is exact.
 
 A head that has embeddings and an output matrix of its own serves a target on any engine: with one on the reference
-engine texts are equal to the bit.
+engine texts are equal to the bit, whatever computes the head.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 from localspec import LLM, LocalspecError, SamplingParams
 from localspec.backends import llama_staging
 from localspec.backends.base import Forward
-from localspec.backends.published_heads import load_published
+from localspec.backends.published_heads import ENGINES, load_published
 from localspec.commands.files import inspect_command, list_command
 from localspec.controllers.fixed import FixedController, FixedPlan
 from localspec.errors import EngineError, ModelFileError
@@ -53,6 +53,12 @@ def home(measured_home: Path) -> Path:
     return measured_home
 
 
+@pytest.fixture(params=list(ENGINES))
+def engine(request: pytest.FixtureRequest) -> str:
+    """Every engine that computes EAGLE-3 heads."""
+    return open_backend(request.param).name
+
+
 def write_head(tiny: TinyFiles, folder: Path, **options: Any) -> Path:
     return write_eagle3(tiny.pair.target, folder / "head.gguf", **options)
 
@@ -66,14 +72,23 @@ def open_llm(tiny: TinyFiles, draft: Any, engine: str = "llama-cpp", **options: 
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"n_out": 200}, {"own_embeddings": True, "n_out": 200, "tokens": False}, {"own_output": False}],
-    ids=["borrows-embeddings", "token-map", "own-embeddings", "borrows-both"],
+    ("engine", "options"),
+    [
+        ("llama-cpp", {}),
+        ("llama-cpp", {"n_out": 200}),
+        ("llama-cpp", {"own_embeddings": True, "n_out": 200, "tokens": False}),
+        ("llama-cpp", {"own_output": False}),
+        ("mlx", {"n_out": 200}),
+        ("mlx", {"own_output": False}),
+        ("reference", {"own_output": False}),
+    ],
+    indirect=["engine"],
 )
-def test_the_text_does_not_depend_on_it(tiny: TinyFiles, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_the_text_does_not_depend_on_it(tiny: TinyFiles, tmp_path: Path, engine: str, options: dict[str, Any]) -> None:
     head = write_head(tiny, tmp_path, **options)
-    with open_llm(tiny, head) as llm:
+    with open_llm(tiny, head, engine) as llm:
         assert (llm.draft_names, llm.warnings) == (["head"], [])
+        assert llm.run(lambda pair: pair.state.models[0].model.backend) == engine
         for params in (GREEDY, SEEDED):
             reply = llm.generate(PROMPT, params)
             assert reply.token_ids == llm.generate(PROMPT, params, speculate=False).token_ids
@@ -104,15 +119,16 @@ def test_several_answers_at_a_time_draft_with_it_each_as_alone(tiny: TinyFiles, 
 class HeadWorld(World):
     """Answers of a target on the reference engine, with published heads alone and among other drafters."""
 
-    def __init__(self, pair_files: Any, rng: random.Random, folder: Path) -> None:
-        self.path = pair_files.target
+    def __init__(self, pair_files: Any, rng: random.Random, folder: Path, engine: str) -> None:
+        self.path, self.engine = pair_files.target, engine
         self.folder = folder
         super().__init__(pair_files, rng, folder)
 
     def head(self, n_ctx: int = N_CTX, **options: Any) -> ChainedHead:
         options = {"own_embeddings": True, "own_output": True} | options
         path = write_eagle3(self.path, self.folder / f"{len(list(self.folder.iterdir()))}.gguf", **options)
-        head = load_published(path, self.target)
+        head = load_published(path, self.target, engine=self.engine)
+        assert head.model.backend == self.engine
         return ChainedHead(head, head.new_context(n_ctx))
 
     def groups(self) -> list[list[Drafter]]:
@@ -132,17 +148,19 @@ def quick(tmp_path: Path) -> ggufs.Pair:
     return ggufs.correlated_pair(tmp_path, ggufs.bpe_vocab(300), shape=shape, name="quick4")
 
 
-def test_answers_equal_plain_ones_to_the_bit(quick: ggufs.Pair, tmp_path: Path) -> None:
+def test_answers_equal_plain_ones_to_the_bit(quick: ggufs.Pair, tmp_path: Path, engine: str) -> None:
     """200 answers, greedy, and sampled with a seed."""
-    world, rounds = HeadWorld(quick, random.Random(0), tmp_path), list[Round]()
-    for seed in range(200):
+    world, rounds = HeadWorld(quick, random.Random(0), tmp_path, engine), list[Round]()
+    for seed in range(50 if engine == "mlx" else 200):
         rounds += world.compare(replace(SAMPLING, seed=seed) if seed % 2 else SamplingParams())
     assert accepted(rounds)["head"] > 0.2
 
 
-def test_what_is_drafted_after_rejections_is_what_a_fresh_head_drafts(quick: ggufs.Pair, tmp_path: Path) -> None:
+def test_what_is_drafted_after_rejections_is_what_a_fresh_head_drafts(
+    quick: ggufs.Pair, tmp_path: Path, engine: str
+) -> None:
     """Its memory holds the target's true states of all that was settled, and nothing of what was rejected."""
-    world = HeadWorld(quick, random.Random(1), tmp_path)
+    world = HeadWorld(quick, random.Random(1), tmp_path, engine)
     used, fresh = world.head(), world.head()
     target = world.target.new_context(N_CTX, hidden=used.taps)
     n_rejected = n_different = 0
@@ -182,8 +200,8 @@ def proposed(drafter: Drafter, tokens: list[int], n: int = 3) -> list[tuple[int,
     return found
 
 
-def test_a_head_reads_all_of_a_prompt(quick: ggufs.Pair, tmp_path: Path) -> None:
-    world = HeadWorld(quick, random.Random(2), tmp_path)
+def test_a_head_reads_all_of_a_prompt(quick: ggufs.Pair, tmp_path: Path, engine: str) -> None:
+    world = HeadWorld(quick, random.Random(2), tmp_path, engine)
     drafter = world.head(512)
     target = world.target.new_context(512, hidden=drafter.taps)
     prompt = [world.rng.randrange(20, 280) for _ in range(400)]
@@ -341,10 +359,35 @@ def test_a_head_whose_engine_fails_is_done_without(
         assert "head.gguf is not used any more: it failed" in warning
 
 
+def test_a_head_that_fails_on_mlx_is_done_without(
+    tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_backend("mlx")
+    from localspec.backends.mlx.eagle3 import Eagle3Trunk
+
+    with open_llm(tiny, write_head(tiny, tmp_path), "mlx") as llm:
+        plain = llm.generate(PROMPT, GREEDY, speculate=False).token_ids
+        real, left = Eagle3Trunk.__call__, [7]
+
+        def failing(self: Any, *arguments: Any) -> Any:
+            left[0] -= 1
+            if left[0] <= 0:
+                raise RuntimeError("out of memory")
+            return real(self, *arguments)
+
+        monkeypatch.setattr(Eagle3Trunk, "__call__", failing)
+        assert llm.generate(PROMPT, GREEDY).token_ids == plain
+        assert llm.draft_names == []
+        (warning,) = llm.warnings
+        assert "head.gguf is not used any more: it failed: mlx" in warning
+
+
 # -- found without being named -----------------------------------------------------------------------------------------
 
 
-def test_auto_takes_a_head_that_lies_beside_its_target(tiny: TinyFiles, tmp_path: Path, quick: ggufs.Pair) -> None:
+def test_auto_takes_a_head_that_lies_beside_its_target(
+    tiny: TinyFiles, tmp_path: Path, quick: ggufs.Pair, engine: str
+) -> None:
     folder = tmp_path / "models"
     folder.mkdir()
     target = folder / "target.gguf"
@@ -354,11 +397,13 @@ def test_auto_takes_a_head_that_lies_beside_its_target(tiny: TinyFiles, tmp_path
     write_eagle3(target, folder / "c-damaged.gguf", drop=("fc.weight",))
     own = write_eagle3(target, folder / "d-its-own.gguf")
     for draft in ("auto", "head"):
-        with LLM(target, draft, backend="llama-cpp", n_ctx=256, idle=False, remember=False) as llm:
+        with LLM(target, draft, backend=engine, n_ctx=256, idle=False, remember=False) as llm:
             assert llm.warnings == []
             assert [draft.path for draft in llm.run(lambda pair: pair.state.models)] == [own]
-    with LLM(target, "auto", backend="reference", n_ctx=256, idle=False, remember=False) as llm:
-        assert llm.run(lambda pair: pair.state.models) == []  # it borrows from a target on llama-cpp
+            assert llm.run(lambda pair: pair.state.models[0].model.backend) == engine
+    open_backend("ik-llama")
+    with LLM(target, "auto", backend="ik-llama", n_ctx=256, idle=False, remember=False) as llm:
+        assert llm.run(lambda pair: pair.state.models) == []  # it borrows, and ik-llama computes no such head
 
 
 def test_auto_takes_the_mtp_layer(with_mtp: Path) -> None:
@@ -392,7 +437,9 @@ def test_inspect_and_list_know_them(
 # -- files that do not fit, or are damaged ----------------------------------------------------------------------------
 
 
-def test_a_head_of_another_model_is_refused_with_the_reason(tiny: TinyFiles, tmp_path: Path, quick: ggufs.Pair) -> None:
+def test_a_head_of_another_model_is_refused_with_the_reason(
+    tiny: TinyFiles, tmp_path: Path, quick: ggufs.Pair, engine: str
+) -> None:
     wide = write_eagle3(quick.target, tmp_path / "narrow.gguf")
     deep = write_eagle3(tiny.pair.target, tmp_path / "deep.gguf", (1, 2, 4))
     other = ggufs.write_llama(tmp_path / "other.gguf", ggufs.Shape(n_layer=4), ggufs.spm_vocab())
@@ -403,13 +450,14 @@ def test_a_head_of_another_model_is_refused_with_the_reason(tiny: TinyFiles, tmp
         (foreign, "does not fit: its vocabulary is not that of tiny llama: the target's tokenizer is of the kind"),
     ):
         with pytest.raises(LocalspecError, match=why) as caught:
-            open_llm(tiny, path)
+            open_llm(tiny, path, engine)
         assert "\n" not in str(caught.value)
 
 
 def test_a_head_that_borrows_needs_its_target_on_the_same_engine(tiny: TinyFiles, tmp_path: Path) -> None:
+    open_backend("ik-llama")
     with pytest.raises(LocalspecError, match=r"takes its embeddings from its target, .* use --backend llama-cpp"):
-        open_llm(tiny, write_head(tiny, tmp_path), "reference")
+        open_llm(tiny, write_head(tiny, tmp_path), "ik-llama")
 
 
 @pytest.mark.parametrize(
@@ -457,8 +505,8 @@ def test_a_version_without_the_functions_is_named(
         llama_staging.staging.cache_clear()
 
 
-def test_a_head_gives_its_memory_back(tiny: TinyFiles, tmp_path: Path) -> None:
-    with open_llm(tiny, write_head(tiny, tmp_path)) as llm:
+def test_a_head_gives_its_memory_back(tiny: TinyFiles, tmp_path: Path, engine: str) -> None:
+    with open_llm(tiny, write_head(tiny, tmp_path), engine) as llm:
         (draft,) = llm.run(lambda pair: pair.state.models)
         llm.set_draft(None)
         for closed in (lambda: draft.model.new_context(8), lambda: draft.context.truncate(0)):

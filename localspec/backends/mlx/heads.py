@@ -1,0 +1,99 @@
+"""Published heads on MLX: contexts that are fed with a state and a token a row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import mlx.core as mx
+import numpy as np
+
+from localspec.backends.base import Capabilities, FloatArray, Forward, Model
+from localspec.backends.mlx.context import MLXContext
+from localspec.backends.mlx.eagle3 import load_eagle3
+from localspec.backends.mlx.library import NAME, binding
+from localspec.backends.mlx.model import MLXModel, building, device_for
+from localspec.backends.mlx.owner import owner
+from localspec.errors import EngineError, UnsupportedModel
+from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.head_kinds.base import PublishedHead
+from localspec.model_files.vocab import Vocab
+
+
+class MLXHeadModel(MLXModel):
+    """The weights of a head in MLX's arrays, and those of its target that it borrows.
+
+    Args:
+        head: its header.
+        target: what it drafts for, on MLX where the head borrows from it.
+        n_gpu_layers: as for ``backends.load``.
+
+    Raises:
+        UnsupportedModel: a kind, setting or tensor that is not handled, or it borrows from a target elsewhere.
+        ModelFileError: it is damaged.
+        EngineError: it does not fit into memory.
+    """
+
+    def __init__(self, head: PublishedHead, target: Model, *, n_gpu_layers: int | None = None) -> None:
+        if head.kind != "eagle3":
+            raise UnsupportedModel(f"{head.path.name}: of published heads the mlx backend computes EAGLE-3's")
+        if head.borrows and not isinstance(target, MLXModel):
+            what = " and ".join(head.borrows)
+            raise UnsupportedModel(
+                f"{head.path.name} takes its {what} from its target, which has to be on mlx for that and is on "
+                f"{target.backend}"
+            )
+        engine = binding()
+        self.head, self.owner = head, owner()
+        lender = target.network if isinstance(target, MLXModel) else None
+        with GGUFFile(head.path) as file:
+            self.size_bytes, self.n_ctx_train = file.n_bytes, file.n_ctx_train
+            self.device = device_for(file, n_gpu_layers)
+        network = self.owner.run(lambda: building(head.path, self.device, lambda: load_eagle3(head, lender)))
+        self._network = network
+        self.path, self.architecture, self.chat_template = head.path, head.kind, None
+        self.backend, self.engine = NAME, f"{NAME} {engine.version}"
+        self.vocab, self.n_embd, self.n_layers = Vocab.none(), head.n_embd, 1
+        self.n_threads, self.n_vocab, self.kv_type = 1, network.n_vocab, "f16"
+        on_gpu = self.device == mx.Device(mx.gpu)
+        self.capabilities = Capabilities(device="gpu" if on_gpu else "cpu", hidden=True, float_rows=True)
+
+    def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> MLXHeadContext:
+        return MLXHeadContext(self, n_ctx, hidden)
+
+
+class MLXHeadContext(MLXContext):
+    """What a head remembers. ``decode_floats`` takes states as rows, and the tokens' real ids."""
+
+    model: MLXHeadModel
+
+    def fuse(self, states: FloatArray) -> FloatArray:
+        """See ``published_heads.FusingContext``."""
+        self._check_open()
+        trunk: Any = self.model.network.module.model
+
+        def compute() -> FloatArray:
+            mx.set_default_device(self.model.device)
+            try:
+                found = trunk.fuse(mx.array(states)).astype(mx.float32)
+                mx.eval(found)
+            except (RuntimeError, ValueError, MemoryError) as error:
+                raise EngineError(f"{self.model.engine} failed to fuse {len(states)} states: {error}") from None
+            return np.array(found, copy=False)
+
+        return self._owner.run(compute)
+
+    def _decode_floats(
+        self, rows: FloatArray, tokens: Sequence[int], logits: Literal["all", "last", "none"]
+    ) -> Forward:
+        if max(tokens) >= self.model.head.n_vocab:
+            raise EngineError(f"{self.model.path.name} has no token {max(tokens)}")
+        return super()._decode_floats(rows, tokens, logits)
+
+    def _decode(self, tokens: Sequence[int], logits: Literal["all", "last", "none"]) -> Forward:
+        raise EngineError(f"{self.model.path.name} is a head, which reads no text")
+
+
+def load_head_model(head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None) -> MLXHeadModel:
+    """See ``published_heads.LoadHeadModel``; MLX has no setting for threads."""
+    return MLXHeadModel(head, target, n_gpu_layers=n_gpu_layers)
