@@ -19,12 +19,7 @@ from copy import deepcopy
 import numpy as np
 
 from localspec.controllers.cost_model import CALIBRATED_PAST, NOISE, PassTimes
-
-STALL = 3.0
-"""A pass that somebody's next token is in takes no longer than so many plain passes because of prompts."""
-
-LEAST_ROWS = 4
-"""Of a prompt, in any pass: else it would never be read where every row costs as much as a pass."""
+from localspec.controllers.prompt_pieces import STALL, PromptPieces
 
 LEAST_GAIN = 1.05
 """Answers take turns where that is faster by this factor; what is gained by less is noise."""
@@ -54,11 +49,13 @@ class SharedPasses:
         n_answers: how many answers are decoding now; prompts that are read do not count.
         n_cells: tokens that every row passes over now.
         ms_cell: what a row pays for one of them [ms].
+        prompts: how much of those goes into a pass.
     """
 
     def __init__(self, times: PassTimes, ms_other: float = 0.3) -> None:
         self.times = deepcopy(times)
         self.times.n_past = CALIBRATED_PAST  # what a longer memory costs is told apart
+        self.prompts = PromptPieces(self)
         self.n_answers = 1
         self.n_cells = CALIBRATED_PAST
         self.ms_cell = CELL_READS * times.growth * times.base[1]
@@ -102,21 +99,6 @@ class SharedPasses:
         self._covariance -= np.outer(gain, of) @ self._covariance
         self.ms_cell = max(0.0, float(self._found[1]))
         self.times.observe(width, max(ms / 2, ms - row_cells * self.ms_cell))
-
-    def prompt_rows(self, n_reading: int, most: int) -> int:
-        """How many tokens of each prompt the next pass may have.
-
-        Args:
-            n_reading: prompts that are being read.
-            most: tokens of one piece where nobody waits for more than this.
-        """
-        if not self.n_answers:
-            return max(LEAST_ROWS, most // n_reading)
-        bound = STALL * self(1)
-        rows = most
-        while rows > LEAST_ROWS and self(self.n_answers + rows) > bound:
-            rows = max(LEAST_ROWS, rows - max(1, rows // 8))
-        return max(1, rows // n_reading)
 
     def share(self, drafts: Sequence[Sequence[float]], n_reading: int = 0) -> list[int]:
         """Which answers take part in the next pass, and how many of their draft tokens.

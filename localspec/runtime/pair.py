@@ -294,7 +294,7 @@ class Pair:
         n_rounds, ended = 0, False
         # A pass that is broken off leaves every context with what its `tokens` says.
         with self._working_on(target, conversation, chosen, cancelled), suppress(Cancelled):
-            on_prefilled((yield from decoder.reading(prompt, cancelled)))
+            on_prefilled((yield from decoder.reading(prompt, cancelled, seat.n_chunk)))
             steps = decoder.steps(
                 prompt, params, text, cancelled=cancelled, n_logprobs=n_logprobs, constraint=constraint
             )

@@ -2,7 +2,7 @@
 
 Between two passes answers join, end and are cancelled. In every pass each answer has a row for its next token and as
 many for draft tokens as they are worth (``controllers.shared_rows``); prompts are read in pieces beside them, so that
-nobody's text stalls for longer than ``STALL`` plain passes. The memory is one: an answer is let in if what it may
+nobody's text stalls (``controllers.prompt_pieces``). The memory is one: an answer is let in if what it may
 need fits, and one that turns out longer than was reckoned with can be put aside until there is room, and goes on where
 it was.
 """
@@ -313,13 +313,17 @@ class Scheduler:
         there = [answer for answer in self._answers if answer.aside is None]
         # Those first that have waited longest, so that those who have to wait take turns.
         decoding = sorted((answer for answer in there if answer.decodes), key=lambda answer: answer.served)
-        reading = [answer for answer in there if not answer.decodes]
+        reading = sorted((answer for answer in there if not answer.decodes), key=_rank)
         self._passes.n_answers, self._passes.n_cells = len(decoding), self._cells(there)
-        n_each = self._passes.prompt_rows(len(reading), PREFILL_CHUNK) if reading else 0
+        unread = [len(answer.wanted.tokens) - answer.n_fed + answer.wanted.n_after for answer in reading]
+        priorities = [answer.job.priority for answer in reading]
+        lengths = self._passes.prompts.divide(len(decoding), unread, priorities, PREFILL_CHUNK)
         pieces: list[tuple[_Answer, Piece]] = []
-        for answer in reading:
+        for answer, length in zip(reading, lengths, strict=True):
+            if not length:
+                continue
             wanted, start = answer.wanted, answer.n_fed
-            tokens = wanted.tokens[start : start + n_each]
+            tokens = wanted.tokens[start : start + length]
             is_end = start + len(tokens) == len(wanted.tokens)
             pieces.append((answer, Piece(answer.sequence, tokens, wanted.logits if is_end else "none")))
         n_other = sum(len(piece.tokens) for _, piece in pieces)
@@ -340,7 +344,9 @@ class Scheduler:
 
     def _observe(self, pieces: Sequence[tuple[_Answer, Piece]], ms: float) -> None:
         width = sum(len(piece.tokens) for _, piece in pieces)
-        if all(piece.logits == "all" for _, piece in pieces):  # rows of prompts, without logits, cost less
+        n_prompt = sum(len(piece.tokens) for answer, piece in pieces if not answer.decodes)
+        self._passes.prompts.observe(width - n_prompt, n_prompt, ms)
+        if not n_prompt:
             self._passes.observe(width, ms, self._cells([answer for answer, _ in pieces]))
             if len(pieces) == 1:
                 self._pair.times.n_past = self._held(pieces[0][0])

@@ -17,9 +17,13 @@ from localspec.runtime.state import DecodingState
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.ahead import DraftAhead
 from localspec.spec_decode.controller import Controller
+from localspec.spec_decode.decoder import PREFILL_CHUNK
 from localspec.spec_decode.drafters.base import Drafter
 from localspec.spec_decode.drafters.names import NGRAM
 from localspec.spec_decode.drafters.ngram import NgramDrafter
+
+SHARED_CHUNK = 1024
+"""Where pieces can be of any length: so many, as the hidden states of all are kept for a head until they are read."""
 
 
 @dataclass(slots=True)
@@ -33,6 +37,11 @@ class Seat:
 
     state: DecodingState
     times: ShareOfPass | None = None
+
+    @property
+    def n_chunk(self) -> int:
+        """Tokens of a prompt that one pass is asked for; a pass that is shared is given pieces of them."""
+        return PREFILL_CHUNK if self.times is None else SHARED_CHUNK
 
     @property
     def drafting_ahead(self) -> DraftAhead | None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from localspec.backends.base import Context
 from localspec.backends.forward import NORM, Forward, layer_name
@@ -88,8 +88,10 @@ class SpeculativeDecoder:
         """
         return read_alone(self.reading(prompt, cancelled), self.target)
 
-    def reading(self, prompt: Sequence[int], cancelled: Callable[[], bool]) -> Reading[int]:
-        """``prefill``, the passes left to the caller."""
+    def reading(
+        self, prompt: Sequence[int], cancelled: Callable[[], bool], n_chunk: int = PREFILL_CHUNK
+    ) -> Reading[int]:
+        """``prefill``, the passes left to the caller, over ``n_chunk`` tokens each."""
         if not prompt:
             raise UsageError("the prompt is empty: there is nothing to continue")
         if len(prompt) >= self.target.n_ctx:
@@ -103,9 +105,10 @@ class SpeculativeDecoder:
         has_late_tap = not self.drafters.taps.isdisjoint((NORM, layer_name(self.target.model.n_layers - 1)))
         start = reused
         while start < n_read and not cancelled():
-            chunk = prompt[start : min(start + PREFILL_CHUNK, n_read)]
+            chunk = prompt[start : min(start + n_chunk, n_read)]
             start += len(chunk)
-            forward = yield TargetPass(chunk, "last" if has_late_tap and start == n_read else "none")
+            logits: Literal["last", "none"] = "last" if has_late_tap and start == n_read else "none"
+            forward = yield TargetPass(chunk, logits, n_after=n_read - start)
             self.drafters.process(chunk, forward)
         return reused
 

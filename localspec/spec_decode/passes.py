@@ -28,12 +28,14 @@ class TargetPass:
         parents: where they branch, which of them each follows, see ``Context.decode_tree``; all rows are wanted then.
         draft: the draft that the tokens end with, if the last ones of it may be left out: then the pass has fewer rows.
             A draft token that was sampled may not, nor what comes before it: see ``drafters.base``.
+        n_after: of a prompt, how many tokens are to be read after these.
     """
 
     tokens: Sequence[int]
     logits: Literal["all", "last", "none"] = "all"
     parents: Sequence[int] | None = None
     draft: Draft | None = None
+    n_after: int = 0
 
     def run(self, target: Context) -> Forward:
         """Run it alone."""

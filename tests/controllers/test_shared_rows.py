@@ -10,7 +10,7 @@ import pytest
 from localspec.controllers.acceptance import COPIED, SourceAcceptance
 from localspec.controllers.auto_controller import AutoController
 from localspec.controllers.cost_model import PassTimes
-from localspec.controllers.shared_rows import STALL, SharedPasses, ShareOfPass
+from localspec.controllers.shared_rows import SharedPasses, ShareOfPass
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Verdict
 from tests.support.simulator import CURVES, Source, World, stationary
@@ -105,19 +105,6 @@ def test_where_a_wide_pass_costs_more_than_two_answers_take_turns() -> None:
     assert len(shared.share([[]] * 4)) == 4
 
 
-def test_prompts_do_not_make_others_wait_for_more_than_the_bound() -> None:
-    times = PassTimes(dict(CURVES["ik"]))
-    shared = SharedPasses(times)
-    for n in (1, 2, 4):
-        shared.n_answers = n
-        rows = shared.prompt_rows(1, 128)
-        assert times(n + rows) <= STALL * times(1)
-        assert times(n + rows + 4) > STALL * times(1)
-        assert shared.prompt_rows(2, 128) == rows // 2
-    shared.n_answers = 0
-    assert shared.prompt_rows(1, 128) == 128
-
-
 def test_an_answer_alone_sees_what_passes_cost() -> None:
     shared = SharedPasses(PassTimes(dict(CURVES["ik"])))
     share = ShareOfPass(shared)
@@ -157,7 +144,7 @@ def test_drafts_and_pieces_of_prompts_shrink_where_rows_pass_over_many_cells() -
     shared.n_answers = 2
     found = []
     for shared.n_cells in (64, 2000):
-        found.append((sum(shared.share([draft] * 2)), shared.prompt_rows(1, 128)))
+        found.append((sum(shared.share([draft] * 2)), sum(shared.prompts.divide(2, [1000], [0], 128))))
     (few_drafts, few_rows), (many_drafts, many_rows) = found
     assert few_drafts > many_drafts
     assert few_rows > many_rows

@@ -14,7 +14,8 @@ import pytest
 
 from localspec import LLM, Cancelled, LocalspecError, PromptTooLong, Reply, SamplingParams
 from localspec.backends.base import Forward, Piece, SequenceBatch
-from localspec.controllers.shared_rows import LEAST_ROWS, STALL
+from localspec.controllers import prompt_pieces
+from localspec.controllers.prompt_pieces import LEAST_ROWS, STALL
 from localspec.errors import EngineError
 from localspec.runtime import scheduler
 from localspec.runtime.jobs import FairQueue, Job
@@ -155,6 +156,8 @@ def test_who_joins_leaves_or_is_late_changes_nobody_else(llm: LLM, alone: list[l
 
 
 def test_a_long_prompt_is_read_beside_a_stream_in_pieces(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_pieces, "LONG_MS", 0.0)
+    monkeypatch.setattr(prompt_pieces, "LEARNED", 0.0)
     passes = Passes(llm, monkeypatch)
     with llm.rounds("la", SamplingParams(max_tokens=150, ignore_eos=True), speculate=False) as stream:
         next(stream)

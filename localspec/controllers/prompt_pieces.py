@@ -1,0 +1,116 @@
+"""How much of the prompts that wait is read in a pass beside other answers.
+
+A prompt's row takes the place of a draft token's, and makes everybody's next token later. Read in few wide pieces a
+prompt takes less time in all, as t(w) grows more slowly from 16 rows on than before; read in many narrow ones nobody's
+text stalls. So short prompts are read at once, in pieces that keep a pass under ``STALL`` plain ones, and long ones in
+wide pieces that come seldom enough for 95 of 100 passes to be short.
+
+Simulated with the requests of ``benchmarks/load.py`` and the t(w) of machine B, four clients: 44 tokens per second
+instead of 37 with narrow pieces only, 0.48 s to the first piece of text instead of 0.70 and 7.3 instead of 10.8 at the
+95th percentile, 1.4 plain tokens between two instead of 2.2 and 2.8 instead of 3.1. All of a prompt at once: 48 tokens
+per second, and two seconds of silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+STALL = 2.75
+"""A pass that somebody's next token is in takes no longer than so many plain passes because of prompts, most of the
+time: three, with what comes on top."""
+
+LONG_MS = 500.0
+"""What the others may take. With 300 the simulation makes 42 tokens per second."""
+
+LONG_EVERY = 20
+MOST_DUE = 4
+APART = 4
+"""Of so many passes beside answers one may be a long one; as many of those as are due may come close together, with so
+many passes between them."""
+
+LEAST_ROWS = 4
+"""Of prompts, in a pass: else they would never be read where every row costs as much as a pass."""
+
+SHORT = 64
+"""Tokens of a prompt that is read in short passes too. With all prompts the simulation makes 42 tokens per second, and
+the 95th percentile of times to the first piece is 5.5 s."""
+
+WIDE = 32
+"""Rows from which on engines have other kernels, and cost something else than t(w) says."""
+
+LEARNED = 0.25
+"""Share of what a pass took that is believed of the next; set by hand."""
+
+
+class PromptPieces:
+    """See above.
+
+    Args:
+        times: t(w) of the passes [ms], as of rows with logits: those of prompts have none.
+    """
+
+    def __init__(self, times: Callable[[int], float]) -> None:
+        self._times = times
+        self._dearer = {False: 1.0, True: 1.0}  # what a prompt's rows cost, narrow pieces and wide ones, beside t(w)
+        self._due = float(MOST_DUE)
+        self._n_since = APART
+        self._is_long = False
+
+    def divide(self, n_answers: int, unread: Sequence[int], priorities: Sequence[int], most: int) -> list[int]:
+        """How many tokens of each prompt the next pass has.
+
+        Of the rows one half is for the prompt that came first, the other for the shortest ones, which so are answered
+        soon; those of a higher priority go first.
+
+        Args:
+            n_answers: rows that answers have in it.
+            unread: of each prompt so many tokens, those first that came first.
+            priorities: theirs.
+            most: tokens in a pass.
+        """
+        rows, longest = most, sum(unread)
+        self._is_long = False
+        if not unread:
+            return []
+        if n_answers:
+            rows = self._rows_within(STALL * self._times(1), n_answers, most)
+            wide = self._rows_within(max(LONG_MS, STALL * self._times(1)), n_answers, most)
+            if wide > rows and self._due >= 1.0 and self._n_since >= APART and sum(unread) > rows:
+                rows, self._is_long = wide, True
+            elif wide * self._cost(n_answers, rows) >= rows * (
+                (LONG_EVERY - 1) * self._times(n_answers) + self._cost(n_answers, wide)
+            ):
+                longest = max(SHORT, rows)  # long passes alone read as fast as short ones all the time
+        pieces = [0] * len(unread)
+        first = priorities.index(max(priorities))
+        by_length = sorted(range(len(unread)), key=lambda i: (-priorities[i], unread[i]))
+        for i, share in [(first, -(-rows // 2)), *((i, rows) for i in by_length)]:
+            if unread[i] > longest:  # it waits for a long pass
+                continue
+            n = max(0, min(share, unread[i] - pieces[i], rows))
+            pieces[i] += n
+            rows -= n
+        return pieces
+
+    def _rows_within(self, ms: float, n_answers: int, most: int) -> int:
+        rows = most
+        while rows > LEAST_ROWS and self._cost(n_answers, rows) > ms:
+            rows = max(LEAST_ROWS, rows - max(1, rows // 8))
+        return rows
+
+    def _cost(self, n_answers: int, rows: int) -> float:
+        without = self._times(n_answers)
+        return without + self._dearer[rows >= WIDE] * (self._times(n_answers + rows) - without)
+
+    def observe(self, n_answers: int, rows: int, ms: float) -> None:
+        """A pass took so long that had so many rows of answers, and of prompts."""
+        if n_answers:
+            self._due = min(float(MOST_DUE), self._due + 1.0 / LONG_EVERY)
+            self._n_since += 1
+        if rows and self._is_long:
+            self._due, self._n_since, self._is_long = self._due - 1.0, 0, False
+        without = self._times(n_answers)
+        expected = self._times(n_answers + rows) - without
+        if rows and expected > 0:
+            seen, known = min(4.0, max(0.25, (ms - without) / expected)), self._dearer[rows >= WIDE]
+            self._dearer[rows >= WIDE] = known * (seen / known) ** LEARNED
