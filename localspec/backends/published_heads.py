@@ -25,6 +25,7 @@ from localspec.backends.trust import MAX_MEAN_KL, agreement, fingerprint, verdic
 from localspec.errors import EngineMismatch, ModelFileError, UsageError, VocabularyMismatch
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.head_card import TargetFacts
+from localspec.model_files.head_folders import heads_folder
 from localspec.model_files.head_kinds import names_published_head, read_mtp, read_published
 from localspec.model_files.head_kinds.base import PublishedHead
 from localspec.system.files import is_same_file
@@ -95,7 +96,7 @@ class EngineHead(DraftHead):
         self.kind = "block" if facts.block else "chained"
         self.taps, self.token_map = facts.taps, facts.ids
         self.steps = facts.block.n_guesses if facts.block else STEPS
-        self.has_zeroth = facts.in_target
+        self.has_zeroth, self.rate = facts.in_target, facts.rate
 
     def new_context(self, n_ctx: int, *, n_threads: int | None = None) -> Context:
         hidden = () if self.facts.block else (STATE,)
@@ -127,9 +128,11 @@ def misfit(head: PublishedHead, target: Model) -> str:
 
 
 def heads_beside(target: Model) -> list[Path]:
-    """Published heads in the folder of a target's file that can draft for it here, by name."""
+    """Published heads that can draft for a target here: those trained here, then those in the folder of its file, by
+    name."""
     found: list[Path] = []
-    for path in sorted(target.path.parent.glob("*.gguf"))[:_MOST_BESIDE]:
+    folders = (heads_folder(), target.path.parent)
+    for path in [path for folder in folders for path in sorted(folder.glob("*.gguf"))[:_MOST_BESIDE]]:
         if names_published_head(path):
             try:
                 head = read_published(path)

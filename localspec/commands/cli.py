@@ -310,7 +310,7 @@ def distill(
         list[str] | None, typer.Option(metavar="PATH", help="A file or folder of text to learn from; repeatable.")
     ] = None,
     chats: Annotated[bool, typer.Option("--chats", help="Learn from the chats saved in LOCALSPEC_HOME.")] = False,
-    kind: Annotated[str, typer.Option(metavar="chained|parallel|medusa", help="What kind of head.")] = "chained",
+    kind: Annotated[str, typer.Option(metavar="chained|parallel|medusa|eagle3", help="What kind of head.")] = "chained",
     seed: Annotated[int, typer.Option(help="Of every random choice.")] = 0,
     html: Annotated[str | None, typer.Option(metavar="FILE", help="A page with the learning curve.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Begin anew where a run was begun.")] = False,

@@ -250,7 +250,7 @@ def _published_rows(head: dict[str, Any]) -> list[tuple[str, str]]:
     borrowed = " and ".join(head["borrows"])
     engines = "llama-cpp or mlx" if head["kind"] == "eagle3" else "llama-cpp"
     own = f"{borrowed} of the target, on {engines}" if borrowed else "nothing of the target's weights"
-    return [*rows, ("takes", own)]
+    return [*rows, ("takes", own), *(_training_rows(head["training"]) if head["training"] else [])]
 
 
 def _head_rows(head: dict[str, Any]) -> list[tuple[str, str]]:
@@ -263,9 +263,14 @@ def _head_rows(head: dict[str, Any]) -> list[tuple[str, str]]:
     if head["n_head"]:
         heads = f"{head['n_head']} heads, {head['n_head_kv']} of keys, of {head['d_head']} channels"
         rows.append(("block", f"{heads}; MLP of {head['d_ff']:,}"))
+    return rows + _training_rows(training)
+
+
+def _training_rows(training: dict[str, Any]) -> list[tuple[str, str]]:
+    """How a head was made."""
     if not training["command"]:
-        return [*rows, ("training", "none")]
-    rows.append(("made by", training["command"]))
+        return [("training", "none")]
+    rows = [("made by", training["command"])]
     versions = ", ".join(f"{name} {version}" for name, version in training["versions"].items())
     rows.append(("", "; ".join(filter(None, [f"seed {training['seed']}", training["machine"], versions]))))
     data, seen = training["data_tokens"], training["tokens_seen"]

@@ -26,11 +26,13 @@ VERSION = 1
 ENGINE_FILE = "localspec.head.engine_file"
 """Metadata key of a file that ``head_assembly`` made of a head, for engines; its value is the kind of head."""
 
-Kind = Literal["chained", "parallel", "medusa", "exit"]
+Kind = Literal["chained", "parallel", "medusa", "eagle3", "exit"]
 """``chained``: one layer that feeds on its own states (EAGLE: Li et al. 2024, arXiv:2401.15077). ``parallel``: the
 same layer, with learned rows in the place of what it does not know yet (P-EAGLE). ``medusa``: one small matrix for
-each position ahead (Cai et al. 2024, arXiv:2401.10774). ``exit``: nothing trained, the target's own last norm for a
-state that leaves it after some layer (LayerSkip: Elhoushi et al. 2024, arXiv:2404.16710)."""
+each position ahead (Cai et al. 2024, arXiv:2401.10774). ``eagle3``: a chained one of the layout that llama.cpp has
+(EAGLE-3: Li et al. 2025, arXiv:2503.01840), in a file of its own: see ``eagle3_file``. ``exit``: nothing trained, the
+target's own last norm for a state that leaves it after some layer (LayerSkip: Elhoushi et al. 2024,
+arXiv:2404.16710)."""
 
 _TAP = re.compile(r"norm|layer:(0|[1-9]\d{0,3})")
 _MAX_STEPS, _MAX_TAPS, _MAX_POINTS, _MAX_CATEGORIES = 64, 16, 4096, 256
@@ -216,7 +218,7 @@ class HeadCard:
     @property
     def has_block(self) -> bool:
         """Whether it has a layer of its own, which remembers its rows."""
-        return self.kind in ("chained", "parallel")
+        return self.kind in ("chained", "parallel", "eagle3")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The tensors that it must have: name -> (rows, columns), or the length of a vector."""
@@ -226,18 +228,18 @@ class HeadCard:
             return matrices | {f"head.{i}.bias": (n,) for i in range(self.steps)}
         if self.kind == "exit":
             return {"output_norm.weight": (n,)}
-        if self.kind == "parallel":
-            further = {"head.mask.weight": (self.steps - 1, n)}
+        n_in, further = n, dict[str, tuple[int, ...]]()
+        if self.kind == "eagle3":  # its attention reads the token and the state side by side
+            n_in, further = 2 * n, {"fc.weight": (n, len(self.taps) * n), "blk.0.attn_norm_2.weight": (n,)}
         else:
-            further = {"head.chain.weight": (n, n)}
+            further = {"head.fc.weight": (n, len(self.taps) * n), "head.embed.weight": (n, n), "head.embed.bias": (n,)}
+            own, rows = ("mask", self.steps - 1) if self.kind == "parallel" else ("chain", n)
+            further[f"head.{own}.weight"] = (rows, n)
         return further | {
-            "head.fc.weight": (n, len(self.taps) * n),
-            "head.embed.weight": (n, n),
-            "head.embed.bias": (n,),
             "blk.0.attn_norm.weight": (n,),
-            "blk.0.attn_q.weight": (n_q, n),
-            "blk.0.attn_k.weight": (n_kv, n),
-            "blk.0.attn_v.weight": (n_kv, n),
+            "blk.0.attn_q.weight": (n_q, n_in),
+            "blk.0.attn_k.weight": (n_kv, n_in),
+            "blk.0.attn_v.weight": (n_kv, n_in),
             "blk.0.attn_output.weight": (n, n_q),
             "blk.0.ffn_norm.weight": (n,),
             "blk.0.ffn_gate.weight": (self.d_ff, n),
@@ -248,7 +250,7 @@ class HeadCard:
 
     def optional_shapes(self) -> dict[str, tuple[int, ...]]:
         """The tensors that it may have besides."""
-        if not self.has_block:
+        if not self.has_block or self.kind == "eagle3":
             return {}
         n_q, n_kv = self.n_head * self.d_head, self.n_head_kv * self.d_head
         return {f"blk.0.attn_{part}.bias": (n,) for part, n in (("q", n_q), ("k", n_kv), ("v", n_kv))}
@@ -284,6 +286,8 @@ class HeadCard:
                 raise ModelFileError(f"{name} is damaged: localspec.head.{key} is {shown(value)}; make it again")
             return value
 
+        if get("kind", str) == "eagle3":
+            raise ModelFileError(f"{name} is damaged: an EAGLE-3 head has another file; make it again")
         version = get("version", int)
         if version != VERSION:
             raise UnsupportedModel(f"{name} is a head of version {version}; this localspec reads version {VERSION}")

@@ -94,6 +94,7 @@ def _published(head: PublishedHead) -> dict[str, Any]:
         "n_out": len(head.ids),
         "borrows": list(head.borrows),
         "block": {"rows": head.block.size, "guesses": head.block.n_guesses} if head.block else None,
+        "training": asdict(head.training) if head.training is not None else None,
     }
 
 

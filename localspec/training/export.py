@@ -1,25 +1,35 @@
-"""What goes into a head's file besides weights, and whether an engine guesses with it as the trainer's network does."""
+"""A trained head as a file: what goes into it besides weights, and whether an engine guesses with it as the trainer's
+network does."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from localspec import __version__
-from localspec.backends.base import FloatArray
-from localspec.backends.heads import STATE, Head
-from localspec.model_files.head_card import Training
+from localspec.backends.base import FloatArray, Model
+from localspec.backends.draft_head import STATE, DraftHead
+from localspec.backends.heads import Head, load_head
+from localspec.backends.published_heads import load_published
+from localspec.model_files.eagle3_file import write_eagle3
+from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.head_card import HeadCard, Training
+from localspec.model_files.head_file import write_head
+from localspec.model_files.tensor_rows import tensor_rows
 from localspec.system.machine import cpu_name
 from localspec.training.evaluation import Tally
 from localspec.training.lessons import Embed, Packer, Size, Stretch, first_lesson, n_lessons
 from localspec.training.network import NOWHERE, HeadNetwork, Weights
 from localspec.training.run_folder import Run
 from localspec.training.shards import Passage
-from localspec.training.trainer import TrainingProgress
+from localspec.training.trainer import Trainer, TrainingProgress
 
 _N_PLACES = 64
 """Places asked of a passage, from its first lesson on. A batch holds at most ``MEMORY`` before them and a few after."""
@@ -50,6 +60,56 @@ def training_facts(run: Run, command: str, engine: str, progress: TrainingProgre
     )
 
 
+def write_checked(
+    path: Path,
+    trainer: Trainer,
+    training: Training,
+    target: GGUFFile,
+    model: Model,
+    passages: Sequence[Passage],
+    n_threads: int | None,
+    say: Callable[[str], None],
+) -> HeadCard:
+    """Write a head's file, and once more with what an engine makes of it.
+
+    Args:
+        path: its name; the folder must exist.
+        trainer: its trainer.
+        training: how it was made so far.
+        target: the target's file, open.
+        model: the target.
+        passages: held-out ones.
+        n_threads: of the engine.
+        say: takes a line before long work.
+
+    Returns:
+        Its card, as in the file.
+    """
+    card, weights, place = replace(trainer.card, training=training), trainer.weights, Path(target.path)
+    eagle3 = card.kind == "eagle3"
+
+    def write() -> None:
+        if eagle3:
+            write_eagle3(path, card, weights, target)
+        else:
+            write_head(path, card, weights)
+
+    def embed(tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+        return tensor_rows(target, "token_embd.weight", tokens)
+
+    write()
+    head = (
+        load_published(path, model, n_threads=n_threads, say=say)
+        if eagle3
+        else load_head(path, place, model.backend, n_threads=n_threads, say=say)
+    )
+    with closing(head):
+        found = check(head, trainer.network, weights, embed, passages)
+    card = replace(card, training=replace(training, acceptance=found.acceptance))
+    write()
+    return card
+
+
 @dataclass(frozen=True)
 class EngineCheck:
     """How a finished head does on an engine.
@@ -64,7 +124,12 @@ class EngineCheck:
 
 
 def check(
-    head: Head, network: HeadNetwork, weights: Weights, embed: Embed, passages: Sequence[Passage], n_passages: int = 32
+    head: DraftHead,
+    network: HeadNetwork,
+    weights: Weights,
+    embed: Embed,
+    passages: Sequence[Passage],
+    n_passages: int = 32,
 ) -> EngineCheck:
     """Have an engine guess at held-out places, step by step as a drafter does, and compare.
 
@@ -75,16 +140,16 @@ def check(
         passages: held-out ones; the first places of evenly chosen ones are asked.
         n_passages: how many; and one of each category that is not among them.
     """
-    some = _evenly([passage for passage in passages if n_lessons(passage) > 0], n_passages)
-    packer = Packer(head.token_map, embed, _SIZE, head.card.steps)
-    tally, same, real = Tally(), np.zeros(head.card.steps), np.zeros(head.card.steps)
+    some, steps = _evenly([passage for passage in passages if n_lessons(passage) > 0], n_passages), network.card.steps
+    packer = Packer(network.card.token_map, embed, _SIZE, steps)
+    tally, same, real = Tally(), np.zeros(steps), np.zeros(steps)
     for passage in some:
         begin = first_lesson(passage)
         piece = Stretch(passage, begin, begin + min(_N_PLACES, n_lessons(passage)))
         n = piece.end - begin
         batch = packer.pack([piece], np.arange(n, dtype=np.int32))
         expected, true = (np.asarray(rows)[:, :n] for rows in network.guesses(weights, batch))
-        guessed = np.array([rows.argmax(1) for rows in engine_logits(head, piece)], dtype=np.int32).T
+        guessed = np.array([rows.argmax(1) for rows in engine_logits(head, piece, steps)], dtype=np.int32).T
         tally.add(passage.category, guessed, true)
         asked = true != NOWHERE
         same += ((guessed == expected) & asked).sum(1)
@@ -99,35 +164,37 @@ def _evenly(passages: Sequence[Passage], n: int) -> list[Passage]:
     return chosen + [passage for category, passage in first.items() if category not in seen]
 
 
-def engine_logits(head: Head, piece: Stretch) -> Iterator[FloatArray]:
+def engine_logits(head: DraftHead, piece: Stretch, steps: int) -> Iterator[FloatArray]:
     """The logits of every step [steps, n_out], at every place of a piece, of a head on an engine.
 
     Further steps are told the passage's tokens, not their own.
     """
-    first, end, steps = piece.first_row, piece.end, head.card.steps
+    first, end = piece.first_row, piece.end
     passage = piece.passage
     states = passage.states[first:end].reshape(end - first, -1).astype(np.float32)
     with head.new_context(end - first + steps) as context:
         if head.kind == "medusa":
+            assert isinstance(head, Head)
             for state in states[piece.begin - first :]:
                 yield head.medusa_logits(context, state)
             return
         tokens = passage.tokens[first + 1 :].tolist()
         # What lies behind the end of the passage is asked too, about anything: it is not counted.
-        told = head.embed([*tokens, *[tokens[-1]] * steps])
-        rows = head.fuse(states) + told[: end - first]
-        for place, row in enumerate(rows):
+        told = [*tokens, *[tokens[-1]] * steps]
+        rows = head.true_rows(context, states, told[: end - first])
+        for place, row in enumerate(rows[:, None]):
             if place < piece.begin - first:
-                context.decode_floats(row[None], [0], "none")
+                context.decode_floats(row, told[place : place + 1], "none")
                 continue
             if head.kind == "parallel":
-                together = np.concatenate([row[None], head.masks])
+                assert isinstance(head, Head)
+                together = np.concatenate([row, head.masks])
                 yield context.decode_floats(together, [0] * steps).logits.copy()
             else:
                 found = list[FloatArray]()
-                for step in range(steps):
-                    forward = context.decode_floats(row[None], [0])
+                for at in range(place, place + steps):
+                    forward = context.decode_floats(row, told[at : at + 1])
                     found.append(forward.logits[0].copy())
-                    row = head.chain(forward.hidden[STATE])[0] + told[min(place + 1 + step, len(told) - 1)]
+                    row = head.chained_rows(forward.hidden[STATE], told[at + 1 : at + 2])
                 yield np.stack(found)
             context.truncate(place + 1)

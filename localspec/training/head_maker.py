@@ -16,11 +16,9 @@ import numpy.typing as npt
 
 from localspec.backends.base import Model, SequenceBatch
 from localspec.backends.batch_trust import check_batch
-from localspec.backends.heads import load_head
 from localspec.errors import Cancelled, EngineError, UsageError
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.head_card import HeadCard
-from localspec.model_files.head_file import write_head
 from localspec.model_files.sources.base import size_text
 from localspec.model_files.tensor_rows import tensor_rows
 from localspec.runtime.load_options import LoadOptions
@@ -149,7 +147,7 @@ class HeadMaker:
             file = stack.enter_context(GGUFFile(self._target))
             model = stack.enter_context(self._load(backend, n_threads))
             recipe = self._run.recipe
-            taps = recipe.taps(model.n_layers)
+            taps = recipe.kept(model.n_layers)
             self._shards = Shards(self._folder.shards, taps, model.n_embd)
             for remark in self._shards.remarks:
                 self._say(remark)
@@ -203,7 +201,8 @@ class HeadMaker:
             UsageError: there is not enough memory.
         """
         n_ctx = min(N_CTX_EACH, model.n_ctx_train or N_CTX_EACH)
-        card = self._card(file, np.arange(min(self._run.recipe.n_out, model.vocab.n_tokens), dtype=np.int32), taps)
+        ids = np.arange(min(self._run.recipe.n_out, model.vocab.n_tokens), dtype=np.int32)
+        card = self._card(file, ids, model)
         weights = sum(int(np.prod(shape)) for shape in card.shapes().values())
         training = 20 * weights + 4 * card.n_out * card.n_embd + _TRAINING_ROOM  # see Trainer
         free = read_memory().available
@@ -226,7 +225,7 @@ class HeadMaker:
         )
         return batch
 
-    def _card(self, file: GGUFFile, ids: npt.NDArray[np.int32], taps: Sequence[str]) -> HeadCard:
+    def _card(self, file: GGUFFile, ids: npt.NDArray[np.int32], model: Model) -> HeadCard:
         from localspec.training.warm_start import new_card
 
         recipe = self._run.recipe
@@ -234,7 +233,7 @@ class HeadMaker:
             file,
             self._folder.fingerprint,
             kind=recipe.kind,
-            taps=taps,
+            taps=recipe.taps(model.n_layers),
             token_map=ids,
             steps=recipe.steps,
             d_ff=recipe.d_ff,
@@ -323,7 +322,7 @@ class HeadMaker:
         if ids is None:
             ids = token_map(self._learned, model, recipe.n_out)
             self._folder.keep_token_map(ids)
-        card = self._card(file, ids, self._shards.taps)
+        card = self._card(file, ids, model)
         output = tensor_rows(file, _output(file), ids)
 
         def embed(tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
@@ -344,8 +343,8 @@ class HeadMaker:
             begin,
             output,
             embed,
-            self._learned,
-            self._held_out,
+            self._tapped(model, self._learned),
+            self._tapped(model, self._held_out),
             self._folder.checkpoint,
             TrainingSettings(seed=recipe.seed),
         )
@@ -374,24 +373,18 @@ class HeadMaker:
         self, trainer: Trainer, file: GGUFFile, model: Model, command: str, n_threads: int | None
     ) -> HeadCard:
         """Write the head, and once more with what an engine makes of it."""
-        from localspec.training.export import check, training_facts
+        from localspec.training.export import training_facts, write_checked
 
-        weights, progress = trainer.weights, trainer.progress
+        progress, place = trainer.progress, self._folder.head
         training = training_facts(self._run, command, model.engine, progress, sum(map(len, self._learned)))
-        card = replace(trainer.card, training=training)
         self._show("testing", "testing the head on answers it has not seen", 0.0, progress=progress)
-        write_head(self._folder.head, card, weights)
-        with load_head(self._folder.head, self._target, model.backend, n_threads=n_threads, say=self._say) as head:
-            found = check(
-                head,
-                trainer.network,
-                weights,
-                lambda tokens: tensor_rows(file, "token_embd.weight", tokens),
-                self._held_out,
-            )
-        card = replace(card, training=replace(training, acceptance=found.acceptance))
-        write_head(self._folder.head, card, weights)
-        return card
+        tested = self._tapped(model, self._held_out)
+        return write_checked(place, trainer, training, file, model, tested, n_threads, self._say)
+
+    def _tapped(self, model: Model, passages: Sequence[Passage]) -> list[Passage]:
+        """Passages with the states that the head reads, and no others."""
+        n = len(self._run.recipe.taps(model.n_layers))
+        return [replace(passage, states=passage.states[:, :n]) for passage in passages]
 
 
 def _output(file: GGUFFile) -> str:

@@ -154,9 +154,14 @@ class HeadNetwork:
 
     def _chain(self, weights: Weights, batch: Batch) -> list[jax.Array]:
         """The residual stream after the block, step by step."""
-        embedded = self.multiply(batch.embeddings, weights["head.embed.weight"]) + weights["head.embed.bias"]
-        z = self.multiply(batch.states.astype(jnp.float32), weights["head.fc.weight"]) + embedded
-        normed = self._norm(z, weights["blk.0.attn_norm.weight"])
+        eagle3 = self.card.kind == "eagle3"
+        if eagle3:
+            embedded = batch.embeddings
+            z = self.multiply(batch.states.astype(jnp.float32), weights["fc.weight"])
+        else:
+            embedded = self.multiply(batch.embeddings, weights["head.embed.weight"]) + weights["head.embed.bias"]
+            z = self.multiply(batch.states.astype(jnp.float32), weights["head.fc.weight"]) + embedded
+        normed = self._attention_input(weights, z, embedded)
         keys, values = self._keys_values(weights, normed, batch.position)
         queries = self._queries(weights, normed[batch.lessons], batch.position[batch.lessons])
         n = jnp.arange(len(batch.passage))
@@ -169,11 +174,14 @@ class HeadNetwork:
         seen = seen[batch.starts]
         state, own_keys, own_values = states[0][batch.starts], list[jax.Array](), list[jax.Array]()
         for step in range(1, self.card.steps):
-            if self.card.kind == "parallel":
+            said = embedded[_places(batch, step)[0]]
+            if eagle3:
+                z = state
+            elif self.card.kind == "parallel":
                 z = jnp.broadcast_to(weights["head.mask.weight"][step - 1], state.shape)
             else:
-                z = self.multiply(state, weights["head.chain.weight"]) + embedded[_places(batch, step)[0]]
-            normed, position = self._norm(z, weights["blk.0.attn_norm.weight"]), batch.position[first] + step
+                z = self.multiply(state, weights["head.chain.weight"]) + said
+            normed, position = self._attention_input(weights, z, said), batch.position[first] + step
             key, value = self._keys_values(weights, normed, position)
             own_keys.append(key)
             own_values.append(value)
@@ -186,6 +194,14 @@ class HeadNetwork:
             state = self._rest_of_block(weights, z, attended)
             states.append(state)
         return states
+
+    def _attention_input(self, weights: Weights, z: jax.Array, embedded: jax.Array) -> jax.Array:
+        """What queries, keys and values are made of: the rows, normed; of an EAGLE-3 head the token's embedding and the
+        row side by side, each normed by itself [n, 2 n_embd]."""
+        if self.card.kind != "eagle3":
+            return self._norm(z, weights["blk.0.attn_norm.weight"])
+        token = self._norm(embedded, weights["blk.0.attn_norm.weight"])
+        return jnp.concatenate([token, self._norm(z, weights["blk.0.attn_norm_2.weight"])], axis=1)
 
     def _queries(self, weights: Weights, normed: jax.Array, position: jax.Array) -> jax.Array:
         """[n, n_head_kv, n_head / n_head_kv, d_head], scaled."""

@@ -12,7 +12,7 @@ held-out places; two and a half minutes of gradient steps from the target's last
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,10 +22,19 @@ from localspec.errors import UnsupportedModel
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.head_card import HeadCard, Kind, TargetFacts
 from localspec.model_files.tensor_rows import n_rows, tensor_rows
-from localspec.training.lessons import MEMORY, Embed, first_lesson
+from localspec.training import eagle3_start
+from localspec.training.fitted_rows import (
+    RIDGE,
+    ROWS_AT_ONCE,
+    ROWS_PER_INPUT,
+    Examples,
+    Floats,
+    first_row,
+    groups_of,
+    lengths_of,
+)
+from localspec.training.lessons import Embed
 from localspec.training.shards import Passage
-
-Floats = npt.NDArray[np.float32]
 
 _PAIRS_APART = {"llama": False, "qwen2": True}
 """Architectures whose blocks a head can begin with -> whether their rotary embedding turns channels i and i + d/2 of a
@@ -38,17 +47,6 @@ _WHOLE = 32
 
 _COLD = 0.02
 """Standard deviation of a matrix that begins at random, as GPT-2's and llama's did."""
-
-_RIDGE = 100.0
-"""Rows' worth of regularisation, where inputs have about the size 1. Between 40 and 550 little changes."""
-
-_ROWS_PER_INPUT = 24
-"""Examples that are fitted to at most, for each of the inputs."""
-
-_ROWS_AT_ONCE = 4096
-
-_OUTLIER = 4.0
-"""The first tokens of texts have states forty times as long as others; they are no examples."""
 
 _SHARPNESS = np.arange(0.1, 1.05, 0.1)
 _JUDGED = 512
@@ -84,6 +82,10 @@ def new_card(
     if not all(isinstance(n, int) and n > 0 for n in (n_head, n_head_kv)):
         raise UnsupportedModel(f"{file.path.name} does not say how many heads its layers have")
     n_ff = file.field("feed_forward_length", d_ff)
+    d_head = int(file.field("attention.key_length", target.n_embd // n_head))
+    if kind == "eagle3":
+        n_head = n_head_kv = eagle3_start.n_heads(target.n_embd)
+        d_head = eagle3_start.D_HEAD
     return HeadCard(
         kind=kind,
         taps=tuple(taps),
@@ -92,7 +94,7 @@ def new_card(
         target=target,
         n_head=n_head,
         n_head_kv=n_head_kv,
-        d_head=int(file.field("attention.key_length", target.n_embd // n_head)),
+        d_head=d_head,
         d_ff=max(_WHOLE, (min(d_ff, n_ff) if isinstance(n_ff, int) else d_ff) // _WHOLE * _WHOLE),
         rope_base=float(file.field("rope.freq_base", 10000.0)),
         norm_eps=float(file.field("attention.layer_norm_rms_epsilon", 1e-6)),
@@ -135,81 +137,34 @@ def start(
     if (block := _last_block(file, card)) is not None:
         weights |= block
     weights["output_norm.weight"] = norm = _whole(file, "output_norm.weight")
-    examples = _Examples(card, embed, norm, passages)
+    examples = Examples(card, embed, norm, passages)
     n = card.n_embd
     sizes = {"head.fc.weight": examples.sizes[:-n], "head.embed.weight": examples.sizes[-n:]}
-    if "norm" in card.taps:
+    if card.kind == "eagle3":
+        sizes = {"fc.weight": examples.sizes[: len(card.taps) * n]}
+        weights |= eagle3_start.fitted(card, examples, weights)
+    elif "norm" in card.taps:
         weights |= _fitted(card, examples)
+    if card.kind == "eagle3" or "norm" in card.taps:
         weights["output_norm.weight"] = norm * _sharpness(card, weights, embed, passages[-8:], output)
     return Start(weights, sizes)
 
 
-class _Examples:
-    """Rows of inputs and what comes of them, shuffled passage by passage."""
-
-    def __init__(self, card: HeadCard, embed: Embed, norm: Floats, passages: Sequence[Passage]) -> None:
-        self._embed, self._passages = embed, passages
-        self._taps = len(card.taps)
-        self._last = card.taps.index("norm") if "norm" in card.taps else 0
-        # A channel that the last norm takes away cannot be told.
-        kept = np.abs(norm) > 1e-3 * np.median(np.abs(norm))
-        self._weight = np.where(kept, 1 / np.where(kept, norm, 1), 0).astype(np.float32)
-        some = np.concatenate([p.states[_first(p) :][:256] for p in passages[:32]]).astype(np.float32)
-        self._longest = _OUTLIER * np.median(_lengths(some), axis=0)
-        tokens = np.concatenate([p.tokens for p in passages[:32]])
-        states = np.median(np.abs(some), axis=0)
-        floor = 0.05 * np.median(states, axis=1, keepdims=True) + 1e-6
-        embedded = np.full(card.n_embd, np.median(np.abs(embed(tokens[:2048]))) + 1e-6)
-        self.sizes: Floats = 1.5 * np.concatenate([np.maximum(states, floor).ravel(), embedded]).astype(np.float32)
-
-    def inputs(self, passage: Passage, first: int, last: int) -> Floats:
-        """[n, (n_taps + 1) n_embd], of about the size 1."""
-        states = passage.states[first:last].reshape(last - first, -1).astype(np.float32)
-        rows: Floats = np.concatenate([states, self._embed(passage.tokens[first + 1 : last + 1])], axis=1)
-        rows /= self.sizes
-        return rows
-
-    def __iter__(self) -> Iterator[tuple[Floats, Floats, Floats, Floats]]:
-        """Inputs of rows, u of the next token, the embedding of the one after it (sizes as in inputs), and its u."""
-        for passage in self._passages:
-            first, last = _first(passage), len(passage) - 2
-            if last <= first:
-                continue
-            x = self.inputs(passage, first, last)
-            u = passage.states[first + 1 : last + 2, self._last].astype(np.float32) * self._weight
-            lengths = _lengths(passage.states[first : last + 2].astype(np.float32))
-            usual = np.all(lengths < self._longest, axis=1)
-            usual = usual[:-2] & usual[1:-1] & usual[2:]
-            n = self._weight.size
-            after = self._embed(passage.tokens[first + 2 : last + 2]) / self.sizes[-n:]
-            yield x[usual], u[:-1][usual], after[usual], u[1:][usual]
-
-
-def _first(passage: Passage) -> int:
-    return max(1, min(first_lesson(passage), len(passage) - 1) - MEMORY)
-
-
-def _lengths(states: Floats) -> Floats:
-    """Root mean square of each state."""
-    lengths: Floats = np.sqrt(np.mean(states**2, axis=-1))
-    return lengths
-
-
-def _fitted(card: HeadCard, examples: _Examples) -> dict[str, Floats]:
+def _fitted(card: HeadCard, examples: Examples) -> dict[str, Floats]:
     """fc, W, b and C."""
     n, n_in = card.n_embd, len(examples.sizes) + 1
     gram = np.zeros((n_in, n_in))
     cross = np.zeros((n_in, 3 * n))
     rows = 0
-    for group in _groups(examples, _ROWS_AT_ONCE):
+    for group in groups_of(examples, ROWS_AT_ONCE):
         x, u, after, u_after = group
         x = np.concatenate([x, np.ones((len(x), 1), np.float32)], axis=1)
         gram += x.T @ x
         cross += x.T @ np.concatenate([u, u_after, after], axis=1)
         rows += len(x)
-        if rows > _ROWS_PER_INPUT * n_in:
+        if rows > ROWS_PER_INPUT * n_in:
             break
-    ridge = np.full(n_in, _RIDGE)
+    ridge = np.full(n_in, RIDGE)
     ridge[-1] = 1e-3
     found = np.linalg.solve(gram + np.diag(ridge), cross[:, :n])  # [n_in, n]
     embed, bias = found[-1 - n : -1], found[-1]
@@ -240,11 +195,15 @@ def _sharpness(
     """
     found = np.zeros(len(_SHARPNESS))
     for passage in passages:
-        places = np.arange(_first(passage), len(passage) - 1)[: _JUDGED // len(passages)]
+        places = np.arange(first_row(passage), len(passage) - 1)[: _JUDGED // len(passages)]
         states = passage.states[places].reshape(len(places), -1).astype(np.float32)
-        rows = states @ weights["head.fc.weight"].T + weights["head.embed.bias"]
-        rows += embed(passage.tokens[places + 1]) @ weights["head.embed.weight"].T
-        logits = (rows / _lengths(rows)[:, None] * weights["output_norm.weight"]) @ output.T
+        token = embed(passage.tokens[places + 1])
+        if card.kind == "eagle3":
+            rows = eagle3_start.guesses(card, weights, states, token)
+        else:
+            rows = states @ weights["head.fc.weight"].T + weights["head.embed.bias"]
+            rows += token @ weights["head.embed.weight"].T
+        logits = (rows / lengths_of(rows)[:, None] * weights["output_norm.weight"]) @ output.T
         ids = passage.top_ids[places + 1]
         at = np.searchsorted(card.token_map, ids).clip(max=card.n_out - 1)
         probs = np.exp(passage.top_logprobs[places + 1].astype(np.float32)) * (card.token_map[at] == ids)
@@ -256,20 +215,8 @@ def _sharpness(
     return np.float32(_SHARPNESS[found.argmin()])
 
 
-def _groups(examples: _Examples, n: int) -> Iterator[list[Floats]]:
-    """Rows of several passages together, about n."""
-    waiting: list[tuple[Floats, ...]] = []
-    for each in examples:
-        waiting.append(each)
-        if sum(len(rows[0]) for rows in waiting) >= n:
-            yield [np.concatenate(part) for part in zip(*waiting, strict=True)]
-            waiting = []
-    if waiting:
-        yield [np.concatenate(part) for part in zip(*waiting, strict=True)]
-
-
 def _cold(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Floats:
-    if name.endswith("norm.weight"):
+    if "norm" in name:
         return np.ones(shape, np.float32)
     # What is added to the rows begins with nothing.
     if name.endswith((".bias", "attn_output.weight", "ffn_down.weight", "fc.weight")) or re.fullmatch(
@@ -284,6 +231,8 @@ def _last_block(file: GGUFFile, card: HeadCard) -> dict[str, Floats] | None:
     if it is of another kind."""
     prefix = f"blk.{card.target.n_layers - 1}."
     names = [name.removeprefix(prefix) for name in file.tensors if name.startswith(prefix)]
+    if card.kind == "eagle3":  # whose attention reads twice as much
+        names = [name for name in names if name.startswith("ffn_")]
     apart = _PAIRS_APART.get(file.architecture)
     if apart is None or not all(map(_BLOCK.fullmatch, names)):
         return None
@@ -296,8 +245,8 @@ def _last_block(file: GGUFFile, card: HeadCard) -> dict[str, Floats] | None:
         return None
     if len(block["blk.0.ffn_up.weight"]) < card.d_ff:
         return None
-    for name in ("attn_output", "ffn_down"):
-        block[f"blk.0.{name}.weight"][:] = 0
+    for name in {"blk.0.attn_output.weight", "blk.0.ffn_down.weight"} & block.keys():
+        block[name][:] = 0
     if apart:
         for part in "qk":
             for name in {f"blk.0.attn_{part}.weight", f"blk.0.attn_{part}.bias"} & block.keys():

@@ -65,7 +65,7 @@ def test_every_step_guesses_as_the_engine_does(
         np.asarray(states[:n] @ trained.network.output.T) for states in trained.network.steps(trained.weights, batch)
     ]
     with load_head(path, target, "reference") as head:
-        expected = np.array([each for piece in pieces for each in engine_logits(head, piece)]).swapaxes(0, 1)
+        expected = np.array([each for piece in pieces for each in engine_logits(head, piece, 3)]).swapaxes(0, 1)
     real = true != -2
     assert real.sum() > 2 * n
     np.testing.assert_allclose(np.array(found)[real], expected[real], atol=1e-3)  # float32 against float64
@@ -92,7 +92,7 @@ def test_finished_heads_are_checked_place_by_place(tiny: TinyFiles, tmp_path: Pa
             said = passage.top_ids[piece.begin + 1 :, 0]
             expected += [
                 head.token_map[each[0].argmax()] == best
-                for each, best in zip(engine_logits(head, piece), said, strict=False)
+                for each, best in zip(engine_logits(head, piece, 3), said, strict=False)
             ]
     assert found.acceptance["all"][0] == pytest.approx(np.mean(expected))
     assert all(found.acceptance[name][0] >= found.acceptance[name][1] for name in ("all", "chat", "code"))

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from localspec.errors import ModelFileError, UnsupportedModel
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.gguf_types import TENSOR_TYPES
-from localspec.model_files.head_card import TargetFacts
+from localspec.model_files.head_card import TargetFacts, Training
 from localspec.model_files.vocab import Vocab
 from localspec.values import is_whole, shown
 
@@ -61,6 +61,7 @@ class PublishedHead:
         borrows: what it has not itself and the engine takes from the target: ``embeddings``, ``output``.
         vocab: its tokens; None where the file names none.
         block: of a head that guesses several tokens in one pass.
+        training: how it was made, where it was made here.
     """
 
     kind: str
@@ -76,11 +77,17 @@ class PublishedHead:
     borrows: tuple[str, ...] = ()
     vocab: Vocab | None = None
     block: MaskBlock | None = None
+    training: Training | None = None
 
     @property
     def row_width(self) -> int:
         """Numbers in a row that it reads."""
         return self.n_target * len(self.taps) if self.block else self.n_embd
+
+    @property
+    def rate(self) -> float | None:
+        """Share of places at which its first token is right, so far as its file says."""
+        return self.training.first_rate if self.training is not None else None
 
     def misfit(self, target: TargetFacts, vocab: Vocab) -> str:
         """Why it cannot draft for a target, in a clause; "" where it can.

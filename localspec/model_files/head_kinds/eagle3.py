@@ -10,7 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from localspec.errors import UnsupportedModel
+from localspec.model_files.eagle3_file import TRAINING
 from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.head_card import Training
 from localspec.model_files.head_kinds.base import (
     PublishedHead,
     check_heads,
@@ -87,7 +89,17 @@ def read(file: GGUFFile) -> PublishedHead:
         fuses=True,
         borrows=tuple(borrows),
         vocab=vocab,
+        training=_training(file),
     )
 
 
 _OWN = {"embeddings": "token_embd.weight", "output": "output.weight"}
+
+
+def _training(file: GGUFFile) -> Training | None:
+    """How it was made, in the words of ``eagle3_file``."""
+    text = file.metadata.get(TRAINING)
+    try:
+        return None if text is None else Training.from_json(str(text))
+    except ValueError as error:
+        raise damaged(file, f"{TRAINING}: {error}") from None
