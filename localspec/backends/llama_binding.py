@@ -44,6 +44,7 @@ class Binding(ABC):
         api: the module that has the structs and the functions that take them.
         gpu: whether it was built for one.
         state_flags: last arguments of the functions that save a sequence, for an engine that takes flags there.
+        saves_recurrent: whether what cannot be rewound can be saved by itself, without keys and values.
         alignment: what tensors in the file must be aligned to [bytes]; more for an engine that computes from the mapped
             file.
         keeps_rows: see ``Capabilities``.
@@ -59,6 +60,7 @@ class Binding(ABC):
     api: Any
     gpu = False
     state_flags: tuple[int, ...] = ()
+    saves_recurrent = False
     alignment = 1
     keeps_rows = False
     token_before_floats = False
@@ -113,6 +115,7 @@ class Binding(ABC):
         *,
         branches: bool = False,
         evaluate: Any = None,
+        n_snapshots: int = 0,
     ) -> int | None:
         """A context.
 
@@ -121,6 +124,7 @@ class Binding(ABC):
             n_sequences: how many texts it holds.
             branches: whether rows may belong to further sequences, up to ``MAX_SEQUENCES``.
             evaluate: is asked about each node of its passes, and must live as long as the context.
+            n_snapshots: how many tokens of a pass it is to be able to take back from a memory that cannot be rewound.
         """
         params = self.api.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, N_BATCH, N_UBATCH
@@ -129,8 +133,14 @@ class Binding(ABC):
         if evaluate is not None:
             params.cb_eval = evaluate
         self.set_context_options(params, n_sequences, branches)
+        if n_snapshots:
+            params.n_rs_seq = n_snapshots
         handle: int | None = self.api.llama_init_from_model(model, params)
         return handle
+
+    def n_snapshots(self, ctx: int) -> int:
+        """How many tokens of a pass, but for its first, the engine takes back from a memory that cannot be rewound."""
+        return 0
 
     def new_embedding_context(self, model: int, n_ctx: int, n_threads: int, pooling: int) -> int | None:
         """One that makes a row of a text; all of the text goes into one pass, since every token may see all others."""

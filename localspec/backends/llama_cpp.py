@@ -31,6 +31,7 @@ class LlamaCppBinding(Binding):
 
     name = NAME
     unshared = frozenset(("deepseek32", "deepseek4", "dots3note", "glm-dsa", "glm5-next", "hy_v4", "minimax-m3"))
+    saves_recurrent = True
     alignment = 32  # of its CPU buffers; it asserts that a mapped file has it
 
     def __init__(self) -> None:
@@ -117,6 +118,9 @@ class LlamaCppBinding(Binding):
 
     def window(self, ctx: int) -> int:
         return int(self.lib.llama_model_n_swa(self.lib.llama_get_model(ctx)))
+
+    def n_snapshots(self, ctx: int) -> int:
+        return int(self.lib.llama_n_rs_seq(ctx))
 
     def clear(self, ctx: int) -> None:
         self.lib.llama_memory_clear(self.lib.llama_get_memory(ctx), True)

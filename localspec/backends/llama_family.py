@@ -6,10 +6,10 @@ The two engines differ in names and in a few semantics; each fills in a ``Bindin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
-from typing import Literal
+from typing import Any, Literal
 from weakref import WeakSet
 
 import numpy as np
@@ -19,6 +19,7 @@ from localspec.backends.forward import layer_name
 from localspec.backends.llama_binding import Binding, Bytes
 from localspec.backends.llama_passes import LlamaPasses
 from localspec.backends.llama_placement import Placed
+from localspec.backends.llama_rollback import Rollback, n_snapshots
 from localspec.backends.llama_sequences import LlamaSequences
 from localspec.backends.llama_state import restore, save, saved_sequence, state_bytes
 from localspec.backends.llama_trees import LeafSequences
@@ -149,6 +150,11 @@ class LlamaModel(Model):
         self._check_open()
         return self._handle
 
+    @cached_property
+    def n_snapshots(self) -> int:
+        """How many tokens of a pass a context takes back without a replay, though its memory cannot be rewound."""
+        return 0 if self.capabilities.rollback == "exact" else n_snapshots(self)
+
     def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> LlamaContext:
         self._check_states(hidden)
         return LlamaContext(self, n_ctx, n_threads, hidden)
@@ -219,7 +225,6 @@ class LlamaContext(Context):
         super().__init__(model, n_ctx, hidden)
         self._binding = model.binding
         self._n_threads, self._branches = n_threads, branches
-        self._checkpoint: tuple[int, Bytes] | None = None
         self._leaves: LeafSequences | None = None
         self.begin_anew()
         model._contexts.add(self)
@@ -231,13 +236,14 @@ class LlamaContext(Context):
     def let_go(self) -> None:
         """Give the engine's memory back before its model is freed."""
         self._passes.close()
-        self.tokens, self._checkpoint, self._partial, self._tree, self._leaves = [], None, None, None, None
+        self.tokens, self._partial, self._tree, self._leaves = [], None, None, None
 
     def begin_anew(self) -> None:
         """Be empty, in a model that was loaded, perhaps again."""
-        self._passes = LlamaPasses(
-            self.model, self.n_ctx, self._n_threads, self.model.kv_type, self.hidden, branches=self._branches
-        )
+        model = self.model
+        options: dict[str, Any] = {"branches": self._branches, "n_snapshots": model.n_snapshots}
+        self._passes = LlamaPasses(model, self.n_ctx, self._n_threads, model.kv_type, self.hidden, **options)
+        self._rollback = Rollback(model, self._passes) if model.capabilities.rollback == "replay" else None
         self._set_leaves()
 
     def _set_leaves(self) -> None:
@@ -250,10 +256,12 @@ class LlamaContext(Context):
         return self._passes.handle
 
     def _decode(self, tokens: Sequence[int], logits: Wanted) -> Forward:
-        if self.model.capabilities.rollback == "replay" and len(tokens) > 1:
-            # An empty memory needs no copy: clearing leads back to it.
-            self._checkpoint = (self.n_past, save(self.model, self._handle)) if self.n_past else None
-        return self._compute(tokens, self.n_past, logits)
+        if self._rollback is not None:
+            self._rollback.begin_pass(self.n_past, len(tokens))
+        forward = self._compute(tokens, self.n_past, logits)
+        if self._rollback is not None:
+            self._rollback.end_pass()
+        return forward
 
     def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
         return self._compute(rows, self.n_past, logits)
@@ -293,34 +301,31 @@ class LlamaContext(Context):
     def _truncate(self, n: int) -> None:
         if self._leaves is not None:
             self._leaves.cut(n, self.n_past)
-        if self._checkpoint is not None and self._checkpoint[0] > n:
-            self._checkpoint = None  # what comes in the place of the tokens dropped is another text
-        if self.model.capabilities.rollback == "exact" and self._binding.remove(self._handle, n):
+        if self._rollback is None and self._binding.remove(self._handle, n):
             return
-        # Nothing can be taken out of this memory: go back to a state it had, and feed the rest again.
+        if self._rollback is not None and self._rollback.take_back(self.n_past, n):
+            return
+        # Nothing else can be taken out of this memory: go back to a state it had, and feed the rest again.
         try:
-            start = 0
-            if self._checkpoint is not None:
-                start, state = self._checkpoint
-                self._restore(state)
-            else:
+            start = 0 if self._rollback is None else self._rollback.go_back()
+            if not start:
                 self._clear()
             if start < n:
                 self._compute(self.tokens[start:n], start, "none")
         except BaseException:
             # How far it came is unknown. What `tokens` names must be in the memory, so it names nothing.
             self._clear()
-            self._checkpoint = None
+            self._forget()
             self.tokens = []
             raise
+
+    def _forget(self) -> None:
+        if self._rollback is not None:
+            self._rollback.forget()
 
     def _clear(self) -> None:
         self._binding.clear(self._handle)
         self._set_leaves()
-
-    def _restore(self, state: Bytes) -> None:
-        self._clear()
-        restore(self.model, self._handle, self._binding.by_columns(state) if self._branches else state)
 
     def _export(self) -> dict[str, Bytes]:
         state = save(self.model, self._handle)
@@ -330,10 +335,12 @@ class LlamaContext(Context):
         return state_bytes(self._binding, self._handle)
 
     def _import(self, state: ContextState) -> None:
-        self._checkpoint = None
-        self._restore(saved_sequence(state, self.model.path))
+        self._forget()
+        self._clear()
+        sequence = saved_sequence(state, self.model.path)
+        restore(self.model, self._handle, self._binding.by_columns(sequence) if self._branches else sequence)
 
     def _close(self) -> None:
         self.model._contexts.discard(self)
         self._passes.close()
-        self._checkpoint = None
+        self._forget()

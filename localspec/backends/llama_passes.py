@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,12 +38,14 @@ class LlamaPasses:
         kv_type: type of the attention cache.
         hidden: names of the states to return.
         n_sequences: how many sequences its memory may hold.
+        n_snapshots: how many tokens to be able to take back from a memory that cannot be rewound.
         branches: whether it may be fed with tokens that branch; rows may then belong to any of ``MAX_SEQUENCES``.
 
     ``sequences`` below: to which ones each row belongs; a row that several begin with belongs to all of them.
 
     Attributes:
         handle: the engine's, for its other functions.
+        n_snapshots: how many it is; 0 where the engine keeps none for this model, or has no room for them.
 
     Raises:
         EngineError: not enough memory.
@@ -58,6 +61,7 @@ class LlamaPasses:
         n_sequences: int = 1,
         *,
         branches: bool = False,
+        n_snapshots: int = 0,
     ) -> None:
         self._binding, self._model = model.binding, model
         tapped = [name for name in hidden if name != NEXTN]
@@ -65,14 +69,15 @@ class LlamaPasses:
         evaluate = self.tap.callback if self.tap is not None else None
         # Engines round the size up for their kernels; the extra room stays unused so that all count the same.
         size = -(-n_ctx // 256) * 256
-        handle = self._binding.new_context(
-            model.handle, size, n_threads, KV_TYPES[kv_type], n_sequences, branches=branches, evaluate=evaluate
-        )
+        of = model.handle, size, n_threads, KV_TYPES[kv_type], n_sequences
+        new_context = partial(self._binding.new_context, *of, branches=branches, evaluate=evaluate)
+        handle = new_context(n_snapshots=n_snapshots) or (new_context() if n_snapshots else None)
         if not handle:
             raise EngineError(
                 f"{model.engine} has not enough memory for a context of {n_ctx} tokens; use a smaller --ctx"
             )
         self.handle: int = handle
+        self.n_snapshots = self._binding.n_snapshots(handle) if n_snapshots else 0
         self._returns_nextn = NEXTN in hidden
         if self._returns_nextn:
             staging().set_nextn(handle, True, False)  # of every token, not only of those with logits

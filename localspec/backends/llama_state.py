@@ -16,6 +16,46 @@ if TYPE_CHECKING:
     from localspec.backends.llama_family import LlamaModel
 
 
+_RECURRENT = 1
+"""llama.cpp's flag for what of a sequence cannot be rewound, without its keys and values."""
+
+
+def save_recurrent(model: LlamaModel, ctx: int) -> Bytes:
+    """Of a sequence whose model keeps a state what cannot be rewound; all of it where an engine saves only that.
+
+    It does not grow with the text, as keys and values do.
+
+    Raises:
+        EngineError: the engine saves none.
+    """
+    if not model.binding.saves_recurrent:
+        return save(model, ctx)
+    lib = model.binding.lib
+    state: Bytes = np.empty(lib.llama_state_seq_get_size_ext(ctx, 0, _RECURRENT), dtype=np.uint8)
+    written = lib.llama_state_seq_get_data_ext(ctx, _address(state), state.nbytes, 0, _RECURRENT)
+    model.check_devices()
+    if not written:
+        raise EngineError(f"{model.engine} could not save the state of a context")
+    return state[:written]
+
+
+def restore_recurrent(model: LlamaModel, ctx: int, state: Bytes, n: int) -> None:
+    """Go back to what ``save_recurrent`` made when a sequence had its first n tokens, which it still has.
+
+    Raises:
+        EngineError: the engine refuses it.
+    """
+    binding = model.binding
+    if not binding.saves_recurrent:
+        binding.clear(ctx)
+        restore(model, ctx, state)
+        return
+    fits = binding.lib.llama_state_seq_set_data_ext(ctx, _address(state), state.nbytes, 0, _RECURRENT)
+    if not fits or not binding.remove(ctx, n):  # the keys and values after it
+        raise EngineError(f"{model.engine} refuses the saved state of a context")
+    model.check_devices()
+
+
 def save(model: LlamaModel, ctx: int, sequence: int = 0) -> Bytes:
     """The engine's own record of a sequence.
 

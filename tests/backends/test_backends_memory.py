@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from localspec.backends import llama_rollback
 from localspec.backends.base import Context, FloatArray, Model
 from localspec.backends.llama_family import LlamaContext
 from localspec.errors import EngineError, UsageError
@@ -58,11 +59,18 @@ def test_a_sliding_window_rolls_back_inside_and_past_the_window(fast_backend: Ba
         check_rollback(model, some_tokens(900), [900, 897, 850, 600, 300, 33, 31, 1, 0], 1e-3, 1024)
 
 
-@pytest.fixture(scope="module", params=["llama-cpp mamba", "llama-cpp hybrid", "ik-llama hybrid", "mlx mamba"])
+RECURRENT = ["llama-cpp mamba", "llama-cpp hybrid", "llama-cpp hybrid 0.3", "llama-cpp hybrid 9", "ik-llama hybrid",
+             "mlx mamba"]  # fmt: skip
+"""Engine, and file; and for snapshots that are kept of a state memory of so many times the weights'."""
+
+
+@pytest.fixture(scope="module", params=RECURRENT)
 def recurrent(request: pytest.FixtureRequest, tiny: TinyFiles) -> Iterator[Model]:
     """Models whose memory is a state that cannot be rewound, on every engine that computes them."""
-    engine, kind = request.param.split()
-    with open_backend(engine).load(tiny.hybrid if kind == "hybrid" else tiny.recurrent, n_threads=1) as model:
+    engine, kind, *share = request.param.split()
+    file = tiny.recurrent if kind == "mamba" else tiny.hybrid
+    with pytest.MonkeyPatch.context() as patch, open_backend(engine).load(file, n_threads=1) as model:
+        patch.setattr(llama_rollback, "SNAPSHOT_SHARE", float(share[0]) if share else 0.0)
         assert model.capabilities.rollback == "replay"
         yield model
 
@@ -106,6 +114,29 @@ def test_whatever_is_fed_and_taken_back_the_memory_holds_what_tokens_says(recurr
             ours = rows(context, probe)
             assert divergence(fresh_tail(recurrent, kept, probe, 128), ours) < 1e-3, f"step {step}, {len(kept)} tokens"
             context.truncate(len(kept))
+
+
+def test_a_rejected_draft_of_which_there_are_snapshots_costs_no_pass(
+    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what goes further back is fed again from the last copy, not from the beginning of a long text."""
+    monkeypatch.setattr(llama_rollback, "SNAPSHOT_SHARE", 9.0)
+    fed: list[int] = []
+    compute = LlamaContext._compute
+    with open_backend("llama-cpp").load(tiny.hybrid, n_threads=1) as model, model.new_context(512) as context:
+        context.decode(some_tokens(200), "none")
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                LlamaContext, "_compute", lambda self, *rest: fed.append(len(rest[0])) or compute(self, *rest)
+            )
+            for step in range(30):
+                context.decode(some_tokens(5, seed=step))
+                context.truncate(context.n_past - 1 - step % 4)
+            assert fed == [5] * 30
+            context.truncate(context.n_past - 6)
+            assert 0 < sum(fed[30:]) < 2 * llama_rollback.CHECKPOINT_EVERY
+        ours = rows(context, some_tokens(3))
+        assert divergence(fresh_tail(model, context.tokens[:-3], some_tokens(3), 512), ours) < 1e-3
 
 
 def test_what_a_replay_that_failed_lost_is_not_taken_for_kept(

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from localspec import LLM, SamplingParams
+from localspec.backends import llama_rollback
 from localspec.backends.base import Context
 from localspec.backends.llama_family import LlamaContext
 from localspec.backends.reference import ReferenceContext
@@ -321,7 +322,7 @@ def test_a_branch_that_is_kept_wrongly_is_found(tiny: TinyFiles, monkeypatch: py
 @pytest.mark.usefixtures("llama_cpp")
 def test_a_checkpoint_that_is_not_restored_is_found(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(tiny.recurrent, draft="ngram", backend="llama-cpp", n_ctx=2048) as llm, monkeypatch.context() as patch:
-        patch.setattr(LlamaContext, "_restore", lambda self, state: None)
+        patch.setattr(llama_rollback, "restore_recurrent", lambda *arguments: None)
         report = audit(llm, NO_LAW)
     assert found(report) & {"row", "engine"}
 
