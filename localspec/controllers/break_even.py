@@ -17,6 +17,16 @@ Times = Callable[[int], float]
 """t(w): tokens in a pass -> milliseconds."""
 
 
+def with_block(times: Times, block_ms: float) -> Times:
+    """t(w) of rounds whose draft comes from one pass, whatever its length; its tokens then take no time of their own.
+
+    Args:
+        times: the target's t(w).
+        block_ms: time of that pass.
+    """
+    return lambda w: times(w) + block_ms * (w > 1)
+
+
 def expected_tokens(acceptance: float, length: int) -> float:
     """Mean number of tokens that a round with a draft of this length emits."""
     if acceptance >= 1.0:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Set
 import numpy as np
 
 from localspec.controllers.acceptance import EDGES, SourceAcceptance, leads_to
-from localspec.controllers.break_even import lowest_break_even
+from localspec.controllers.break_even import lowest_break_even, with_block
 from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.stopping import Continuation, Prospects
 
@@ -105,9 +105,13 @@ class Estimates:
     def break_even(self, source: str) -> float:
         """The acceptance rate at which the best fixed draft length of this source only equals plain decoding."""
         step_ms = self.step_ms(source)
+
+        def rounds(w: int) -> float:
+            return self.times(w) + self.ms_other
+
         if source in self.one_pass:
-            return lowest_break_even(LENGTHS, lambda w: self.times(w) + self.ms_other + step_ms * (w > 1), 0.0)
-        return lowest_break_even(LENGTHS, lambda w: self.times(w) + self.ms_other, step_ms)
+            return lowest_break_even(LENGTHS, with_block(rounds, step_ms), 0.0)
+        return lowest_break_even(LENGTHS, rounds, step_ms)
 
     def set_unprofitable(self, sources: Set[str]) -> None:
         if sources != self.unprofitable:

@@ -56,6 +56,7 @@ def engine_facts(subject: EngineUnderTest, kv_type: str, watch: Watch, *, measur
         draft_ms={draft.source: round(times[draft.source](1), 4) for draft in own.models},
         passes_measured=measured,
         warnings=llm.warnings,
+        one_pass=[draft.source for draft in own.models if draft.drafter.one_pass],
     )
 
 

@@ -43,6 +43,7 @@ class Engine:
     draft_ms: dict[str, float]  # a one-token pass of a draft model, by source
     passes_measured: Literal["now", "before"]  # before: when the pair was first loaded here
     warnings: list[str] = field(default_factory=list)
+    one_pass: list[str] = field(default_factory=list)  # sources whose draft_ms is that of a whole draft
 
 
 @dataclass(frozen=True, slots=True)

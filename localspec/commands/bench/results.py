@@ -279,8 +279,9 @@ def _passes(engine: Engine, samples: Iterable[Sample]) -> Passes:
     times = PassTimes(calibrated)
     steps = {source: engine.draft_ms.get(source, 0.0) for source in engine.sources}
     even = {
-        source: {str(length): share for length, share in break_even_by_length(times, step).items()}
+        source: {str(length): share for length, share in found.items()}
         for source, step in steps.items()
+        for found in [break_even_by_length(times, step, one_pass=source in engine.one_pass)]
     }
     return Passes(engine.backend, widths, steps, even)
 

@@ -241,11 +241,12 @@ class Doctor:
             if calibrate:
                 watch.call(llm, lambda pair: pair.recalibrate(watch.report))
             cost, times = measure_costs(llm, examined.target.name, [draft.name for draft in drafts], bandwidth, watch)
+            one_pass = llm.run(lambda pair: {each.name for each in pair.state.models if each.drafter.one_pass})
             rows = [cost_finding(cost, bandwidth), *compare_engines(llm, watch)]
             rows += [Finding("info", "engine", warning) for warning in llm.warnings if not _is_shown(warning)]
         drafters = [(name, 0.0) for name in free]
         drafters += [(draft.name, draft.ms[1]) for draft in cost.drafts]
-        payoffs = [payoff.payoff(name, times, step_ms) for name, step_ms in drafters]
+        payoffs = [payoff.payoff(name, times, ms, one_pass=name in one_pass) for name, ms in drafters]
         assert found.pair is not None
         found.pair = replace(found.pair, cost=cost, payoff=payoffs)
         found.add("cost", rows)

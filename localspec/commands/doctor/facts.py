@@ -130,7 +130,7 @@ class PayoffFacts:
     """What speculation with one drafter is worth here; see ``controllers.break_even``."""
 
     drafter: str  # a model's name, or ngram
-    step_ms: float  # time of one draft token
+    step_ms: float  # time of one draft token, or of a whole draft where one pass makes it
     break_even: dict[int, float | None]  # draft length -> acceptance rate from which it pays; None: never
     speedup: dict[float, float]  # acceptance rate -> best predicted speed-up over all lengths; 1 is plain decoding
     best_length: dict[float, int]  # acceptance rate -> the length that reaches it; 0: do not draft

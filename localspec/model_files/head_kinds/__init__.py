@@ -5,12 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from localspec.errors import ModelFileError
+from localspec.errors import ModelFileError, UnsupportedModel
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.head_kinds import dflash, eagle3, mtp
 from localspec.model_files.head_kinds.base import PublishedHead
 
-KINDS: dict[str, Callable[[GGUFFile], PublishedHead]] = {"eagle3": eagle3.read, "dflash": dflash.read}
+
+def _of_a_fork(file: GGUFFile) -> PublishedHead:
+    raise UnsupportedModel(
+        f"{file.path.name} is a DFlash drafter in the format of a fork of llama.cpp; those that llama.cpp's "
+        "own converter made are run"
+    )
+
+
+KINDS: dict[str, Callable[[GGUFFile], PublishedHead]] = {
+    "eagle3": eagle3.read,
+    "dflash": dflash.read,
+    "dflash-draft": _of_a_fork,
+}
 """The architecture that a file of a published head names -> what reads and checks its header."""
 
 

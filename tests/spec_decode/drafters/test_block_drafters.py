@@ -15,6 +15,7 @@ from localspec import LLM, LocalspecError, SamplingParams
 from localspec.backends import llama_staging
 from localspec.backends.base import Context, FloatArray, Forward
 from localspec.backends.published_heads import EngineHead, load_published
+from localspec.commands.doctor.payoff import payoff
 from localspec.commands.files import inspect_command, list_command
 from localspec.controllers.acceptance import GREEDY as TYPICAL
 from localspec.controllers.acceptance import SourceAcceptance
@@ -207,6 +208,15 @@ def test_what_a_block_costs_does_not_depend_on_how_deep_is_drafted() -> None:
     assert planned(frozenset({"head"}), 60.0) == 0
 
 
+def test_what_a_block_needs_to_pay_falls_with_its_length() -> None:
+    chain, block = (payoff("head", lambda width: 10.0, 8.0, one_pass=one_pass) for one_pass in (False, True))
+    needed = [[share or 1.0 for share in each.break_even.values()] for each in (chain, block)]
+    assert needed[0][0] == needed[1][0]
+    assert needed[1] == sorted(needed[1], reverse=True)
+    assert needed[1][5] < 0.7 * needed[0][5]
+    assert block.speedup[0.8] > chain.speedup[0.8]
+
+
 def test_a_block_is_what_is_timed(tiny: TinyFiles, tmp_path: Path) -> None:
     """Whole blocks behind states of the target, by how many states are new."""
 
@@ -337,11 +347,12 @@ def test_no_block_is_asked_of_the_engine_that_it_cannot_take(tiny: TinyFiles, tm
 
 
 def test_the_kinds_that_are_not_run_are_refused_by_name(tiny: TinyFiles, tmp_path: Path) -> None:
-    path = write_block(tiny, tmp_path)
     selector = tmp_path / "selector.gguf"
     metadata = {"dflash.block_count": 1} | vocab_metadata(bpe_vocab())
     ggufs.write_gguf(selector, "dflash", metadata, {"selector_hidden.weight": np.eye(32)})
     with pytest.raises(LocalspecError, match=r"selector\.gguf is a DFlash2 drafter, which localspec does not run"):
         open_llm(tiny, selector)
     assert "DFlash2" in inspect(selector)["cannot_generate_text"]
-    assert path.exists()
+    fork = ggufs.write_gguf(tmp_path / "fork.gguf", "dflash-draft", {}, {"fc.weight": np.eye(32)})
+    with pytest.raises(LocalspecError, match=r"fork\.gguf is a DFlash drafter in the format of a fork of llama\.cpp"):
+        open_llm(tiny, fork)
