@@ -153,7 +153,7 @@ class AutoController(Controller):
                 if nth:
                     acceptance[token.source].observe_beside(confidence, accepted)
                 elif token.dist is not None:
-                    self.estimates.sampled[token.source].observe(float(token.dist.probs.max()), accepted)
+                    self.estimates.sampled[token.source].observe(token.dist.top, accepted)
                 else:
                     acceptance[token.source].observe(confidence, accepted)
                 if accepted:

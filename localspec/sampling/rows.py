@@ -7,6 +7,8 @@ different ones.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import numpy.typing as npt
 
@@ -15,6 +17,7 @@ Ids = npt.NDArray[np.int64]
 
 _BLOCK = 128
 _FEW = 8
+_MANY = 192
 
 
 def best_and_certainty(row: Row, temperature: float = 1.0) -> tuple[int, float]:
@@ -61,18 +64,50 @@ def top_k_ids(row: Row, k: int) -> Ids:
     """
     n = len(row)
     if k >= n:
-        return np.arange(n)
-    whole = n - n % _BLOCK
-    if whole // _BLOCK > k:
-        # A block is every (whole // _BLOCK)-th logit: along this axis NumPy takes maxima twenty times as fast.
-        blocks = row[:whole].reshape(_BLOCK, -1)
-        maxima = blocks.max(axis=0)
-        bound = np.partition(maxima, len(maxima) - k)[len(maxima) - k]
-        near = np.flatnonzero(maxima >= bound)
-        at, which = np.nonzero(blocks[:, near] >= bound)
-        candidates = np.concatenate([at * len(maxima) + near[which], whole + np.flatnonzero(row[whole:] >= bound)])
+        return all_ids(n)
+    if n // _BLOCK > k:
+        maxima = _maxima(row)
+        candidates = _at_least(row, maxima, np.partition(maxima, len(maxima) - k)[len(maxima) - k])
     else:
-        candidates = np.arange(n)
+        candidates = all_ids(n)
     # argsort on (-logit, id): stable, so ties go to the lower id.
     order = np.argsort(-row[candidates], kind="stable")[:k]
     return np.sort(candidates[order])
+
+
+def likely_ids(row: Row, depth: float) -> Ids | None:
+    """The ids of the logits that are no more than ``depth`` under the largest, increasing; None where these are many.
+
+    Args:
+        row: logits [n], n at least 128.
+        depth: over 0.
+    """
+    maxima = _maxima(row)
+    bound = np.maximum(maxima.max(), row[len(maxima) * _BLOCK :].max(initial=-np.inf)) - np.float32(depth)
+    if not bound > -np.inf or np.count_nonzero(maxima >= bound) > _MANY:
+        return None
+    return np.sort(_at_least(row, maxima, bound))
+
+
+def _maxima(row: Row) -> Row:
+    """Of the blocks, each every (n // 128)-th logit, without those at the end that fill none."""
+    n = len(row) // _BLOCK
+    maxima: Row = np.maximum.reduce(row[: n * _BLOCK].reshape(_BLOCK, n), axis=0)
+    return maxima
+
+
+def _at_least(row: Row, maxima: Row, bound: np.float32) -> Ids:
+    """The ids of the logits that reach a bound, blocks mixed."""
+    n = len(maxima)
+    near = np.flatnonzero(maxima >= bound)
+    at, which = np.nonzero(row[: n * _BLOCK].reshape(_BLOCK, n)[:, near] >= bound)
+    ids = at * n + near[which]
+    return np.concatenate([ids, n * _BLOCK + np.flatnonzero(row[n * _BLOCK :] >= bound)]) if len(row) % _BLOCK else ids
+
+
+@lru_cache(maxsize=8)
+def all_ids(n: int) -> Ids:
+    """0, 1, 2, … [n]: one array for all who want it, not to be written to."""
+    ids = np.arange(n)
+    ids.flags.writeable = False
+    return ids

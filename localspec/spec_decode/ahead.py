@@ -242,7 +242,7 @@ class DraftAhead:
             return taken, False
         self._count.hit = True
         for token, alternatives in zip(prepared.tokens, prepared.alternatives, strict=True):
-            confidence = token.prob if token.dist is None else float(token.dist.probs.max())
+            confidence = token.prob if token.dist is None else token.dist.top
             expected = plan.keep(token.source, confidence, sampled=token.dist is not None)
             if expected is None:
                 break

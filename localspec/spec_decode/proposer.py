@@ -17,7 +17,7 @@ from localspec.sampling.sampling import (
     NotNumbers,
     Row,
     SamplingParams,
-    distribution,
+    draft_distribution,
     edit_logits,
 )
 from localspec.spec_decode.drafters.base import DrafterFailed, Rival
@@ -111,13 +111,13 @@ class SamplingProposer:
 
     def _sure_of_law(self, row: Row, history: Sequence[int], ids: Ids | None) -> float:
         try:
-            q = distribution(row, history, self.params, ids)
+            q = draft_distribution(row, history, self.params, ids)
         except UsageError:  # banned, all of them; the target may have more
             return 0.0
         except NotNumbers:
             raise DrafterFailed(_NOT_NUMBERS) from None
         self._choice = q
-        return float(q.probs.max())
+        return q.top
 
     def best(self) -> int:
         """The most probable token of the row last given to ``confidence``."""
@@ -167,7 +167,7 @@ class SamplingProposer:
             return None
         law = law.minus(Distribution(np.array([token]), np.ones(1)))
         if sampled:
-            return Rival(float(law.probs.max()), -1, law)
+            return Rival(law.top, -1, law)
         # With a seed the target's own noise chooses, as it chose the first.
         second = law.argmax() if self.params.seed is None else law.sample(self.noise, position, STREAM_TARGET)
         return Rival(law.prob(second), second, None)

@@ -22,11 +22,23 @@ from localspec.sampling.sampling import (
     Noise,
     SamplingParams,
     distribution,
+    draft_distribution,
     edit_logits,
     greedy_token,
 )
 
 ROWS = hnp.arrays(np.float32, st.integers(1, 700), elements=st.sampled_from([-3.0, 0.0, 0.5, 0.5, 1.0, 2.0, 7.25]))
+
+
+class FixedNoise(Noise):
+    """Noise nobody seeded, whose only number is given."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__(None)
+        self.number = number
+
+    def uniform(self, position: int, stream: int) -> float:
+        return self.number
 
 
 def row_of(seed: int, n: int = 1000, scale: float = 3.0) -> np.ndarray:
@@ -216,6 +228,77 @@ class TestCertainty:
         assert row[best_and_certainty(row)[0]] == -math.inf
         row[n // 3] = -1e30
         assert best_and_certainty(row) == (n // 3, 1.0)
+
+
+class TestLargeVocabulary:
+    """Laws over more tokens than are worked on at a time are in single precision, cut up into blocks."""
+
+    @pytest.mark.parametrize("n", [20_000, 20_099])
+    @pytest.mark.parametrize(
+        "options",
+        [{"temperature": 0.8}, {"temperature": 1.3, "top_p": 0.9}, {"temperature": 2.5, "top_p": 0.5, "min_p": 0.01}],
+    )
+    def test_the_chain_by_the_book(self, n: int, options: dict[str, Any]) -> None:
+        row = row_of(2, n)
+        row[n - 2], row[n // 3] = 15.0, -math.inf
+        law = distribution(row, [], SamplingParams(**options))
+        found = np.zeros(n)
+        found[law.ids] = law.probs
+        np.testing.assert_allclose(found, dense_chain(row, [], SamplingParams(**options)), rtol=2e-5, atol=1e-12)
+        assert law.probs.sum() == pytest.approx(1.0, abs=1e-6)
+        assert law.top == pytest.approx(found.max())
+        assert law.argmax() == n - 2
+        assert law.prob(n // 3) == 0.0
+        assert law.probs_of(np.array([n // 3, n - 2])).tolist() == [0.0, law.prob(n - 2)]
+
+    @pytest.mark.parametrize("n", [17_000, 17_024])
+    def test_every_token_has_its_share_of_the_numbers(self, n: int) -> None:
+        """A draw without a seed looks one number up: the numbers that give a token are an interval of its length."""
+        row = row_of(4, n, 1.0)
+        row[:40] += 6.0
+        row[n - 1], row[n // 2] = 7.0, -math.inf
+        law = distribution(row, [], SamplingParams(temperature=1.0))
+        m = 40_000
+        drawn = [law.sample(FixedNoise((i + 0.5) / m), 0) for i in range(m)]
+        counts = np.bincount(drawn, minlength=n)
+        assert np.abs(counts - m * law.probs).max() < 1.5
+        assert law.sample(FixedNoise(1 - 2**-53), 0) in law.ids[law.probs > 0]
+        assert law.sample(FixedNoise(2**-53), 0) in law.ids[law.probs > 0]
+
+    def test_a_seed_draws_what_the_book_draws(self) -> None:
+        row, n = row_of(6, 17_000), 17_000
+        probs = dense_chain(row, [], SamplingParams(temperature=0.9))
+        law = distribution(row, [], SamplingParams(temperature=0.9))
+        for seed in range(60):
+            times = exponential(Noise(seed), seed + 3, np.arange(n)) / probs
+            assert law.sample(Noise(seed), seed + 3) == int(np.argmin(times))
+
+    @pytest.mark.parametrize("depth", [0.6, 4.0])
+    def test_what_a_draft_model_proposes_from(self, depth: float) -> None:
+        """The likely tokens in their proportions; all of them where many are likely."""
+        row, params = row_of(8, 20_000, 2.0), SamplingParams(temperature=depth, presence_penalty=1.0)
+        row[[5, 19_999]] = 9.0, 9.5
+        whole, law = distribution(row, [5], params), draft_distribution(row, [5], params)
+        likely = whole.ids[whole.probs >= whole.top * math.exp(-8.0)]
+        if depth == 4.0:
+            assert len(law.ids) == 20_000
+        else:
+            assert law.ids.tolist() == likely.tolist()
+            assert 5 < len(likely) < 2000
+        shares = whole.probs_of(law.ids)
+        np.testing.assert_allclose(law.probs, shares / shares.sum(), rtol=1e-5)
+        trimmed = np.arange(20_000) * 3 + 1
+        assert draft_distribution(row, [16], params, trimmed).ids.tolist() == trimmed[law.ids].tolist()
+
+    def test_what_a_rejection_leaves(self) -> None:
+        p_row, q_row = row_of(1, 20_099), row_of(2, 20_099)
+        q_row[7] = 14.0
+        params = SamplingParams(temperature=0.7)
+        p = distribution(p_row, [], params)
+        for q in (distribution(q_row, [], params), draft_distribution(q_row, [], params)):
+            rest = np.maximum(p.probs - q.probs_of(p.ids), 0.0)
+            np.testing.assert_allclose(p.minus(q).probs, rest / rest.sum(), rtol=1e-3, atol=1e-9)
+        assert p.minus(p) is p
 
 
 class TestNoise:
