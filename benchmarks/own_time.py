@@ -1,6 +1,6 @@
 """Our own time in a round, against passes of 5, 10 and 20 ms: what a fast device leaves us.
 
-    python -m benchmarks.own_time [--ms 5 10 20] [--tokens N] [--vocab N] [--json FILE] [--profile NAME]
+    python -m benchmarks.own_time [--ms 5 10 20] [--tokens N] [--vocab N] [--json FILE] [--profile NAME] [--against DIR]
 
 Through ``LLM``, with an engine whose passes wait instead of computing (tests/support/waiting_engine.py), over 152k
 logits. Own time is the whole time of a round less what target and draft waited; handing the round to whoever reads the
@@ -8,7 +8,9 @@ stream is in it. Each line is a way to decode: plain and with n-grams as ``auto`
 length and chosen by ``auto``, greedily and sampled. The draft model is right four times in five and takes a tenth of
 the target's pass. Medians over rounds after the first eight, by the clock and in time of the processor, which other
 programs disturb less; the share is that of the time by the clock, the passes taken to last as long as they should.
-``--profile`` prints where one of the ways spends its time.
+``--profile`` prints where one of the ways spends its time. ``--against`` names another checkout, such as a worktree of
+an earlier commit: both measure each way in turns, in processes of their own, and of the repeats the least disturbed
+counts.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import os
 import platform
 import pstats
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -108,6 +112,40 @@ def profile(way: str, ms: float, n_tokens: int, n_vocab: int) -> None:
     pstats.Stats(profiler).sort_stats("tottime").print_stats(28)
 
 
+def side_by_side(args: argparse.Namespace) -> None:
+    """This checkout and another, in turns; of each the repeat with the smallest median counts."""
+    here = Path(__file__).resolve().parent.parent
+    print("| way | " + " | ".join(f"{ms:g} ms: before (CPU), share; now (CPU), share" for ms in args.ms) + " |")
+    print("|---|" + "---|" * len(args.ms))
+    for way in args.ways:
+        cells = []
+        for ms in args.ms:
+            runs: dict[Path, list[dict[str, float]]] = {args.against.resolve(): [], here: []}
+            for _ in range(args.repeats):
+                for folder, found in runs.items():
+                    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+                        options = [
+                            "--ways",
+                            way,
+                            "--ms",
+                            str(ms),
+                            "--tokens",
+                            str(args.tokens),
+                            "--vocab",
+                            str(args.vocab),
+                        ]
+                        command = [sys.executable, "-m", "benchmarks.own_time", *options, "--json", file.name]
+                        env = {**os.environ, "PYTHONPATH": str(folder)}
+                        subprocess.run(command, cwd=folder, env=env, check=True, stdout=subprocess.DEVNULL)
+                        found += json.loads(Path(file.name).read_text(encoding="utf-8"))
+            parts = []
+            for found in runs.values():
+                own, cpu, models = (min(run[of] for run in found) for of in ("own_ms", "cpu_ms", "models_ms"))
+                parts.append(f"{own:.2f} ({cpu:.2f}), {own / (own + models):.1%}")
+            cells.append("; ".join(parts))
+        print(f"| {way} | " + " | ".join(cells) + " |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ms", type=float, nargs="+", default=[5.0, 10.0, 20.0])
@@ -116,7 +154,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help="; ".join(WAYS))
     parser.add_argument("--profile", choices=WAYS, metavar="WAY", help="profile this way at the first --ms")
+    parser.add_argument(
+        "--against", type=Path, metavar="DIR", help="another checkout to measure in turns with this one"
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="how often, with --against")
     args = parser.parse_args()
+    if args.against:
+        side_by_side(args)
+        return
     with tempfile.TemporaryDirectory() as home:
         os.environ["LOCALSPEC_HOME"] = home
         if args.profile:

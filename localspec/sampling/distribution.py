@@ -13,6 +13,7 @@ from localspec.sampling.rows import Ids, Row, all_ids
 Probs = npt.NDArray[np.float64]
 
 _BLOCK = 128
+_PIECE = 4 * PIECE
 
 
 class Distribution:
@@ -51,11 +52,14 @@ class Distribution:
         """
         n = len(row)
         padded = np.empty(n + -n % _BLOCK, dtype=np.float32)
-        weights = padded[:n]
+        factor = np.float32(1.0 / max(temperature, 1e-30))  # what is less is 0 in single precision
         with np.errstate(over="ignore"):
-            np.subtract(row, np.float32(top), out=weights)
-            weights *= np.float32(1.0 / max(temperature, 1e-30))  # what is less is 0 in single precision
-            np.exp(weights, out=weights)
+            for start in range(0, n, _PIECE):
+                logits = row[start : start + _PIECE]
+                weights = padded[start : start + len(logits)]
+                np.subtract(logits, np.float32(top), out=weights)
+                weights *= factor
+                np.exp(weights, out=weights)
         padded[n:] = 0.0
         return cls._of_weights(all_ids(n) if ids is None else ids, padded)
 
@@ -96,13 +100,13 @@ class Distribution:
 
         With a seed by the Gumbel-max trick: argmax(log p + g), g addressed by the token id too, so that laws which are
         alike agree on the token. Equivalently argmin of e/p with e exponential, which needs one logarithm less and
-        never takes log 0. That hashes every token; without a seed nothing is gained by it, and of a whole vocabulary
-        one number is looked up in the cumulated probabilities (inverse transform sampling).
+        never takes log 0. That hashes every token; without a seed nothing is gained by it, and one number is looked up
+        in the cumulated probabilities (inverse transform sampling).
         """
         if len(self.ids) == 1:
             return int(self.ids[0])
-        if self._reached is not None and noise.fresh:
-            return self._looked_up(self._reached, noise.uniform(position, stream) * self.total)
+        if noise.fresh:
+            return self._looked_up(noise.uniform(position, stream))
         unbeaten: list[tuple[Ids, Probs]] = []
         least = math.inf
         with np.errstate(divide="ignore", over="ignore"):
@@ -120,16 +124,16 @@ class Distribution:
         ids, times = (np.concatenate(parts) for parts in zip(*unbeaten, strict=True))
         return int(ids[int(np.argmin(times))])
 
-    def _looked_up(self, reached: Probs, at: float) -> int:
-        """The token at which the weights, block by block, sum to more than ``at``."""
-        n, at = len(reached), min(at, math.nextafter(self.total, 0.0))
-        block = int(np.searchsorted(reached, at, side="right"))
-        within = self.weights[block::n]
-        cumulated = np.cumsum(within, dtype=np.float64)
-        rest = at - (float(reached[block - 1]) if block else 0.0)
-        # Summed in another precision a block may end a little before what it was thought to.
-        rest = min(rest, math.nextafter(float(cumulated[-1]), 0.0))
-        return int(self.ids[block + n * int(np.searchsorted(cumulated, rest, side="right"))])
+    def _looked_up(self, share: float) -> int:
+        """The token at which the weights, block by block, sum to more than this share [0, 1) of all."""
+        if self._reached is None:
+            cumulated: Probs = np.cumsum(self.weights, dtype=np.float64)
+            return int(self.ids[_place(cumulated, share * float(cumulated[-1]))])
+        n, at = len(self._reached), share * self.total
+        block = _place(self._reached, at)
+        cumulated = np.cumsum(self.weights[block::n], dtype=np.float64)
+        before = float(self._reached[block - 1]) if block else 0.0
+        return int(self.ids[block + n * _place(cumulated, at - before)])
 
     def minus(self, other: Distribution) -> Distribution:
         """The residual normalise(max(p - q, 0)) of rejection sampling (Leviathan et al. 2023, eq. 1-2).
@@ -164,6 +168,11 @@ class Distribution:
             rest[at] = np.maximum(rest[at] - weights * scale, 0.0)
         law = Distribution._of_weights(self.ids, padded)
         return law if law.total > 0.0 else self
+
+
+def _place(cumulated: Probs, at: float) -> int:
+    """The first at which more than ``at`` is reached, and more than before; where rounding lets none, the last such."""
+    return int(np.searchsorted(cumulated, min(at, math.nextafter(float(cumulated[-1]), 0.0)), side="right"))
 
 
 def _in_blocks(padded: Row) -> Row:

@@ -59,6 +59,8 @@ def top_probability(row: Row, temperature: float = 1.0) -> float:
 def top_k_ids(row: Row, k: int) -> Ids:
     """The ids of the k largest logits, increasing; among equals at the border the lower ids win.
 
+    Where one is NaN, it is among them, or alone.
+
     A full partition of a 152k row costs a millisecond. The k-th largest of the maxima of blocks is a lower bound for
     the k-th largest element, so all of these are in the few blocks whose maxima reach it.
     """
@@ -67,9 +69,13 @@ def top_k_ids(row: Row, k: int) -> Ids:
         return all_ids(n)
     if n // _BLOCK > k:
         maxima = _maxima(row)
-        candidates = _at_least(row, maxima, np.partition(maxima, len(maxima) - k)[len(maxima) - k])
+        largest = np.partition(maxima, len(maxima) - k)[len(maxima) - k :]  # NaN counts as the largest
+        candidates = _at_least(row, maxima, largest[0])
+        top = np.maximum(largest.max(), row[len(maxima) * _BLOCK :].max(initial=-np.inf))
     else:
-        candidates = all_ids(n)
+        candidates, top = all_ids(n), row.max()
+    if np.isnan(top):
+        return np.array([int(np.argmax(row))])
     # argsort on (-logit, id): stable, so ties go to the lower id.
     order = np.argsort(-row[candidates], kind="stable")[:k]
     return np.sort(candidates[order])
@@ -100,8 +106,8 @@ def _at_least(row: Row, maxima: Row, bound: np.float32) -> Ids:
     """The ids of the logits that reach a bound, blocks mixed."""
     n = len(maxima)
     near = np.flatnonzero(maxima >= bound)
-    at, which = np.nonzero(row[: n * _BLOCK].reshape(_BLOCK, n)[:, near] >= bound)
-    ids = at * n + near[which]
+    found = np.flatnonzero(row[: n * _BLOCK].reshape(_BLOCK, n)[:, near] >= bound)
+    ids = found // len(near) * n + near[found % len(near)] if len(near) else found
     return np.concatenate([ids, n * _BLOCK + np.flatnonzero(row[n * _BLOCK :] >= bound)]) if len(row) % _BLOCK else ids
 
 

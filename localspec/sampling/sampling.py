@@ -29,6 +29,7 @@ from localspec.sampling.rows import all_ids, likely_ids, top_k_ids
 from localspec.values import as_float, is_number, is_whole, shown
 
 _DRAFT_DEPTH = 8.0
+_FEW = 256
 _N_IDS = 1 << 31  # of more no engine knows
 
 HUGE, MANY = 1e30, 1e6
@@ -228,6 +229,9 @@ def distribution(
     if params.greedy:
         return Distribution(np.array([greedy_token(row, history, params)]), np.ones(1))
     edited = edit_logits(row, history, params, token_ids)
+    if params.top_k:
+        ids = top_k_ids(edited, params.top_k)
+        edited, token_ids = edited[ids], ids if token_ids is None else token_ids[ids]
     top = float(edited.max())
     _check_top(top, row)
     return _law(edited, top, params, token_ids)
@@ -254,11 +258,9 @@ def draft_distribution(
 
 
 def _law(row: Row, top: float, params: SamplingParams, token_ids: Ids | None) -> Distribution:
-    """The chain after bias and penalties; ``top`` is the largest of the logits."""
+    """The chain after top-k; ``top`` is the largest of the logits."""
     ids: Ids | None = None
-    if params.top_k:
-        ids = top_k_ids(row, params.top_k)
-    elif params.min_p and params.top_p == 1:
+    if params.min_p and params.top_p == 1:
         # min-p in logit space: p >= min_p * p_max  <=>  logit >= max + T log(min_p), with room for rounding; the exact
         # comparison follows. Top-p, which comes before it, would have to see every token's mass.
         ids = np.flatnonzero(row >= top + params.temperature * math.log(params.min_p) - 1e-3)
@@ -300,8 +302,9 @@ def _nucleus(probs: Probs | Row, top_p: float) -> Ids:
     Sorting a whole vocabulary takes 10 ms; nearly always what lies within a few powers of e of the largest suffices.
     """
     largest = probs.max()
-    for depth in (4.0, 8.0, 12.0, math.inf):
-        near = np.flatnonzero(probs >= largest * math.exp(-depth))
+    few = len(probs) < _FEW
+    for depth in (math.inf,) if few else (4.0, 8.0, 12.0, math.inf):
+        near = all_ids(len(probs)) if few else np.flatnonzero(probs >= largest * math.exp(-depth))
         order = np.argsort(-probs[near], kind="stable")
         reached = np.cumsum(probs[near[order]], dtype=np.float64)
         n = int(np.searchsorted(reached, top_p))

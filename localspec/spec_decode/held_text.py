@@ -40,7 +40,7 @@ class HeldText:
                 self._spans.appendleft(replace(span, text=span.text[n:]))
                 span = replace(span, text=span.text[:n])
             self.n_released += len(span.text)
-            spans.append(replace(span, part=part))
+            spans.append(span if span.part == part else replace(span, part=part))
         return joined(spans)
 
     def clear(self) -> None:
