@@ -10,22 +10,34 @@ from types import FrameType
 
 
 @contextmanager
-def on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
-    """Within the block the first Ctrl-C calls ``stop``; a second one raises ``KeyboardInterrupt`` as usual."""
+def on_interrupt(stop: Callable[[], None], *, ended_too: bool = False) -> Iterator[None]:
+    """Within the block the first Ctrl-C calls ``stop``; a second one raises ``KeyboardInterrupt`` as usual.
+
+    Args:
+        stop: called in the main thread, wherever it is.
+        ended_too: likewise when the process is told to end, or its terminal is closed and that is not ignored (nohup):
+            a long job without a terminal would die without a word.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.getsignal(signal.SIGINT)
+    numbers: list[int] = [signal.SIGINT]
+    if ended_too:
+        known = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+        numbers += [number for number in known if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.getsignal(number) for number in numbers}
 
     def handler(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before[number])
         stop()
 
-    signal.signal(signal.SIGINT, handler)
+    for number in numbers:
+        signal.signal(number, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number in numbers:
+            signal.signal(number, before[number])
 
 
 @contextmanager

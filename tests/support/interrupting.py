@@ -1,4 +1,4 @@
-"""Ctrl-C at a known point of the program, wherever a machine is by then: the program sends it to itself."""
+"""Ctrl-C, or another signal, at a known point of the program, however slow a machine is: it sends it to itself."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.support.waiting import PATIENCE
 PROGRAM = """
 import importlib, os, signal, sys
 
-kind, what, count, *arguments = sys.argv[1:]
+kind, what, count, by, *arguments = sys.argv[1:]
 left = [int(count)]
 
 def reached():
     left[0] -= 1
     if left[0] == 0:
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), getattr(signal, by))
 
 if kind in ("import", "open"):
     sys.addaudithook(lambda event, given: reached() if event == kind and given[0] == what else None)
@@ -48,7 +48,7 @@ main(arguments)
 """
 
 
-def self_interrupting(at: str, arguments: Sequence[str | Path], *, count: int = 1) -> list[str]:
+def self_interrupting(at: str, arguments: Sequence[str | Path], *, count: int = 1, by: str = "SIGINT") -> list[str]:
     """The command line of ``localspec`` with some arguments, that interrupts itself.
 
     Args:
@@ -56,14 +56,17 @@ def self_interrupting(at: str, arguments: Sequence[str | Path], *, count: int = 
             is written to standard error.
         arguments: of the program.
         count: the how manyth time.
+        by: the signal's name.
     """
     kind, _, what = at.partition(" ")
-    return [sys.executable, "-c", PROGRAM, kind, what, str(count), *map(str, arguments)]
+    return [sys.executable, "-c", PROGRAM, kind, what, str(count), by, *map(str, arguments)]
 
 
-def interrupted(at: str, arguments: Sequence[str | Path], *, count: int = 1) -> tuple[bytes, list[str]]:
+def interrupted(
+    at: str, arguments: Sequence[str | Path], *, count: int = 1, by: str = "SIGINT"
+) -> tuple[bytes, list[str]]:
     """Standard output and the lines of standard error of ``localspec``, after a Ctrl-C ended it."""
-    command = self_interrupting(at, arguments, count=count)
+    command = self_interrupting(at, arguments, count=count, by=by)
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE, check=False)
     errors = done.stderr.decode()
     assert done.returncode == 130, errors

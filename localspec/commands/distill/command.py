@@ -68,7 +68,7 @@ class DistillRequest:
 
 
 def distill_command(request: DistillRequest) -> int:
-    """Train, print, write. Ctrl-C ends it, and it can be gone on with.
+    """Train, print, write. Ctrl-C ends it, and so does a request to end; it can be gone on with.
 
     Returns:
         The exit status: also 0 where the head turned out not to pay here.
@@ -81,7 +81,7 @@ def distill_command(request: DistillRequest) -> int:
     model = ensure_model(request.model, [])
     lower_priority()
     stop, n_points = threading.Event(), 0
-    with RunDisplay() as watch, on_interrupt(stop.set):
+    with RunDisplay() as watch, on_interrupt(stop.set, ended_too=True):
 
         def report(standing: Standing) -> None:
             nonlocal n_points

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from localspec.commands.distill import command
 from localspec.commands.distill.page import finished_report, unfinished_report
 from localspec.commands.distill.progress import RunDisplay, sparkline
 from localspec.commands.report.html import html
@@ -118,12 +119,37 @@ def test_a_file_that_is_no_model_is_one_line(tmp_path: Path) -> None:
 )
 def test_ctrl_c_says_how_to_go_on(tiny: TinyFiles, at: str, more: list[str]) -> None:
     pytest.importorskip("jax", reason="heads are trained with JAX")
-    command = ["distill", str(tiny.quick.target), *more, "--minutes", "500", "--backend", "reference"]
-    out, errors = interrupted(at, command)
+    arguments = ["distill", str(tiny.quick.target), *more, "--minutes", "500", "--backend", "reference"]
+    out, errors = interrupted(at, arguments)
     assert out == b""
-    assert errors[-1] == f"localspec: stopped; go on with: localspec {' '.join(command)} --resume"
-    out, errors = interrupted(at, [*command, "--resume"])
+    assert errors[-1] == f"localspec: stopped; go on with: localspec {' '.join(arguments)} --resume"
+    out, errors = interrupted(at, [*arguments, "--resume"])
     assert errors[-1].endswith("--resume")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no program can be told to end there")
+@pytest.mark.parametrize("by", ["SIGTERM", "SIGHUP"])
+def test_a_run_that_is_told_to_end_says_how_to_go_on(tiny: TinyFiles, by: str) -> None:
+    """Without a terminal, as a job of a system that ends it, or of a terminal that is closed."""
+    pytest.importorskip("jax", reason="heads are trained with JAX")
+    arguments = ["distill", str(tiny.quick.target), "--minutes", "500", "--backend", "reference"]
+    _, errors = interrupted("call localspec.training.examples:ExampleMaker.step", arguments, by=by)
+    assert errors[-1] == f"localspec: stopped; go on with: localspec {' '.join(arguments)} --resume"
+
+
+def test_without_a_terminal_the_end_says_what_came_of_it(
+    tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "distill", lambda *given, **options: made(0.9, tmp_path))
+    monkeypatch.setattr(command, "lower_priority", lambda: None)
+    asked = command.DistillRequest(
+        str(tiny.quick.target), None, "chained", 0, False, False, None, (), False, None, "auto", None, False
+    )
+    assert command.distill_command(asked) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "tokens per second with the head" in said
+    assert "not kept, as it does not pay here" in said
+    assert "head.gguf" in said
 
 
 def test_a_terminal_shows_a_curve_and_ctrl_c_leaves_it_clean(
