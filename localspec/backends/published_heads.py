@@ -45,12 +45,12 @@ _WIDTHS = (1, 1, 2, 3, 4, 5, 8)
 """Rows of the passes that are compared with one of all these together."""
 
 ENGINES = {
-    "llama-cpp": "localspec.backends.llama_heads",
-    "mlx": "localspec.backends.mlx.heads",
-    "reference": "localspec.backends.reference_heads",
+    "llama-cpp": ("localspec.backends.llama_heads", ("eagle3", "mtp", "dflash")),
+    "mlx": ("localspec.backends.mlx.heads", ("eagle3", "mtp")),
+    "reference": ("localspec.backends.reference_heads", ("eagle3",)),
 }
-"""Engine -> its module for published heads, with ``load_head_model``; see ``LoadHeadModel``. The first computes all
-kinds, and serves targets on engines that have none; the others compute EAGLE-3's."""
+"""Engine -> its module for published heads, with ``load_head_model`` (see ``LoadHeadModel``), and the kinds of them
+that it computes. The first computes all, and serves targets on engines that do not."""
 
 
 class LoadHeadModel(Protocol):
@@ -151,12 +151,10 @@ def engine_for(head: PublishedHead, target: Model, wanted: str | None = None) ->
         target: what it drafts for.
         wanted: the engine that is asked for, of ``registry.BACKENDS``; None for none.
     """
-    default = next(iter(ENGINES))
-    if head.kind != "eagle3":
-        return default
-    if wanted in ENGINES and not head.borrows:
+    able = [name for name, (_, kinds) in ENGINES.items() if head.kind in kinds]
+    if wanted in able and not head.borrows and not head.in_target:
         return wanted
-    return target.backend if target.backend in ENGINES else default
+    return target.backend if target.backend in able else able[0]
 
 
 def load_published(
@@ -191,7 +189,7 @@ def load_published(
     if why := misfit(facts, target):
         wrong = VocabularyMismatch if "vocabulary" in why else UsageError
         raise wrong(f"{path.name} does not fit: {why}")
-    load: LoadHeadModel = import_module(ENGINES[engine_for(facts, target, engine)]).load_head_model
+    load: LoadHeadModel = import_module(ENGINES[engine_for(facts, target, engine)][0]).load_head_model
     model = load(facts, target, n_threads or default_threads(), n_gpu_layers)
     head = EngineHead(facts, model)
     if model.capabilities.batch_invariant:

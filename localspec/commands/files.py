@@ -237,7 +237,8 @@ def _model_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     else:
         rows.append(("template", "none: a base model, or one that was stripped"))
     if mtp := facts["mtp"]:
-        usable = mtp["unusable"] or "--draft mtp drafts with it, on llama-cpp"
+        engines = "llama-cpp or mlx" if facts["architecture"] == "glm4moe" else "llama-cpp"
+        usable = mtp["unusable"] or f"--draft mtp drafts with it, on {engines}"
         rows.append(("MTP", f"{mtp['layers']} for multi-token prediction; {usable}"))
     return rows + _memory_rows(facts["memory"])
 

@@ -491,7 +491,9 @@ def mtp_weights(n: int, rng: np.random.Generator) -> Weights:
     }
 
 
-def write_glm(path: Path, vocab: TinyVocab | None = None, *, seed: int = 0, mtp: int = 1, drop: str = "") -> Path:
+def write_glm(
+    path: Path, vocab: TinyVocab | None = None, *, seed: int = 0, mtp: int = 1, drop: str = "", own: bool = False
+) -> Path:
     """A GLM 4.5 in small: a dense layer, then two of experts, and layers for multi-token prediction.
 
     Args:
@@ -500,6 +502,8 @@ def write_glm(path: Path, vocab: TinyVocab | None = None, *, seed: int = 0, mtp:
         seed: of the random weights.
         mtp: layers for multi-token prediction.
         drop: tensors with this in their name are left out.
+        own: whether the layers have embeddings and an output matrix of their own, experts are chosen with a bias, and
+            queries and keys are normalised.
     """
     rng, vocab = np.random.default_rng(seed), vocab or bpe_vocab()
     n, n_head, n_kv, d_head, n_ff, n_expert, n_layer, residual = 128, 4, 2, 32, 64, 4, 3, 0.15
@@ -535,6 +539,12 @@ def write_glm(path: Path, vocab: TinyVocab | None = None, *, seed: int = 0, mtp:
             layer["ffn_down_shexp.weight"] = matrix(n, n_ff, residual)
         if i >= n_layer:
             layer |= mtp_weights(n, rng)
+        if own:
+            layer |= {f"attn_{part}_norm.weight": rng.uniform(0.7, 1.3, d_head) for part in "qk"}
+            layer |= {name: rng.uniform(-0.3, 0.3, n_expert) for name in layer if name.startswith("exp_probs_b")}
+        if own and i >= n_layer:
+            scaled = {"embed_tokens": np.sqrt(n), "shared_head_head": 3.0}
+            layer |= {f"nextn.{name}.weight": matrix(len(vocab), n, scale) for name, scale in scaled.items()}
         weights |= {f"blk.{i}.{name}": weight for name, weight in layer.items()}
     metadata = {
         "glm4moe.block_count": n_layer + mtp,

@@ -93,6 +93,8 @@ class TinyFile:
         vocab = vocab or bpe_vocab()
         if self.architecture == "mamba":
             return ggufs.write_mamba(path, vocab, seed=seed)
+        if self.architecture == "glm4moe":
+            return ggufs.write_glm(path, vocab, seed=seed, own=True)
         sizes = self.sizes or (Sizes(n_layer=6) if self.architecture == "gemma3" else Sizes())
         settings = sizes.settings() | dict(_SETTINGS.get(self.architecture, {})) | dict(self.settings)
         weights = _weights(self.architecture, sizes, settings, len(vocab), np.random.default_rng(seed))

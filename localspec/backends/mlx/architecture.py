@@ -196,6 +196,28 @@ def _qwen3moe(header: Header) -> dict[str, Any]:
     }
 
 
+def _glm4moe(header: Header) -> dict[str, Any]:
+    header.expect("expert_gating_func", 0, 2)  # sigmoid, which is the default too
+    header.expect("expert_group_count", 0, 1)
+    header.expect("expert_group_used_count", 0, 1)
+    return {
+        "num_hidden_layers": header.integer("block_count") - header.integer("nextn_predict_layers", 0),
+        "n_routed_experts": header.integer("expert_count"),
+        "num_experts_per_tok": header.integer("expert_used_count"),
+        "n_shared_experts": header.integer("expert_shared_count") or None,
+        "moe_intermediate_size": header.integer("expert_feed_forward_length"),
+        "first_k_dense_replace": header.integer("leading_dense_block_count", 0),
+        "norm_topk_prob": header.flag("expert_weights_norm", False),
+        "routed_scaling_factor": header.real("expert_weights_scale", 0.0) or 1.0,  # llama.cpp: zero is none
+        "n_group": 1,
+        "topk_group": 1,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in header.file.tensors,
+        "attention_bias": True,
+        "partial_rotary_factor": 1.0,  # the rotary embedding is put in its place
+        "rope_scaling": None,
+    }
+
+
 def _mamba(header: Header) -> dict[str, Any]:
     header.ignore(("attention.head_count",))
     return {
@@ -225,6 +247,21 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         _gemma3,
         shifted_norms=True,
+    ),
+    "glm4moe": Architecture(
+        "glm4_moe",
+        _ATTENTION
+        | MLP
+        | _QK_NORMS
+        | {
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_inp": "mlp.gate",
+            "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+        }
+        | {f"ffn_{part}_exps": f"mlp.switch_mlp.{part}_proj" for part in ("gate", "up", "down")}
+        | {f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+        _glm4moe,
     ),
     "granite": Architecture("granite", _LLAMA, _granite, interleaved=True),
     "llama": Architecture("llama", _LLAMA, _llama, interleaved=True, ignored=("attention.sliding_window",)),

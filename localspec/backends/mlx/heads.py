@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ from localspec.backends.mlx.context import MLXContext
 from localspec.backends.mlx.eagle3 import load_eagle3
 from localspec.backends.mlx.library import NAME, binding
 from localspec.backends.mlx.model import MLXModel, building, device_for
+from localspec.backends.mlx.mtp import load_mtp
 from localspec.backends.mlx.owner import owner
 from localspec.errors import EngineError, UnsupportedModel
 from localspec.model_files.gguf_file import GGUFFile
@@ -35,24 +37,25 @@ class MLXHeadModel(MLXModel):
     """
 
     def __init__(self, head: PublishedHead, target: Model, *, n_gpu_layers: int | None = None) -> None:
-        if head.kind != "eagle3":
-            raise UnsupportedModel(f"{head.path.name}: of published heads the mlx backend computes EAGLE-3's")
-        if head.borrows and not isinstance(target, MLXModel):
-            what = " and ".join(head.borrows)
+        lender = target.network if isinstance(target, MLXModel) else None
+        if lender is None and (head.borrows or head.in_target):
+            what = " and ".join(head.borrows) or "weights"
             raise UnsupportedModel(
                 f"{head.path.name} takes its {what} from its target, which has to be on mlx for that and is on "
                 f"{target.backend}"
             )
         engine = binding()
         self.head, self.owner = head, owner()
-        lender = target.network if isinstance(target, MLXModel) else None
         with GGUFFile(head.path) as file:
             self.size_bytes, self.n_ctx_train = file.n_bytes, file.n_ctx_train
-            self.device = device_for(file, n_gpu_layers)
-        network = self.owner.run(lambda: building(head.path, self.device, lambda: load_eagle3(head, lender)))
+            self.device = target.device if isinstance(target, MLXModel) else device_for(file, n_gpu_layers)
+        load = partial(load_mtp if head.in_target else load_eagle3, head, lender)
+        network = self.owner.run(lambda: building(head.path, self.device, load))
         self._network = network
         self.path, self.architecture, self.chat_template = head.path, head.kind, None
         self.backend, self.engine = NAME, f"{NAME} {engine.version}"
+        if head.in_target:
+            self.engine += f" {head.title}"  # its passes are not those of the model in the same file
         self.vocab, self.n_embd, self.n_layers = Vocab.none(), head.n_embd, 1
         self.n_threads, self.n_vocab, self.kv_type = 1, network.n_vocab, "f16"
         on_gpu = self.device == mx.Device(mx.gpu)

@@ -16,6 +16,7 @@ from localspec.backends.mlx.tokenizer import ByteLevel
 from localspec.backends.tokenizer import Tokenizer
 from localspec.errors import Closed, EngineUnavailable, LocalspecError, UnsupportedModel, UsageError
 from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.head_kinds.mtp import has_layer
 from localspec.model_files.kv_memory import check_kv_type
 
 
@@ -37,6 +38,7 @@ class MLXModel(Model):
             check_kv_type(file, kv_type)
             self.device = device_for(file, n_gpu_layers)
             self._tokenizer = Tokenizer(file, self.vocab, ByteLevel)
+            nextn = has_layer(file)
             network = self.owner.run(lambda: building(path, self.device, lambda: load_network(file, progress=progress)))
         self._network: Network | None = network
         self.backend = NAME
@@ -52,6 +54,7 @@ class MLXModel(Model):
             float_rows=not network.recurrent,  # what is fed again after a rollback are tokens
             first_layers=True,
             trees=not network.recurrent,
+            nextn=nextn,
         )
 
     @property

@@ -13,7 +13,7 @@ import mlx.nn as nn
 import numpy as np
 
 from localspec.backends.base import Progress
-from localspec.backends.forward import NORM, layer_name
+from localspec.backends.forward import NEXTN, NORM, layer_name
 from localspec.backends.mlx.architecture import Architecture, common_arguments, find_architecture, read_attention
 from localspec.backends.mlx.header import Header
 from localspec.backends.mlx.library import defer_mlx_lm
@@ -23,6 +23,7 @@ from localspec.backends.mlx.weights import Format
 from localspec.errors import UnsupportedModel, UsageError
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.head_card import is_engine_file
+from localspec.model_files.head_kinds.mtp import n_layers
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
@@ -76,7 +77,7 @@ class Network:
         rows: mx.array | None = None,
         n_layers: int | None = None,
     ) -> dict[str, mx.array]:
-        """``hidden``, as "norm", and the residual stream after the layers that are named; see ``forward``.
+        """``hidden``, as "norm" and "nextn", and the residual stream after the layers that are named; see ``forward``.
 
         What is not evaluated is not computed.
 
@@ -102,7 +103,7 @@ class Network:
             for i, layer in enumerate(originals[:n_layers])
         ]
         try:
-            states[NORM] = self.hidden(tokens, cache)
+            states[NORM] = states[NEXTN] = self.hidden(tokens, cache)
         finally:
             layers[:] = originals
         return states
@@ -225,7 +226,9 @@ def _load(file: GGUFFile, compute_dtype: str, progress: Progress | None) -> Netw
         module.sanitize({})  # to this class the output matrix is the embedding where none is handed to it
     if architecture.attention:
         install_rope(header, architecture, module, args, scaling)
-    formats = fill(file, architecture, module, dtype, progress)
+    # Layers for multi-token prediction are loaded by what drafts with them.
+    blocks = range(len(module.layers)) if n_layers(file) else None
+    formats = fill(file, architecture, module, dtype, progress, blocks)
 
     trunk: nn.Module = module[architecture.trunk]
     return Network(

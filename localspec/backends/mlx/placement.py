@@ -21,14 +21,29 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 
 
 def fill(
-    file: GGUFFile, architecture: Architecture, module: nn.Module, dtype: mx.Dtype, progress: Progress | None
+    file: GGUFFile,
+    architecture: Architecture,
+    module: nn.Module,
+    dtype: mx.Dtype,
+    progress: Progress | None,
+    blocks: range | None = None,
 ) -> dict[str, Format]:
     """Put every tensor of the file into the model, in the file's order.
+
+    Args:
+        file, architecture, module: what goes where.
+        dtype: of plain numbers and scales.
+        progress: see ``backends.base.Progress``.
+        blocks: of the file that are the module's layers; others are left out. None is all, which have to be.
 
     Raises:
         UnsupportedModel: a tensor has no place, or a wrong shape, or a parameter is left without one.
     """
-    places = {info.name: _place(file, architecture, module, info) for info in file.tensors.values()}
+    infos = [info for info in file.tensors.values() if blocks is None or block_of(info.name) in (None, *blocks)]
+    first = blocks.start if blocks is not None else 0
+    if first:  # what the blocks share is another module's
+        infos = [info for info in infos if block_of(info.name) is not None]
+    places = {info.name: _place(first, architecture, module, info) for info in infos}
     places = {name: place for name, place in places.items() if name not in (*ROPE_TENSORS, *architecture.no_parameters)}
     lost = [name for name, place in places.items() if place is None]
     if lost:
@@ -53,6 +68,13 @@ def fill(
     return formats
 
 
+def block_of(tensor: str) -> int | None:
+    """Which block a tensor is in; None for those outside of blocks."""
+    kind, _, rest = tensor.partition(".")
+    number = rest.partition(".")[0]
+    return int(number) if kind == "blk" and number.isdecimal() else None
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     """Where a tensor belongs: a parameter of a submodule."""
@@ -65,8 +87,8 @@ class _Place:
         return f"{self.path}.{self.parameter}" if self.path else self.parameter
 
 
-def _place(file: GGUFFile, architecture: Architecture, module: nn.Module, info: TensorInfo) -> _Place | None:
-    """Where a tensor belongs; None for nowhere."""
+def _place(first: int, architecture: Architecture, module: nn.Module, info: TensorInfo) -> _Place | None:
+    """Where a tensor belongs; None for nowhere. Block ``first`` is the module's first layer."""
     trunk = architecture.trunk
     top = {
         "token_embd": f"{trunk}.{architecture.embedding}",
@@ -77,12 +99,12 @@ def _place(file: GGUFFile, architecture: Architecture, module: nn.Module, info: 
     if stem in top:
         path = top[stem]
     elif info.name.startswith("blk."):
-        _, layer, key = info.name.split(".", 2)
+        block, key = block_of(info.name), info.name.split(".", 2)[-1]
         # Parameters that belong to no submodule are stored without a suffix.
-        stem, _, suffix = key.rpartition(".") if "." in key else (key, "", "")
-        if stem not in architecture.blocks or not layer.isdecimal() or int(layer) >= len(module.layers):
+        stem, _, suffix = key.rpartition(".") if key not in architecture.blocks else (key, "", "")
+        if stem not in architecture.blocks or block is None or not 0 <= block - first < len(module.layers):
             return None
-        path = f"{trunk}.layers.{int(layer)}.{architecture.blocks[stem]}"
+        path = f"{trunk}.layers.{block - first}.{architecture.blocks[stem]}"
     else:
         return None
     if not suffix:

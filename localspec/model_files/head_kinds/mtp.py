@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from localspec.errors import UnsupportedModel
+from localspec.errors import ModelFileError, UnsupportedModel
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.head_kinds.base import PublishedHead, check_shapes, whole
 from localspec.values import is_whole, shown
@@ -24,6 +24,15 @@ def n_layers(file: GGUFFile) -> int:
     """How many such layers a model's file says that it has."""
     value = file.field("nextn_predict_layers", 0)
     return int(value) if is_whole(value) and value > 0 else 0
+
+
+def has_layer(file: GGUFFile) -> bool:
+    """Whether an open file has a layer that is drafted with."""
+    try:
+        read(file)
+    except ModelFileError:
+        return False
+    return True
 
 
 def read(file: GGUFFile) -> PublishedHead:

@@ -313,7 +313,9 @@ def test_a_file_that_would_be_computed_wrongly_is_refused_by_name(name: str, tmp
 
 def test_an_unknown_architecture_is_told_what_there_is(tmp_path: Path) -> None:
     path = TinyFile("starcoder2").write(tmp_path / "model.gguf")
-    with pytest.raises(UnsupportedModel, match=r"'starcoder2' \(it knows gemma, gemma3, granite, llama, .*qwen3"):
+    with pytest.raises(
+        UnsupportedModel, match=r"'starcoder2' \(it knows gemma, gemma3, glm4moe, granite, llama, .*qwen3"
+    ):
         load_network(path)
 
 

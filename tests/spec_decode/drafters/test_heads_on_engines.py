@@ -1,4 +1,4 @@
-"""EAGLE-3 heads on every engine that computes them: the draft tokens of llama.cpp, position by position.
+"""EAGLE-3 heads and MTP layers on every engine that computes them: the draft tokens of llama.cpp, position by position.
 
 Each engine computes target and head. llama.cpp itself is compared with its own program in ``test_against_llama_cpp``.
 """
@@ -94,6 +94,16 @@ def normed(tiny: TinyFiles, folder: Path) -> tuple[Path, Path]:
     return tiny.pair.target, write_eagle3(tiny.pair.target, folder / "head.gguf", extra=settings)
 
 
+def mtp(drop: str, *, own: bool) -> Callable[[TinyFiles, Path], tuple[Path, Path]]:
+    """A layer for multi-token prediction, with or without what it may have of its own."""
+
+    def write(tiny: TinyFiles, folder: Path) -> tuple[Path, Path]:
+        path = ggufs.write_glm(folder / "glm.gguf", drop=drop, own=own)
+        return path, path
+
+    return write
+
+
 def borrowing(architecture: str, types: str) -> Callable[[TinyFiles, Path], tuple[Path, Path]]:
     """Embeddings and output matrix of a model that scales what it gets from them, or keeps them quantised."""
 
@@ -113,8 +123,10 @@ def borrowing(architecture: str, types: str) -> Callable[[TinyFiles, Path], tupl
         (normed, ("mlx", "reference"), NOISE),
         (borrowing("granite", "F32"), ("mlx",), NOISE),
         (borrowing("gemma3", "Q8_0"), ("mlx",), NOISE_OF_8_BITS),
+        (mtp("", own=True), ("mlx",), NOISE),
+        (mtp("shared_head_norm", own=False), ("mlx",), NOISE),
     ],
-    ids=["plain", "quantised", "normed", "granite", "gemma3"],
+    ids=["plain", "quantised", "normed", "granite", "gemma3", "mtp", "mtp that shares"],
 )
 def test_the_same_tokens_are_drafted(
     tiny: TinyFiles, tmp_path: Path, make: Callable[..., tuple[Path, Path]], engines: tuple[str, ...], noise: float

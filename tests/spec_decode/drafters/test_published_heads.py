@@ -220,13 +220,23 @@ def with_mtp(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return ggufs.write_glm(path) if request.param == "glm" else ggufs.write_hybrid(path, residual=0.3, mtp=1)
 
 
+@pytest.fixture(params=["glm on llama-cpp", "qwen35 on llama-cpp", "glm on mlx"])
+def mtp_on(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
+    """The same, and the engines that compute them."""
+    name, _, engine = request.param.partition(" on ")
+    path = tmp_path / f"{name}.gguf"
+    written = ggufs.write_glm(path) if name == "glm" else ggufs.write_hybrid(path, residual=0.3, mtp=1)
+    return written, open_backend(engine).name
+
+
 def open_mtp(target: Path, draft: Any = "mtp", **options: Any) -> LLM:
     defaults: dict[str, Any] = {"n_ctx": 256, "idle": False, "draft_length": 4, "remember": False}
     return LLM(target, draft, **({"backend": "llama-cpp"} | defaults | options))
 
 
-def test_the_text_does_not_depend_on_an_mtp_layer(with_mtp: Path) -> None:
-    with open_mtp(with_mtp) as llm:
+def test_the_text_does_not_depend_on_an_mtp_layer(mtp_on: tuple[Path, str]) -> None:
+    path, engine = mtp_on
+    with open_mtp(path, backend=engine) as llm:
         assert (llm.draft_names, llm.warnings) == (["mtp"], [])
         for params in (GREEDY, SEEDED):
             reply = llm.generate(PROMPT, params)
@@ -235,7 +245,7 @@ def test_the_text_does_not_depend_on_an_mtp_layer(with_mtp: Path) -> None:
             assert counts["num_accepted_tokens"] > 0.05 * counts["num_draft_tokens"] > 0
 
 
-def test_an_mtp_layer_goes_on_after_rejections_as_a_fresh_one(with_mtp: Path) -> None:
+def test_an_mtp_layer_goes_on_after_rejections_as_a_fresh_one(mtp_on: tuple[Path, str]) -> None:
     def check(pair: Pair) -> None:
         (draft,) = pair.state.models
         used = draft.drafter
@@ -250,7 +260,8 @@ def test_an_mtp_layer_goes_on_after_rejections_as_a_fresh_one(with_mtp: Path) ->
         assert [token for token, _ in mine] == [token for token, _ in expected]
         assert [prob for _, prob in mine] == pytest.approx([prob for _, prob in expected], rel=0.02)
 
-    with open_mtp(with_mtp) as llm:
+    path, engine = mtp_on
+    with open_mtp(path, backend=engine) as llm:
         text = PROMPT
         for n in (9, 16, 3, 20):
             text += llm.generate(text, replace(GREEDY, max_tokens=n)).text
@@ -406,8 +417,9 @@ def test_auto_takes_a_head_that_lies_beside_its_target(
         assert llm.run(lambda pair: pair.state.models) == []  # it borrows, and ik-llama computes no such head
 
 
-def test_auto_takes_the_mtp_layer(with_mtp: Path) -> None:
-    with open_mtp(with_mtp, "auto") as llm:
+def test_auto_takes_the_mtp_layer(mtp_on: tuple[Path, str]) -> None:
+    path, engine = mtp_on
+    with open_mtp(path, "auto", backend=engine) as llm:
         assert llm.draft_names == ["ngram", "mtp"]
         reply = llm.generate(PROMPT, GREEDY)
         assert reply.token_ids == llm.generate(PROMPT, GREEDY, speculate=False).token_ids
