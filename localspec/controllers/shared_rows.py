@@ -57,6 +57,7 @@ class SharedPasses:
         self.times.n_past = CALIBRATED_PAST  # what a longer memory costs is told apart
         self.prompts = PromptPieces(self)
         self.n_answers = 1
+        self._n_in_turn: int | None = None
         self.n_cells = CALIBRATED_PAST
         self.ms_cell = CELL_READS * times.growth * times.base[1]
         self._calibrated = times
@@ -70,6 +71,11 @@ class SharedPasses:
     def __call__(self, width: int) -> float:
         """Expected milliseconds of a pass over ``width`` rows."""
         return self.times(width) + self._row_cells(width) * self.ms_cell
+
+    @property
+    def n_sharing(self) -> int:
+        """How many answers would share a pass without drafts, where they take turns; at least 1."""
+        return max(1, min(self.n_answers, self._n_in_turn or self.n_answers))
 
     def _row_cells(self, width: int) -> int:
         return width * max(0, self.n_cells - CALIBRATED_PAST)
@@ -117,6 +123,8 @@ class SharedPasses:
         n = len(drafts)
         if max(rates) > LEAST_GAIN * rates[-1]:
             n = rates.index(max(rates)) + 1
+        plain = [self._best([()] * n)[0] for n in range(1, self.n_answers + 1)]
+        self._n_in_turn = plain.index(max(plain)) + 1 if max(plain) > LEAST_GAIN * plain[-1] else None
         rate, _ = self._best(drafts[:n])
         # With prompts in the pass its rows have another price, and a token is worth what it is without them.
         _, k = self._best(drafts[:n], n_reading, rate)
@@ -151,7 +159,8 @@ class ShareOfPass(PassTimes):
     """What a pass costs one of the answers in it, as its controller is to see it.
 
     Its first row costs its share of a pass in which every answer has one row, and further rows what they add to that.
-    So the rate of plain decoding is that of all answers together, which the time of a draft token is weighed against.
+    So the rate of plain decoding is that of all answers together, which the time of a draft token, and of a draft
+    model's step that all wait for, is weighed against.
 
     Args:
         shared: the passes.
@@ -165,7 +174,7 @@ class ShareOfPass(PassTimes):
     def __call__(self, width: int) -> float:
         if width <= 0:
             return 0.0
-        n = max(1, self._shared.n_answers)
+        n = self._shared.n_sharing
         return self._shared(n - 1 + width) - self._shared(n) * (n - 1) / n
 
     def observe(self, width: int, ms: float) -> None:

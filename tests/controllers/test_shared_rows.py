@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 import pytest
 
-from localspec.controllers.acceptance import COPIED, SourceAcceptance
+from localspec.controllers.acceptance import COPIED, GREEDY, SourceAcceptance
 from localspec.controllers.auto_controller import AutoController
 from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.shared_rows import SharedPasses, ShareOfPass
@@ -20,26 +20,37 @@ OTHER_MS = 0.3
 
 
 class Writer:
-    """One answer, with guesses that cost nothing."""
+    """One answer, with guesses that cost nothing, or those of a draft model, for whose steps all wait.
+
+    Attributes:
+        ms: time that its steps took.
+    """
 
     def __init__(self, source: Source, times: PassTimes) -> None:
         self.source = source
-        self.position = 0
-        self.controller = AutoController(times, {}, {"ngram": SourceAcceptance(COPIED)})
+        self.position = self.n_read = 0
+        self.controller = controller_of(source, times)
         self.controller.begin(SamplingParams(), 10)
         self.draft: Draft | None = None
+        self.ms = 0.0
 
     def reaches(self) -> list[float]:
         """What it would draft now, made once: how likely each token and those before it are accepted."""
         if self.draft is None:
             plan = self.controller.plan(room=N_TOKENS, n_past=self.position)
             self.draft = Draft()
-            while plan.room > 0 and plan.more("ngram"):
-                confidence = float(self.source.confidence[self.position + len(self.draft)])
-                expected = plan.keep("ngram", confidence)
+            at, name = self.position, "model" if self.source.times else "ngram"
+            while plan.room > 0 and plan.more(name, n := at + 1 - self.n_read if self.source.times else 0):
+                if self.source.times:
+                    ms, self.n_read = PassTimes(self.source.times)(n), at + 1
+                    plan.spent(name, n, ms)
+                    self.ms += ms
+                confidence = float(self.source.confidence[at])
+                expected = plan.keep(name, confidence)
                 if expected is None:
                     break
-                self.draft.append(DraftToken(0, "ngram", confidence, None, expected))
+                self.draft.append(DraftToken(0, name, confidence, None, expected))
+                at += 1
         return list(np.cumprod([token.expected for token in self.draft]))
 
     def settle(self, length: int) -> int:
@@ -50,7 +61,14 @@ class Writer:
         emitted = [EmittedToken(0, "plain")] * (accepted + 1)
         self.controller.update(Round(0, self.draft.first(length), Verdict(accepted, 0, "plain"), emitted, 0.0, 1.0))
         self.draft, self.position = None, self.position + accepted + 1
+        self.n_read = min(self.n_read, self.position)
         return accepted + 1
+
+
+def controller_of(source: Source, times: PassTimes) -> AutoController:
+    if source.times is None:
+        return AutoController(times, {}, {"ngram": SourceAcceptance(COPIED)})
+    return AutoController(times, {"model": PassTimes(dict(source.times))}, {"model": SourceAcceptance(GREEDY)})
 
 
 def rate_together(curve: dict[int, float], sources: list[Source]) -> float:
@@ -58,7 +76,7 @@ def rate_together(curve: dict[int, float], sources: list[Source]) -> float:
     rng, true = np.random.default_rng(0), PassTimes(dict(curve))
     shared = SharedPasses(PassTimes(dict(curve)))
     writers = [Writer(source, ShareOfPass(shared)) for source in sources]
-    shared.n_answers = len(writers)
+    shared.n_answers, everybody = len(writers), list(writers)
     total, n_tokens = 0.0, 0
     while n_tokens < N_TOKENS * len(sources):
         lengths = shared.share([writer.reaches() for writer in writers])
@@ -69,19 +87,27 @@ def rate_together(curve: dict[int, float], sources: list[Source]) -> float:
         total += ms + OTHER_MS * len(served)
         n_tokens += sum(writer.settle(length) for writer, length in zip(served, lengths, strict=True))
         writers += served
-    return n_tokens / total
+    return n_tokens / (total + sum(writer.ms for writer in everybody))
 
 
 @pytest.mark.parametrize("curve", CURVES)
 @pytest.mark.parametrize("mean", [0.05, 0.5, 0.9])
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
-def test_as_fast_as_the_better_of_plain_batched_and_speculative_one_at_a_time(curve: str, mean: float, n: int) -> None:
+@pytest.mark.parametrize("kind", ["copies", "draft model"])
+def test_as_fast_as_the_better_of_plain_batched_and_speculative_one_at_a_time(
+    curve: str, mean: float, n: int, kind: str
+) -> None:
+    """A step of the draft model takes 0.3 of a plain token."""
     rng = np.random.default_rng(zlib.crc32(f"{curve} {mean}".encode()))
     sources = [stationary(rng, 4 * N_TOKENS, mean) for _ in range(n)]
+    if kind == "draft model":
+        step = 0.3 * CURVES[curve][1]
+        for source in sources:
+            source.step_ms, source.times = step, {1: step, 2: 1.1 * step, 65: 8 * step}
     times = PassTimes(dict(CURVES[curve]))
     batched = n / (times(n) + n * OTHER_MS)
-    alone = AutoController(times, {}, {"ngram": SourceAcceptance(COPIED)})
-    one_at_a_time = World(CURVES[curve], {"ngram": sources[0]}).run(alone, N_TOKENS)
+    alone, name = controller_of(sources[0], times), "model" if sources[0].times else "ngram"
+    one_at_a_time = World(CURVES[curve], {name: sources[0]}).run(alone, N_TOKENS)
     assert rate_together(CURVES[curve], sources) >= 0.97 * max(batched, one_at_a_time)
 
 
@@ -103,6 +129,16 @@ def test_where_a_wide_pass_costs_more_than_two_answers_take_turns() -> None:
     shared = SharedPasses(PassTimes(dict(CURVES["llama.cpp"])))
     assert len(shared.share([[]] * 8)) == 4  # 4 rows take 125 ms, 8 take 370
     assert len(shared.share([[]] * 4)) == 4
+
+
+def test_where_answers_take_turns_each_sees_the_cost_of_its_turn() -> None:
+    shared = SharedPasses(PassTimes(dict(CURVES["llama.cpp"])))
+    shared.n_answers, share = 8, ShareOfPass(shared)
+    assert share(1) == CURVES["llama.cpp"][8] / 8
+    assert len(shared.share([[]] * 8)) == 4
+    assert share(1) == CURVES["llama.cpp"][4] / 4
+    shared.n_answers = 2
+    assert share(1) == CURVES["llama.cpp"][2] / 2
 
 
 def test_an_answer_alone_sees_what_passes_cost() -> None:
