@@ -182,6 +182,11 @@ class AutoPlan:
 
         A wider pass can be shorter, so the widths after the next are looked at too.
         """
-        estimates = self.estimates
-        left = share * self._budget.for_drafts * estimates.ms_plain - self.ms_spent - step_ms + estimates.times(1)
-        return any(estimates.times(self._n + 1 + k) <= left for k in range(1, self.room + 1))
+        times, one = self.estimates.times, self.estimates.times(1)
+        most = share * self._budget.for_drafts * (one + self.estimates.ms_other)
+        left = most - self.ms_spent - step_ms + one
+        # A loop, as it is left at the first as a rule; asked twice for every draft token.
+        for width in range(self._n + 2, self._n + 2 + self.room):  # noqa: SIM110
+            if times(width) <= left:
+                return True
+        return False

@@ -67,9 +67,11 @@ class PassTimes:
         """Expected milliseconds of a pass over ``width`` tokens; 0 for no tokens."""
         if width <= 0:
             return 0.0
-        one = self._curve(1)
+        one, curve = self._read.get(1), self._read.get(width)  # not by _curve: it is asked for so often
+        if self._read_of is not self.base or one is None or curve is None:
+            one, curve = self._curve(1), self._curve(width)
         longer = (1.0 + self.growth * self.n_past) / (1.0 + self.growth * CALIBRATED_PAST)
-        ms = (one + self.slope * (self._curve(width) - one)) * longer * self.scale
+        ms = (one + self.slope * (curve - one)) * longer * self.scale
         return ms * (self.beyond if width > self._widest else self.trim.get(width, 1.0))
 
     def _curve(self, width: int) -> float:

@@ -110,6 +110,8 @@ class PrefillGate:
         return gain * min(room, STRETCH_TOKENS) > cost
 
     def _catch_up(self, source: str, n_tokens: int) -> float:
+        if n_tokens == 1:
+            return 0.0
         times = self._estimates.draft_times[source]
         return times(n_tokens) - times(1)
 
