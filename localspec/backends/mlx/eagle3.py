@@ -18,7 +18,7 @@ import numpy as np
 from localspec.backends.mlx.architecture import ARCHITECTURES, MLP, Architecture, Attention, read_attention
 from localspec.backends.mlx.header import Header
 from localspec.backends.mlx.library import defer_mlx_lm
-from localspec.backends.mlx.network import DTYPES, Network, default_dtype, install_rope, rope_scaling
+from localspec.backends.mlx.network import Network, install_rope, rope_scaling
 from localspec.backends.mlx.placement import fill
 from localspec.errors import UnsupportedModel
 from localspec.model_files.gguf_file import GGUFFile
@@ -41,6 +41,9 @@ EAGLE3 = Architecture(
     no_parameters=("d2t",),
 )
 """Where the tensors of such a file belong; names and layout are those of llama.cpp's converter."""
+
+HEAD_DTYPE = mx.float32
+"""How large the states are that a head is fed with, no probe of its file can tell."""
 
 _CHECKED = ("target_layers", "target_hidden_size")
 """Settings that ``head_kinds.eagle3`` has read."""
@@ -186,13 +189,12 @@ def load_eagle3(head: PublishedHead, target: Network | None) -> Network:
         module = _Head(sizes, has_embeddings=has["embeddings"], has_output=has["output"])
         install_rope(header, EAGLE3, module, sizes, scaling)
         header.refuse_unread()
-        dtype = DTYPES[default_dtype(file)]
-        formats = fill(file, EAGLE3, module, dtype, None)
+        formats = fill(file, EAGLE3, module, HEAD_DTYPE, None)
         if "d2t" in file.tensors:
             _sort_rows(module.lm_head, np.argsort(file.tensor_bytes("d2t").view("<i8")))
     if not has["embeddings"]:
-        module.model.embed_tokens = _embedding_of(_needed(target))
-    project = module.lm_head if has["output"] else _output_of(_needed(target))
+        module.model.embed_tokens = embedding_of(_needed(target))
+    project = module.lm_head if has["output"] else output_of(_needed(target))
     return Network(
         module=module,
         args=sizes,
@@ -200,7 +202,7 @@ def load_eagle3(head: PublishedHead, target: Network | None) -> Network:
         n_vocab=sizes.n_out,
         n_layer=1,
         n_embd=head.n_embd,
-        compute_dtype=dtype,
+        compute_dtype=HEAD_DTYPE,
         layer_windows=(None,),
         recurrent=False,
         max_context=max_context,
@@ -226,14 +228,14 @@ def _needed(target: Network | None) -> Network:
     return target
 
 
-def _embedding_of(target: Network) -> nn.Module:
+def embedding_of(target: Network) -> nn.Module:
     """The target's token embedding as it is stored: llama.cpp scales it for no head either."""
     architecture = ARCHITECTURES[target.architecture]
     return cast(nn.Module, target.module[architecture.trunk][architecture.embedding])
 
 
-def _output_of(target: Network) -> Callable[[mx.array], mx.array]:
+def output_of(target: Network) -> Callable[[mx.array], mx.array]:
     """The target's output matrix, without what its own logits are divided by."""
     module = target.module
-    project: Callable[[mx.array], mx.array] = module.lm_head if "lm_head" in module else _embedding_of(target).as_linear
+    project: Callable[[mx.array], mx.array] = module.lm_head if "lm_head" in module else embedding_of(target).as_linear
     return lambda hidden: project(hidden.astype(target.compute_dtype))

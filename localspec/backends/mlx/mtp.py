@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from localspec.backends.mlx.architecture import ARCHITECTURES, common_arguments
+from localspec.backends.mlx.eagle3 import HEAD_DTYPE, embedding_of, output_of
 from localspec.backends.mlx.header import Header
 from localspec.backends.mlx.library import defer_mlx_lm
 from localspec.backends.mlx.network import Network, install_rope, rope_scaling
@@ -108,12 +109,12 @@ def load_mtp(head: PublishedHead, target: Network | None) -> Network:
         tensors = {name.removeprefix(prefix).rpartition(".")[0] for name in file.tensors if name.startswith(prefix)}
         module = _Head(_Layer(models.DecoderLayer(args, first), args, tensors))
         install_rope(header, architecture, module, args, rope_scaling(header)[0])
-        formats = fill(file, architecture, module, target.compute_dtype, None, range(first, first + 1))
+        formats = fill(file, architecture, module, HEAD_DTYPE, None, range(first, first + 1))
     layer, trunk = module.model.layers[0], target.module[family.trunk]
     if "head_norm" not in layer:
         layer.head_norm = trunk[family.norm]
     if "embed_tokens" not in layer:
-        layer.embed_tokens = trunk[family.embedding]
+        layer.embed_tokens = embedding_of(target)
     return Network(
         module=module,
         args=args,
@@ -121,13 +122,13 @@ def load_mtp(head: PublishedHead, target: Network | None) -> Network:
         n_vocab=head.n_vocab,
         n_layer=1,
         n_embd=head.n_embd,
-        compute_dtype=target.compute_dtype,
+        compute_dtype=HEAD_DTYPE,
         layer_windows=(None,),
         recurrent=False,
         max_context=target.max_context,
         size_bytes=sum(format_.n_bytes for format_ in formats.values()),
         formats=formats,
         _trunk=module.model,
-        _head=layer.head if "head" in layer else target.module.lm_head,
+        _head=layer.head if "head" in layer else output_of(target),
         reads_tokens_too=True,
     )

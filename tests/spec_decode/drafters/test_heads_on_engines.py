@@ -148,3 +148,20 @@ def test_the_same_tokens_are_drafted(
                     break
                 n_same += 1
         assert n_same > 0.9 * N_PLACES * N_DRAFT
+
+
+def test_a_target_in_half_precision_lends_its_weights(
+    tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU; the head itself computes in single precision, as nothing tells how large its states are."""
+    open_backend("mlx")
+    from localspec.backends.mlx import network
+
+    target, head = borrowing("qwen3", "Q4_0")(tiny, tmp_path)
+    text = np.random.default_rng(1).integers(40, 380, 20).tolist()
+    expected = draft_everywhere("mlx", target, head, text)
+    monkeypatch.setattr(network, "default_dtype", lambda file: "float16")
+    found = draft_everywhere("mlx", target, head, text)
+    assert np.mean([mine == theirs for mine, theirs in zip(found.tokens, expected.tokens, strict=True)]) > 0.8
+    differences = [np.abs(one[0] - two[0]).max() for one, two in zip(found.rows, expected.rows, strict=True)]
+    assert 0 < max(differences) < 0.1
