@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from localspec.backends.base import Capabilities, Context, FloatArray, Forward, Model
 from localspec.backends.draft_head import STATE
@@ -243,6 +244,8 @@ class LlamaBlockContext(LlamaHeadContext):
         block = self.model.head.block
         assert block is not None
         self._block = block
+        if block.n_candidates:
+            super()._prepare()
         self._binding.lib.llama_set_causal_attn(self._handle, block.causal)
 
     def _decode_floats(
@@ -257,7 +260,7 @@ class LlamaBlockContext(LlamaHeadContext):
             self._process(DECODE, len(part))
         return Forward(np.empty((0, self.model.n_vocab), dtype=np.float32), {})
 
-    def guesses(self, token: int, n: int) -> FloatArray:
+    def guesses(self, token: int, n: int) -> tuple[FloatArray, npt.NDArray[np.int64] | None]:
         """What follows a text whose states are in the memory, by one pass over its last token and masks.
 
         The block's rows stay in the memory until they are truncated.
@@ -267,7 +270,7 @@ class LlamaBlockContext(LlamaHeadContext):
             n: how many tokens to guess, 1 to ``MaskBlock.n_guesses``.
 
         Returns:
-            Logits by position [n, n_out]
+            Logits by position [n, n_out], or [n, n_candidates] and the tokens that they are of, ascending by row.
 
         Raises:
             ContextFull: the block does not fit; the memory is unchanged.
@@ -278,13 +281,32 @@ class LlamaBlockContext(LlamaHeadContext):
         self._check_room(len(block))
         if not 0 <= token < self.model.head.n_vocab or not 0 < n <= self._block.n_guesses:
             raise EngineError(f"{self.model.path.name} takes no block of {n} tokens after {token}")
-        return self._feed(block, lambda: self._guess(block)).logits[self._block.n_skipped :]
+        logits = self._feed(block, lambda: self._guess(block)).logits[self._block.n_skipped :]
+        return self._selected(logits) if self._block.n_candidates else (logits, None)
+
+    def _selected(self, lattice: FloatArray) -> tuple[FloatArray, npt.NDArray[np.int64]]:
+        """Of rows of candidates, and then the scores of each behind each candidate of the row before, those on the way.
+
+        The way is that of the best candidate of each row, as in llama.cpp's own program.
+        """
+        k = self._block.n_candidates
+        ids = lattice[:, :k].astype(np.int64)
+        scores = lattice[:, k : k + k * k].reshape(-1, k, k)  # [n, before, candidate]
+        found, before = np.empty((len(ids), k), dtype=np.float32), 0
+        for row, of_row in enumerate(scores):
+            found[row] = of_row[before]
+            before = int(found[row].argmax())
+        order = ids.argsort(axis=1)
+        return np.take_along_axis(found, order, 1), np.take_along_axis(ids, order, 1)
 
     def _guess(self, block: Sequence[int]) -> Forward:
         self._functions.clear(self._batch)
         for i, token in enumerate(block):
-            self._place(self._functions.add_token(self._batch, 0, token), self.n_past + i, wanted=True)
+            at = self._functions.add_token(self._batch, 0, token)
+            self._place(at, self.n_past + i, wanted=not self._block.n_candidates)
         self._process(DECODE, len(block))
+        if self._block.n_candidates:
+            return Forward(self._functions.nextn(self._handle, len(block), self.model.head.n_embd))
         return Forward(self._logits(len(block)))
 
 

@@ -6,17 +6,20 @@ With s_p the tapped states of the target after token x_p, and the layer and its 
     MTP          row p is (s_p, x_(p+1)) for the tap "nextn", after a first row (0, x_0); its own state after the last
                  norm is the next s
     DFlash       row p is s_p alone; and behind them a block of x_n, the last token, and masks, of which each but the
-                 first is to become a token: all of a draft in one pass. Of DSpark the first guesses too
+                 first is to become a token: all of a draft in one pass. Of DSpark the first guesses too. DFlash2
+                 returns some candidates for each row, scored by which one is taken of the row before
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from localspec.backends.base import Context, FloatArray, Model
 from localspec.backends.draft_head import STATE, DraftHead
@@ -113,8 +116,8 @@ class EngineHead(DraftHead):
     def chained_rows(self, state: FloatArray, tokens: Sequence[int]) -> FloatArray:
         return state
 
-    def block_logits(self, context: Context, token: int, n: int) -> FloatArray:
-        """Of one with a block, the logits of the n tokens after the last one; see ``LlamaBlockContext.guesses``."""
+    def block_logits(self, context: Context, token: int, n: int) -> tuple[FloatArray, npt.NDArray[np.int64] | None]:
+        """Of one with a block, what follows the last token; see ``LlamaBlockContext.guesses``."""
         return cast(LlamaBlockContext, context).guesses(token, n)
 
     def close(self) -> None:
@@ -235,11 +238,15 @@ def _disagreement(head: EngineHead) -> float:
 def _block_disagreement(head: EngineHead, context: Context, states: FloatArray, tokens: Sequence[int]) -> float:
     """The same of a block behind rows that came in one pass, or in narrow ones."""
     context.decode_floats(states, tokens, "none")
-    wide = head.block_logits(context, tokens[0], head.steps)
+    wide, wide_ids = head.block_logits(context, tokens[0], head.steps)
     context.truncate(0)
     for width in _WIDTHS:
         part = slice(context.n_past, context.n_past + width)
         context.decode_floats(states[part], tokens[part], "none")
         head.block_logits(context, tokens[0], 1)  # which has to leave nothing behind
         context.truncate(part.stop)
-    return agreement(head.block_logits(context, tokens[0], head.steps), wide).mean_kl
+    narrow, ids = head.block_logits(context, tokens[0], head.steps)
+    if ids is None or wide_ids is None:
+        return agreement(narrow, wide).mean_kl
+    # What is no candidate anywhere can differ by a hair; the first rows' candidates cannot all.
+    return 0.0 if np.array_equal(ids[0], wide_ids[0]) and np.allclose(narrow[0], wide[0], atol=0.05) else math.inf

@@ -131,6 +131,7 @@ def write_dflash(
     markov: bool = False,
     from_anchor: bool = True,
     confidence: bool = False,
+    selector: int = 0,
     causal: bool | None = None,
     windows: Sequence[bool] | None = None,
     n_layers: int = 2,
@@ -155,6 +156,7 @@ def write_dflash(
         markov: DSpark: with matrices that correct a row by the guess before it.
         from_anchor: of DSpark, whether the row of the last token guesses the next one.
         confidence: of DSpark, whether it estimates how sure it is.
+        selector: DFlash2: how many candidates of a row are scored by that of the row before.
         causal: whether rows see those before them only; None leaves that to the engine, which takes it for no.
         windows: which of its layers look back a few rows only; None for all of them far.
         n_layers: how many; those after the first have small random weights.
@@ -205,6 +207,18 @@ def write_dflash(
         weights["markov_w2.weight"] = _noisy(2.0 * of.output[chosen], noise, rng)
     if confidence:
         weights["conf_proj.weight"] = small(1, 2 * n)
+    if selector:
+        # What a state is multiplied with to about the same number for most tokens; by that the pairs' scores count.
+        alike = 3.0 * np.linalg.lstsq(normed, np.ones(n_vocab), rcond=None)[0]
+        weights["selector_predecessor.weight"] = _noisy(normed, noise, rng)
+        weights["selector_successor.weight"] = _noisy(2.0 * of.output, noise, rng)
+        weights["selector_hidden.weight"] = _noisy(np.tile(alike, (n, 1)), noise, rng)
+        kernel, group = 3, 8
+        for part in (f"blk.{layer}.{part}" for layer in range(n_layers) for part in ("attn", "ffn")):
+            base = 0.05 * rng.standard_normal((2, kernel, n)).astype(np.float32)
+            base[:, 0] += 1.0
+            weights[f"{part}_conv_base"] = base
+            weights[f"{part}_conv_proj.weight"] = small(2 * kernel * (n // group), n)
     metadata: dict[str, Any] = {
         "dflash.block_count": n_layers,
         "dflash.context_length": 2048,
@@ -222,6 +236,9 @@ def write_dflash(
     }
     if markov:
         metadata |= {"dflash.sample_from_anchor": from_anchor, "dflash.has_confidence_head": confidence}
+    if selector:
+        metadata |= {"dflash.selector_top_k": selector, "dflash.selector_rank": n}
+        metadata |= {"dflash.conv_kernel_size": 3, "dflash.conv_group_size": 8}
     if causal is not None:
         metadata["dflash.attention.causal"] = causal
     if windows is not None:

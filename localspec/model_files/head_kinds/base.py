@@ -26,12 +26,14 @@ class MaskBlock:
         mask: the token of the rows to be filled in.
         n_skipped: rows at the beginning that guess nothing: 1 where that of the settled token only tells it.
         causal: whether rows see those before them only, instead of one another.
+        n_candidates: of a drafter that scores so many tokens for each row by those of the row before; 0 for all tokens.
     """
 
     size: int
     mask: int
     n_skipped: int = 1
     causal: bool = False
+    n_candidates: int = 0
 
     @property
     def n_guesses(self) -> int:

@@ -1,8 +1,9 @@
-"""Block-diffusion drafters as llama.cpp's converter writes them: DFlash, and DSpark with a matrix more.
+"""Block-diffusion drafters as llama.cpp's converter writes them: DFlash, and DSpark and DFlash2 with more on top.
 
 Some layers see the target's states as keys and values, and fill in a block of masks behind the last settled token, all
 in one pass (Chen et al. 2026, arXiv:2602.06036). Of DSpark the logits of a row are corrected by which token the row
-before it guesses. Embeddings and output matrix may be the target's.
+before it guesses; of DFlash2 some candidates of a row are scored by that, and every layer mixes a row with those before
+it. Embeddings and output matrix may be the target's.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ def read(file: GGUFFile) -> PublishedHead:
     """
     name, vocab = file.path.name, Vocab.from_gguf(file)
     is_dspark = "markov_w1.weight" in file.tensors
-    if "selector_hidden.weight" in file.tensors:
-        raise UnsupportedModel(f"{name} is a DFlash2 drafter, which localspec does not run; it runs DFlash and DSpark")
+    is_dflash2 = "selector_hidden.weight" in file.tensors
+    if is_dspark and is_dflash2:
+        raise UnsupportedModel(f"{name} is a drafter of DSpark's kind and of DFlash2's, which localspec does not run")
     if file.field("hyper_connection.count", 0):
         raise UnsupportedModel(f"{name} is a DSpark drafter of DeepSeek-V4's layers, which localspec does not run")
     layers = layers_read(file)
@@ -73,6 +75,11 @@ def read(file: GGUFFile) -> PublishedHead:
     if is_dspark:
         rank = file.tensors["markov_w1.weight"].shape[0]
         shapes |= {"markov_w1.weight": (vocab.n_tokens, rank), "markov_w2.weight": (len(ids), rank)}
+    n_candidates = whole(file, "selector_top_k") if is_dflash2 else 0
+    if is_dflash2:
+        if n_candidates > len(ids) or n < n_candidates * (n_candidates + 1):
+            raise damaged(file, f"it scores {n_candidates} candidates of {len(ids)}, in rows of {n} channels")
+        shapes |= _shapes_of_selector(file, vocab.n_tokens, n, n_layers)
     check_shapes(file, shapes, optional=(*_OWN.values(), *values))
     borrows = [what for what, tensor in _OWN.items() if tensor not in file.tensors]
     if "output" in borrows and "embeddings" not in borrows:
@@ -81,7 +88,7 @@ def read(file: GGUFFile) -> PublishedHead:
         raise damaged(file, "it has a token map, and no output matrix for it")
     return PublishedHead(
         kind="dflash",
-        title="DSpark" if is_dspark else "DFlash",
+        title="DSpark" if is_dspark else "DFlash2" if is_dflash2 else "DFlash",
         path=file.path,
         taps=tuple(f"layer:{layer - 1}" for layer in layers),  # what goes into a layer came out of the last
         n_target=n,
@@ -90,12 +97,12 @@ def read(file: GGUFFile) -> PublishedHead:
         ids=np.sort(ids),
         borrows=tuple(borrows),
         vocab=vocab,
-        block=_block(file, vocab.n_tokens, is_dspark),
+        block=_block(file, vocab.n_tokens, is_dspark, n_candidates),
     )
 
 
-def _block(file: GGUFFile, n_vocab: int, is_dspark: bool) -> MaskBlock:
-    size = whole(file, "block_size", None if is_dspark else _BLOCK_SIZE)
+def _block(file: GGUFFile, n_vocab: int, is_dspark: bool, n_candidates: int) -> MaskBlock:
+    size = whole(file, "block_size", None if is_dspark or n_candidates else _BLOCK_SIZE)
     mask: Any = file.metadata.get("tokenizer.ggml.mask_token_id")
     if not is_whole(mask) or not 0 <= mask < n_vocab:
         raise damaged(file, f"its mask token is {shown(mask)}")
@@ -104,7 +111,7 @@ def _block(file: GGUFFile, n_vocab: int, is_dspark: bool) -> MaskBlock:
         raise damaged(file, f"its blocks have {size} rows, and so guess nothing")
     if size > MAX_ROWS:
         raise UnsupportedModel(f"{file.path.name} has blocks of {size} rows; those of up to {MAX_ROWS} are run")
-    return MaskBlock(size, int(mask), n_skipped, _flag(file, "attention.causal", False))
+    return MaskBlock(size, int(mask), n_skipped, _flag(file, "attention.causal", False), n_candidates)
 
 
 def _shapes_of_layer(
@@ -123,6 +130,25 @@ def _shapes_of_layer(
         f"{block}.ffn_up.weight": (n_ff, n),
         f"{block}.ffn_down.weight": (n, n_ff),
     }
+
+
+def _shapes_of_selector(file: GGUFFile, n_vocab: int, n: int, n_layers: int) -> dict[str, tuple[int, ...]]:
+    rank, kernel = whole(file, "selector_rank"), whole(file, "conv_kernel_size")
+    group = whole(file, "conv_group_size")
+    if n % group:
+        raise damaged(file, f"its {n} channels do not fall into groups of {group}")
+    shapes: dict[str, tuple[int, ...]] = {
+        "selector_predecessor.weight": (n_vocab, rank),
+        "selector_successor.weight": (n_vocab, rank),
+        "selector_hidden.weight": (rank, n),
+    }
+    for part in (f"blk.{layer}.{part}" for layer in range(n_layers) for part in ("attn", "ffn")):
+        shapes[f"{part}_conv_base"] = (2, kernel, n)
+        shapes[f"{part}_conv_proj.weight"] = (2 * kernel * (n // group), n)
+        base = file.tensors.get(f"{part}_conv_base")
+        if base is not None and base.type_name != "F32":  # the engine adds floats to it
+            raise damaged(file, f"{part}_conv_base is {base.type_name}")
+    return shapes
 
 
 def _flag(file: GGUFFile, name: str, default: bool) -> bool:

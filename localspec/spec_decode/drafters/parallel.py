@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from localspec.backends.base import Context, FloatArray
 from localspec.backends.heads import Head
@@ -27,6 +28,7 @@ class OnePassHead(HeadDrafter):
 
     def _begin_round(self) -> None:
         self._rows: FloatArray | None = None
+        self._candidates: npt.NDArray[np.int64] | None = None  # which tokens the logits are of, where rows differ
 
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         n_drafted = len(tokens) - len(self._text)
@@ -38,10 +40,12 @@ class OnePassHead(HeadDrafter):
             n_wanted = min(n_drafted + plan.room, self.head.steps)
             if unread is None or not plan.more(self.source, n_pass := self._n_rows(unread, n_wanted)):
                 return []
+            self._candidates = None
             self._rows = self._guesses(unread, n_wanted)
         elif n_drafted >= len(self._rows) or not plan.more(self.source):
             return []
-        confidence = proposer.confidence(self._rows[n_drafted], tokens, ids=self._ids)
+        ids = self._ids if self._candidates is None else self._candidates[n_drafted]
+        confidence = proposer.confidence(self._rows[n_drafted], tokens, ids=ids)
         if n_pass:
             plan.spent(self.source, n_pass, (time.perf_counter() - started) * 1e3)
         return self._proposed(confidence, len(tokens), plan, proposer)
@@ -88,9 +92,10 @@ class BlockHead(OnePassHead):
     def _guesses(self, unread: range, n_wanted: int) -> FloatArray:
         self._read(unread, "none")
         try:
-            return self.head.block_logits(self.context, self._text[-1], n_wanted)
+            rows, self._candidates = self.head.block_logits(self.context, self._text[-1], n_wanted)
         except EngineError as error:
             raise DrafterFailed(f"failed: {error}") from error
+        return rows
 
 
 class MedusaHead(OnePassHead):

@@ -36,11 +36,12 @@ from tests.spec_decode.drafters.test_published_heads import GREEDY, PROMPT, SEED
 from tests.spec_decode.test_exactness import SAMPLING
 from tests.spec_decode.test_lossless import N_CTX, RandomController, World, run
 from tests.support import ggufs
-from tests.support.gguf_vocabs import bpe_vocab, spm_vocab, vocab_metadata
+from tests.support.gguf_vocabs import bpe_vocab, spm_vocab
 from tests.support.published_heads import write_dflash
 
 OWN = {"own_embeddings": True, "own_output": True}
 DSPARK = {"markov": True, "confidence": True}
+SELECTOR = {"selector": 4, "block_size": 8}
 
 
 @pytest.fixture(autouse=True)
@@ -73,8 +74,9 @@ def write_block(tiny: TinyFiles, folder: Path, **options: Any) -> Path:
         {"causal": True, "extra": {"dflash.rope.dimension_sections": [64, 0, 0, 0]}},
         {"markov": True, "n_out": 250},
         {**DSPARK, "from_anchor": False},
+        {"selector": 8, "n_out": 250},
     ],
-    ids=["borrows-both", "token-map", "own", "sections", "dspark", "dspark-behind-the-anchor"],
+    ids=["borrows-both", "token-map", "own", "sections", "dspark", "dspark-behind-the-anchor", "dflash2"],
 )
 def test_the_text_does_not_depend_on_it(tiny: TinyFiles, tmp_path: Path, options: dict[str, Any]) -> None:
     with open_llm(tiny, write_block(tiny, tmp_path, **options)) as llm:
@@ -104,6 +106,7 @@ class BlockWorld(World):
             [NgramDrafter(), self.head(n_out=200)],
             [self.random, self.head(**DSPARK)],
             [NgramDrafter(min_match=2), self.head(block_size=16), self.head(markov=True, from_anchor=False)],
+            [self.head(**SELECTOR)],
         ]
 
 
@@ -115,7 +118,7 @@ def test_answers_equal_plain_ones_to_the_bit(quick: ggufs.Pair, tmp_path: Path) 
     assert accepted(rounds)["head"] > 0.05
 
 
-@pytest.mark.parametrize("options", [{"block_size": 8}, DSPARK, {"windows": [True, True]}])
+@pytest.mark.parametrize("options", [{"block_size": 8}, DSPARK, {"windows": [True, True]}, SELECTOR])
 def test_what_is_drafted_after_rejections_is_what_a_fresh_one_drafts(
     quick: ggufs.Pair, tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -313,6 +316,12 @@ def test_one_that_borrows_needs_its_target_on_the_same_engine(tiny: TinyFiles, t
         ({"drop": ("enc.output_norm.weight",)}, "lacks enc.output_norm.weight"),
         ({"drop": ("blk.1.ffn_up.weight",)}, "lacks blk.1.ffn_up.weight"),
         ({"drop": ("markov_w2.weight",), "markov": True}, "lacks markov_w2.weight"),
+        ({"drop": ("selector_successor.weight",), "selector": 8}, "lacks selector_successor.weight"),
+        ({"drop": ("blk.1.ffn_conv_base",), "selector": 8}, "lacks blk.1.ffn_conv_base"),
+        ({"selector": 11}, "it scores 11 candidates of 384, in rows of 128 channels"),
+        ({"selector": 8, "extra": {"dflash.conv_group_size": 48}}, "its 128 channels do not fall into groups of 48"),
+        ({"selector": 8, "extra": {"dflash.selector_rank": None}}, "selector_rank is None"),
+        ({"selector": 8, "markov": True}, "of DSpark's kind and of DFlash2's"),
         ({"drop": ("output.weight",), "n_out": 100}, "a token map, and no output matrix"),
         ({"n_layers": 2, "extra": {"dflash.block_count": 3}}, "lacks blk.2.attn_norm.weight"),
     ],
@@ -337,7 +346,8 @@ def test_no_block_is_asked_of_the_engine_that_it_cannot_take(tiny: TinyFiles, tm
                     head.block_logits(context, token, n)
             for _ in range(4):  # no state before it is needed, and what was guessed can stay
                 context.truncate(0)
-                assert head.block_logits(context, 0, 4).shape == (4, 384)
+                logits, ids = head.block_logits(context, 0, 4)
+                assert (logits.shape, ids) == ((4, 384), None)
             with pytest.raises(LocalspecError, match="do not fit"):
                 head.block_logits(context, 0, 4)
             context.truncate(0)
@@ -347,12 +357,7 @@ def test_no_block_is_asked_of_the_engine_that_it_cannot_take(tiny: TinyFiles, tm
 
 
 def test_the_kinds_that_are_not_run_are_refused_by_name(tiny: TinyFiles, tmp_path: Path) -> None:
-    selector = tmp_path / "selector.gguf"
-    metadata = {"dflash.block_count": 1} | vocab_metadata(bpe_vocab())
-    ggufs.write_gguf(selector, "dflash", metadata, {"selector_hidden.weight": np.eye(32)})
-    with pytest.raises(LocalspecError, match=r"selector\.gguf is a DFlash2 drafter, which localspec does not run"):
-        open_llm(tiny, selector)
-    assert "DFlash2" in inspect(selector)["cannot_generate_text"]
     fork = ggufs.write_gguf(tmp_path / "fork.gguf", "dflash-draft", {}, {"fc.weight": np.eye(32)})
     with pytest.raises(LocalspecError, match=r"fork\.gguf is a DFlash drafter in the format of a fork of llama\.cpp"):
         open_llm(tiny, fork)
+    assert "DFlash" in inspect(fork)["cannot_generate_text"]
