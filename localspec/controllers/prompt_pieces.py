@@ -3,12 +3,12 @@
 A prompt's row takes the place of a draft token's, and makes everybody's next token later. Read in few wide pieces a
 prompt takes less time in all, as t(w) grows more slowly from 16 rows on than before; read in many narrow ones nobody's
 text stalls. So short prompts are read at once, in pieces that keep a pass under ``STALL`` plain ones, and long ones in
-wide pieces that come seldom enough for 95 of 100 passes to be short.
+wide pieces, seldom enough for most passes to be short.
 
-Simulated with the requests of ``benchmarks/load.py`` and the t(w) of machine B, four clients: 44 tokens per second
-instead of 37 with narrow pieces only, 0.45 s to the first piece of text instead of 0.70 and 7.4 instead of 10.8 at the
-95th percentile, 1.4 plain tokens between two instead of 2.2 and 2.8 instead of 3.1. All of a prompt at once: 48 tokens
-per second, and two seconds of silence.
+By ``benchmarks/prompt_pieces.py``, which has a simulated clock, with four clients: 45 tokens per second instead of 38
+with narrow pieces only, 0.55 s to the first token instead of 0.76 and 5.7 instead of 10.5 at the 95th percentile, 33 ms
+between two instead of 54 and 69 instead of 76. All of a prompt at once: 49 tokens per second, and two seconds of
+silence. The constants below were tried there.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 STALL = 2.75
-"""A pass that somebody's next token is in takes no longer than so many plain passes because of prompts, most of the
-time: three, with what comes on top."""
+"""A pass that somebody's next token is in takes no longer than so many plain passes because of prompts, mostly: three,
+with what comes on top."""
 
 LONG_MS = 500.0
-"""What the others may take. With 300 the simulation makes 40 tokens per second."""
+"""What the others may take. With 300 there are 40 tokens per second."""
 
-LONG_EVERY = 20
+LONG_EVERY = 12
 MOST_DUE = 2
 APART = 4
 """Of so many passes beside answers one may be a long one; so many of those, where none came for a while, may come close
-together, with so many passes between them. With four, more than 5 of 100 were long in a run of 160."""
+together, with so many passes between them. One of 20: 44 tokens per second and 7.6 s at the 95th percentile; of 8: 46
+and 4.4, but with eight clients more than 5 of 100 tokens come late."""
 
 LEAST_ROWS = 4
 """Of prompts, in a pass: else they would never be read where every row costs as much as a pass."""
 
 SHORT = 64
-"""Tokens of a prompt that is read in short passes too. With all prompts the simulation makes 42 tokens per second, and
-the 95th percentile of times to the first piece is 5.5 s."""
+"""Tokens of a prompt that is read in short passes too. With none half of the first tokens come 0.3 s later; with all
+prompts there are 42 tokens per second."""
 
 WIDE = 32
 """Rows from which on engines have other kernels, and cost something else than t(w) says."""

@@ -25,7 +25,7 @@ def endless(pieces: PromptPieces, times: PassTimes, n_answers: int, n_passes: in
 
 @pytest.mark.parametrize("curve", CURVES)
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
-def test_of_twenty_passes_one_may_be_long_and_none_too_long(curve: str, n: int) -> None:
+def test_of_twelve_passes_one_may_be_long_and_none_too_long(curve: str, n: int) -> None:
     times, n_passes = PassTimes(dict(CURVES[curve])), 2000
     rows = endless(PromptPieces(times), times, n, n_passes)
     ms = [times(n + each) for each in rows]
