@@ -45,10 +45,12 @@ def best_and_certainty(row: Row, temperature: float = 1.0) -> tuple[int, float]:
         best = int(row.argmax())
     else:
         best = at + n * int(blocks[:, at].argmax())
-    with np.errstate(over="ignore", invalid="ignore"):  # of banned tokens, and of what is no number
-        weights = largest - top
-        weights /= np.float32(max(temperature, 1e-30))  # what is less is 0 in single precision
-        return best, float(1.0 / np.exp(weights, out=weights).sum())
+    if not top > -np.inf:
+        return best, 1.0
+    weights = largest - top
+    if temperature != 1.0:
+        weights /= np.float32(max(temperature, 1e-6))  # what is less makes no difference
+    return best, float(1.0 / np.exp(weights, out=weights).sum())
 
 
 def top_probability(row: Row, temperature: float = 1.0) -> float:
@@ -57,28 +59,28 @@ def top_probability(row: Row, temperature: float = 1.0) -> float:
 
 
 def top_k_ids(row: Row, k: int) -> Ids:
-    """The ids of the k largest logits, increasing; among equals at the border the lower ids win.
+    """The ids of the k largest logits, increasing; see ``largest_ids``."""
+    return np.sort(largest_ids(row, k))
 
-    Where one is NaN, it is among them, or alone.
+
+def largest_ids(row: Row, k: int) -> Ids:
+    """The ids of the k largest logits, the largest first; among equals the lower ids win. Where one is NaN, it alone.
 
     A full partition of a 152k row costs a millisecond. The k-th largest of the maxima of blocks is a lower bound for
     the k-th largest element, so all of these are in the few blocks whose maxima reach it.
     """
     n = len(row)
-    if k >= n:
-        return all_ids(n)
     if n // _BLOCK > k:
         maxima = _maxima(row)
         largest = np.partition(maxima, len(maxima) - k)[len(maxima) - k :]  # NaN counts as the largest
         candidates = _at_least(row, maxima, largest[0])
-        top = np.maximum(largest.max(), row[len(maxima) * _BLOCK :].max(initial=-np.inf))
+        top = largest.max() if n % _BLOCK == 0 else np.maximum(largest.max(), row[len(maxima) * _BLOCK :].max())
     else:
         candidates, top = all_ids(n), row.max()
-    if np.isnan(top):
+    if top != top:
         return np.array([int(np.argmax(row))])
-    # argsort on (-logit, id): stable, so ties go to the lower id.
-    order = np.argsort(-row[candidates], kind="stable")[:k]
-    return np.sort(candidates[order])
+    # argsort on (-logit, id): stable, and candidates increase, so ties go to the lower id.
+    return candidates[np.argsort(-row[candidates], kind="stable")[:k]]
 
 
 def likely_ids(row: Row, depth: float) -> Ids | None:
@@ -92,7 +94,7 @@ def likely_ids(row: Row, depth: float) -> Ids | None:
     bound = np.maximum(maxima.max(), row[len(maxima) * _BLOCK :].max(initial=-np.inf)) - np.float32(depth)
     if not bound > -np.inf or np.count_nonzero(maxima >= bound) > _MANY:
         return None
-    return np.sort(_at_least(row, maxima, bound))
+    return _at_least(row, maxima, bound)
 
 
 def _maxima(row: Row) -> Row:
@@ -103,7 +105,7 @@ def _maxima(row: Row) -> Row:
 
 
 def _at_least(row: Row, maxima: Row, bound: np.float32) -> Ids:
-    """The ids of the logits that reach a bound, blocks mixed."""
+    """The ids of the logits that reach a bound, increasing."""
     n = len(maxima)
     near = np.flatnonzero(maxima >= bound)
     found = np.flatnonzero(row[: n * _BLOCK].reshape(_BLOCK, n)[:, near] >= bound)

@@ -25,10 +25,13 @@ from localspec.sampling.noise import PIECE
 from localspec.sampling.noise import Noise as Noise  # what a distribution is sampled with
 from localspec.sampling.rows import Ids as Ids
 from localspec.sampling.rows import Row as Row
-from localspec.sampling.rows import all_ids, likely_ids, top_k_ids
+from localspec.sampling.rows import all_ids, largest_ids, likely_ids
 from localspec.values import as_float, is_number, is_whole, shown
 
 _DRAFT_DEPTH = 8.0
+_COLDEST = 1e-30
+"""Temperatures below are as this one: what is less likely at all has no probability in double precision."""
+
 _FEW = 256
 _N_IDS = 1 << 31  # of more no engine knows
 
@@ -230,8 +233,7 @@ def distribution(
         return Distribution(np.array([greedy_token(row, history, params)]), np.ones(1))
     edited = edit_logits(row, history, params, token_ids)
     if params.top_k:
-        ids = top_k_ids(edited, params.top_k)
-        edited, token_ids = edited[ids], ids if token_ids is None else token_ids[ids]
+        return _top_k_law(edited, row, params, token_ids)
     top = float(edited.max())
     _check_top(top, row)
     return _law(edited, top, params, token_ids)
@@ -257,8 +259,26 @@ def draft_distribution(
     return _law(logits, float(logits.max()), params, ids if token_ids is None else token_ids[ids])
 
 
+def _top_k_law(row: Row, raw: Row, params: SamplingParams, token_ids: Ids | None) -> Distribution:
+    """The chain after bias and penalties, where it begins with top-k: what each step keeps is the first of an order."""
+    ids = largest_ids(row, params.top_k)
+    logits = row[ids].astype(np.float64)
+    _check_top(float(logits[0]), raw)
+    logits -= logits[0]
+    logits /= max(params.temperature, _COLDEST)
+    weights = np.exp(logits, out=logits)
+    reached = np.cumsum(weights)
+    n = int(np.count_nonzero(weights >= params.min_p)) if params.min_p else int(np.count_nonzero(weights))
+    if params.top_p < 1:
+        n = min(n, int(np.searchsorted(reached, params.top_p * float(reached[-1]))) + 1)
+    kept = ids[:n]
+    order = np.argsort(kept)
+    kept, probs = kept[order], weights[order] / reached[n - 1]
+    return Distribution(kept if token_ids is None else token_ids[kept], probs)
+
+
 def _law(row: Row, top: float, params: SamplingParams, token_ids: Ids | None) -> Distribution:
-    """The chain after top-k; ``top`` is the largest of the logits."""
+    """The chain after bias and penalties, without top-k; ``top`` is the largest of the logits."""
     ids: Ids | None = None
     if params.min_p and params.top_p == 1:
         # min-p in logit space: p >= min_p * p_max  <=>  logit >= max + T log(min_p), with room for rounding; the exact
@@ -273,8 +293,7 @@ def _law(row: Row, top: float, params: SamplingParams, token_ids: Ids | None) ->
         return _cut(whole.ids[ids], probs / probs.sum(), params.min_p)
     probs = (row if ids is None else row[ids]).astype(np.float64)
     probs -= top
-    with np.errstate(over="ignore"):
-        probs /= params.temperature
+    probs /= max(params.temperature, _COLDEST)
     np.exp(probs, out=probs)
     probs /= probs.sum()
     ids = ids if token_ids is None else token_ids if ids is None else token_ids[ids]
