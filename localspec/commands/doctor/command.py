@@ -324,8 +324,11 @@ def _rollback(models: Sequence[ExaminedModel]) -> Iterator[Finding]:
     known = [model for model in models if model.sizes is not None]
     replays = [model.name for model in known if model.rollback == "replay"]
     if replays:
-        text = f"the memory of {' and '.join(replays)} cannot forget single tokens: a rejected guess costs another pass"
-        yield Finding("note", "rollback", text, "take a model of attention layers only, or --draft none")
+        text = (
+            f"the memory of {' and '.join(replays)} cannot forget single tokens: a rejected guess costs another pass, "
+            "but where llama-cpp keeps snapshots of the states after the last tokens"
+        )
+        yield Finding("note", "rollback", text, "--backend llama-cpp, or a model of attention layers only")
     elif known:
         what = "both memories forget" if len(known) > 1 else "its memory forgets"
         yield Finding("ok", "rollback", f"{what} a rejected guess at no cost")
