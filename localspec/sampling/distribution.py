@@ -14,6 +14,7 @@ Probs = npt.NDArray[np.float64]
 
 _BLOCK = 128
 _PIECE = 4 * PIECE
+_SHARE = 1 / 1024
 
 
 class Distribution:
@@ -107,22 +108,27 @@ class Distribution:
             return int(self.ids[0])
         if noise.fresh:
             return self._looked_up(noise.uniform(position, stream))
-        unbeaten: list[tuple[Ids, Probs]] = []
-        least = math.inf
+        at = slice(None) if len(self.ids) <= PIECE else self._not_beaten(noise, position, stream)
+        ids, weights = self.ids[at], self.weights[at]
         with np.errstate(divide="ignore", over="ignore"):
-            for start in range(0, len(self.ids), PIECE):
-                ids, weights = self.ids[start : start + PIECE], self.weights[start : start + PIECE]
-                u = noise.uniforms(position, ids, stream)
-                if len(self.ids) > PIECE:
-                    # e = -log u is at least 1 - u, so few tokens need the logarithm: those not beaten for certain.
-                    bound = (1.0 - u) / weights
-                    leader = int(np.argmin(bound))
-                    least = min(least, -math.log(u[leader]) / float(weights[leader] or 5e-324))
-                    near = np.flatnonzero(bound <= least)
-                    ids, weights, u = ids[near], weights[near], u[near]
-                unbeaten.append((ids, -np.log(u) / weights))
-        ids, times = (np.concatenate(parts) for parts in zip(*unbeaten, strict=True))
+            times = -np.log(noise.uniforms(position, ids, stream)) / weights
         return int(ids[int(np.argmin(times))])
+
+    def _not_beaten(self, noise: Noise, position: int, stream: int) -> Ids:
+        """Places, increasing, of a few tokens among which the one with the least e/p is.
+
+        The most probable ones set a time to beat. As e = -log u is at least 1 - u, all others need a u so near to 1
+        that of most nothing has to be known but that it is not.
+        """
+        share = self.total * _SHARE
+        leaders = np.flatnonzero(self.weights >= share)
+        if not len(leaders):
+            leaders = np.array([int(np.argmax(self.weights))])
+            share = float(self.weights[leaders[0]])
+        with np.errstate(over="ignore"):
+            times = -np.log(noise.uniforms(position, self.ids[leaders], stream)) / self.weights[leaders]
+        near = noise.at_least(1.0 - share * float(times.min()), position, self.ids, stream)
+        return np.union1d(leaders, near)
 
     def _looked_up(self, share: float) -> int:
         """The token at which the weights, block by block, sum to more than this share [0, 1) of all."""

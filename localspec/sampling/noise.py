@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import secrets
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -40,23 +42,37 @@ class Noise:
     def uniforms(self, position: int, ids: npt.NDArray[np.int64], stream: int = 0) -> npt.NDArray[np.float64]:
         """Numbers in (0, 1), one per token id [n]."""
         u = np.empty(len(ids))
-        key = np.uint64(self._key(position, stream))
-        for start in range(0, len(ids), PIECE):
-            x = ids[start : start + PIECE].astype(np.uint64)
-            with np.errstate(over="ignore"):
-                x *= np.uint64(0x9E3779B97F4A7C15)
-                x += key
-                x ^= x >> np.uint64(30)
-                x *= np.uint64(0xBF58476D1CE4E5B9)
-                x ^= x >> np.uint64(27)
-                x *= np.uint64(0x94D049BB133111EB)
-                x ^= x >> np.uint64(31)
-            # 52 bits: with one more the largest would round to 1, whose logarithm is 0.
-            x >>= np.uint64(12)
-            u[start : start + PIECE] = x
+        for start, bits in self._bits(position, ids, stream):
+            u[start : start + len(bits)] = bits
         u += 0.5
         u *= 2.0**-52
         return u
+
+    def at_least(
+        self, bound: float, position: int, ids: npt.NDArray[np.int64], stream: int = 0
+    ) -> npt.NDArray[np.int64]:
+        """Where in ``ids`` the numbers are that reach a bound, and perhaps some that are 2^-51 less."""
+        least = np.uint64(max(0, math.floor(bound * 2.0**52) - 1))
+        found = [start + np.flatnonzero(bits >= least) for start, bits in self._bits(position, ids, stream)]
+        return np.concatenate(found)
+
+    def _bits(
+        self, position: int, ids: npt.NDArray[np.int64], stream: int
+    ) -> Iterator[tuple[int, npt.NDArray[np.uint64]]]:
+        """52 bits for each token id, piece by piece: where the piece begins, and they."""
+        key = np.uint64(self._key(position, stream))
+        for start in range(0, len(ids), PIECE):
+            x = ids[start : start + PIECE].astype(np.uint64)
+            x *= np.uint64(0x9E3779B97F4A7C15)  # of arrays of integers no overflow is reported
+            x += key
+            x ^= x >> np.uint64(30)
+            x *= np.uint64(0xBF58476D1CE4E5B9)
+            x ^= x >> np.uint64(27)
+            x *= np.uint64(0x94D049BB133111EB)
+            x ^= x >> np.uint64(31)
+            # 52 bits: with one more the largest number would round to 1, whose logarithm is 0.
+            x >>= np.uint64(12)
+            yield start, x
 
 
 def _mix_int(x: int) -> int:
