@@ -19,6 +19,8 @@ import pytest
 
 from benchmarks.build_llama_cpp import build, default_folder
 from localspec import LLM, SamplingParams
+from localspec.training.distill import distill
+from localspec.training.recipe import Effort, Recipe
 from tests.conftest import TinyFiles, open_backend
 from tests.support import ggufs
 from tests.support.published_heads import write_dflash, write_eagle3
@@ -109,10 +111,21 @@ def qwen35(tiny: TinyFiles, folder: Path) -> tuple[Path, Path | None]:
     return ggufs.write_hybrid(folder / "qwen35.gguf", residual=0.3, mtp=1), None
 
 
+def distilled(tiny: TinyFiles, folder: Path) -> tuple[Path, Path | None]:
+    """A head of EAGLE-3's layout as ``localspec distill`` makes it."""
+    pytest.importorskip("jax", reason="heads are trained with JAX")
+    shape = ggufs.Shape(n_layer=5, n_embd=64, n_head=4, n_head_kv=2, n_ff=96, residual=0.4)
+    target = ggufs.write_llama(folder / "target.gguf", shape, ggufs.bpe_vocab(300))
+    effort = Effort(1e4, n_places=3000, n_steps=20, n_tests=3, n_questions=1, max_tokens=8, longest_answer=60)
+    recipe = Recipe(kind="eagle3", steps=N_DRAFT, n_out=200, d_ff=64)
+    made = distill(target, recipe=recipe, effort=effort, n_threads=1).path
+    return target, made.rename(folder / "eagle3.gguf")  # the name says the kind
+
+
 @pytest.mark.real
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize("make", [eagle3, dflash, dspark, dflash2, glm, qwen35])
+@pytest.mark.parametrize("make", [eagle3, distilled, dflash, dspark, dflash2, glm, qwen35])
 def test_the_same_tokens_are_drafted_and_accepted(
     program: Path, tiny: TinyFiles, tmp_path: Path, make: Callable[..., Any]
 ) -> None:
