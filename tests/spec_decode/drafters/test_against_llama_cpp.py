@@ -24,6 +24,7 @@ from localspec.training.recipe import Effort, Recipe
 from tests.conftest import TinyFiles, open_backend
 from tests.support import ggufs
 from tests.support.published_heads import write_dflash, write_eagle3
+from tests.support.trained_heads import trained_head
 
 FOLDER = Path(os.environ.get("LOCALSPEC_TEST_PROGRAMS") or default_folder())
 """Read before ``isolated_home`` hides it."""
@@ -150,3 +151,37 @@ def test_the_same_tokens_are_drafted_and_accepted(
                 break
     assert len(theirs) >= N_ROUNDS
     assert sum(each.n_accepted for each in mine) == sum(each.n_accepted for each in theirs) > 20
+
+
+REAL_TEXTS = (
+    "The history of the bicycle begins",
+    "To cook rice well, first",
+    "def fibonacci(n):\n    ",
+    "Once upon a time, in a small village,",
+    "The three most important rules of writing are",
+    "Photosynthesis is the process",
+)
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_trained_head_of_a_real_model_drafts_there_as_here(program: Path, real_model: Callable[[str], Path]) -> None:
+    """The two were compiled apart, so a tie may part them, from which on an answer is another one."""
+    target = real_model("smollm2-135m")
+    head = trained_head(target, "eagle3")
+    options: dict[str, Any] = {"n_ctx": 512, "idle": False, "remember": False, "n_threads": 1}
+    same: list[DraftRound] = []
+    n_parted = 0
+    with LLM(target, head, backend="llama-cpp", draft_length=N_DRAFT, **options) as llm:
+        ends = llm.run(lambda pair: pair.target.vocab.eog)
+        for text in REAL_TEXTS:
+            expected = rounds_of_program(program, target, head, text)
+            expected = list(takewhile(lambda it: len(it.draft) == N_DRAFT and it.next_token not in ends, expected))
+            pairs = zip(rounds_here(llm, text), expected, strict=False)
+            alike = [mine for mine, theirs in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+            n_parted += len(alike) < len(expected)
+            same += alike
+    assert n_parted <= 1
+    assert len(same) >= N_ROUNDS
+    assert sum(each.n_accepted > 0 for each in same) > 0.12 * len(same)
