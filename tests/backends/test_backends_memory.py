@@ -139,6 +139,28 @@ def test_a_rejected_draft_of_which_there_are_snapshots_costs_no_pass(
         assert divergence(fresh_tail(model, context.tokens[:-3], some_tokens(3), 512), ours) < 1e-3
 
 
+def test_a_copy_of_a_memory_with_snapshots_serves_one_without(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken right after a rejection, when the engine has only noted which snapshot to go on from; and back again."""
+    tokens, load = some_tokens(60), open_backend("llama-cpp").load
+    with load(tiny.hybrid, n_threads=1) as one, load(tiny.hybrid, n_threads=1) as other:
+        for model, share in ((one, 9.0), (other, 0.0)):
+            monkeypatch.setattr(llama_rollback, "SNAPSHOT_SHARE", share)
+            assert (model.n_snapshots > 0) == (share > 0)
+        with one.new_context(128) as context, other.new_context(128) as plain:
+            context.decode(tokens[:40], "none")
+            context.decode(tokens[40:46], "none")
+            context.truncate(43)
+            plain.import_state(context.export_state())
+            expected = fresh_tail(other, tokens[:43], tokens[43:50], 128)
+            for each in (plain, context):
+                assert divergence(expected, rows(each, tokens[43:50])) < 1e-3
+            context.import_state(plain.export_state())
+            context.decode(tokens[50:54], "none")
+            context.truncate(52)
+            expected = fresh_tail(other, tokens[:52], tokens[52:], 128)
+            assert divergence(expected, rows(context, tokens[52:])) < 1e-3
+
+
 def test_what_a_replay_that_failed_lost_is_not_taken_for_kept(
     recurrent: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
