@@ -65,7 +65,8 @@ def distill(
     Args:
         model: the target: a catalogue name, a path to a ``.gguf`` file, or ``hf:OWNER/REPO/FILE.gguf``.
         minutes: of work, all sittings of a run together; None is 60, or what the run was begun with.
-        kind: ``chained``, ``parallel``, ``medusa`` or ``eagle3``; see docs/heads.md. One of EAGLE-3 runs on llama-cpp.
+        kind: ``chained``, ``parallel``, ``medusa`` or ``eagle3``; see docs/heads.md. The last one runs on
+            llama-cpp, or on MLX.
         seed: of every random choice.
         resume: go on with the run of this kind of head that was begun. A run that is finished goes on if there are more
             minutes.
@@ -90,9 +91,10 @@ def distill(
     recipe = recipe or Recipe(kind=kind, seed=seed)  # type: ignore[arg-type]
     if effort is None and minutes is not None:
         effort = Effort(minutes)
-    if recipe.kind == "eagle3" and backend not in ("auto", LLAMA_CPP):
-        raise UsageError(f"an EAGLE-3 head runs on {LLAMA_CPP}, and so does its target, not on {backend}")
-    backend = LLAMA_CPP if recipe.kind == "eagle3" else backend
+    if recipe.kind == "eagle3":
+        backend = LLAMA_CPP if backend == "auto" else backend
+        if backend not in (LLAMA_CPP, "mlx"):
+            raise UsageError(f"an EAGLE-3 head runs on {LLAMA_CPP} or mlx, and so does its target, not on {backend}")
     say, cancel, name = say or (lambda line: None), cancel or threading.Event(), checked_spec("model", model)
     if find_spec("jax") is None:
         raise EngineUnavailable("training a head needs JAX: pip install 'localspec[distill]'")

@@ -129,17 +129,19 @@ def test_it_begins_with_what_a_linear_map_can_tell(target: Path, file: GGUFFile)
     assert right / places > 0.15
 
 
-@pytest.fixture(scope="module")
-def made(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A whole run."""
+@pytest.fixture(scope="module", params=["llama-cpp", "mlx"])
+def made(target: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A whole run, on each engine that computes such heads."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCALSPEC_HOME", str(tmp_path_factory.mktemp("home")))
-        open_backend("llama-cpp")
+        open_backend(request.param)
         effort = Effort(1e4, n_places=800, n_steps=4, n_tests=3, n_questions=1, max_tokens=8, longest_answer=40)
-        yield distill(str(target), recipe=RECIPE, effort=effort, n_threads=1)
+        backend = "auto" if request.param == "llama-cpp" else request.param
+        yield request.param, distill(str(target), recipe=RECIPE, effort=effort, n_threads=1, backend=backend)
 
 
 def test_a_run_makes_a_head_that_drafts(target: Path, made: Any, isolated_home: Path) -> None:
+    backend, made = made
     head = read_published(made.path)
     assert head.training == made.card.training
     assert made.card.training.acceptance["all"]
@@ -153,7 +155,7 @@ def test_a_run_makes_a_head_that_drafts(target: Path, made: Any, isolated_home: 
     (folder / "tiny.eagle3.gguf").write_bytes(made.path.read_bytes())
     assert [each["kind"] for each in described_heads()].count("eagle3") == 1
     params = SamplingParams(max_tokens=40, ignore_eos=True)
-    options: dict[str, Any] = {"backend": "llama-cpp", "idle": False, "n_threads": 1, "n_ctx": 512}
+    options: dict[str, Any] = {"backend": backend, "idle": False, "n_threads": 1, "n_ctx": 512}
     with LLM(target, None, **options) as llm:
         plain = llm.generate("one two one two", params)
     # It is found where heads that were trained here lie.
@@ -164,7 +166,7 @@ def test_a_run_makes_a_head_that_drafts(target: Path, made: Any, isolated_home: 
 
 
 def test_what_cannot_be_is_refused(target: Path, isolated_home: Path) -> None:
-    with pytest.raises(UsageError, match="an EAGLE-3 head runs on llama-cpp"):
+    with pytest.raises(UsageError, match="an EAGLE-3 head runs on llama-cpp or mlx"):
         distill(str(target), recipe=RECIPE, backend="reference")
     with pytest.raises(UnsupportedModel, match="four or more, not of 3"):
         RECIPE.taps(3)
