@@ -5,8 +5,8 @@
 Policies: ``narrow`` reads every prompt in each pass, as much as keeps that under three plain tokens; ``whole`` reads
 up to 512 tokens at once, as llama-server does; ``shipped`` is ``controllers.prompt_pieces``. There is a seat for every
 client up to four, nothing is drafted, prompts have 25 tokens that are not known yet (chats), 45 (completions) or 560,
-and t(w) has the shape of Qwen2.5-Coder-1.5B's on ik-llama on machine B (23 November, 25 ms a token; from 24 rows on
-4 ms a row).
+and t(w) is that of Qwen2.5-Coder-1.5B on ik-llama (the wheel) on machine B: 25 ms a token on two cores, and of wider
+passes half the CPU time that three answers and a piece of a prompt take on one, 73 ms and 12 for each row of it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,17 @@ from localspec.spec_decode.decoder import PREFILL_CHUNK
 
 CURVE = {
     1: 25.0,
-    2: 28.3,
-    3: 30.8,
-    4: 40.3,
-    5: 44.8,
-    6: 50.6,
-    7: 58.0,
-    8: 66.9,
-    10: 81.0,
-    12: 92.4,
-    16: 113.5,
-    24: 143.6,
+    3: 36.5,
+    4: 44.4,
+    7: 59.0,
+    8: 64.0,
+    11: 86.5,
+    19: 133.6,
+    32: 209.0,
+    67: 428.0,
+    131: 828.0,
+    512: 3210.0,
 }
-CURVE |= {64: 292.0, 512: 1970.0}
 N_SEATS, GAP_MS, OWN_MS = 4, 500.0, 0.6
 UNREAD = {"completion": 45, "long prompt": 560}
 

@@ -1,14 +1,13 @@
 """How much of the prompts that wait is read in a pass beside other answers.
 
-A prompt's row takes the place of a draft token's, and makes everybody's next token later. Read in few wide pieces a
-prompt takes less time in all, as t(w) grows more slowly from 16 rows on than before; read in many narrow ones nobody's
-text stalls. So short prompts are read at once, in pieces that keep a pass under ``STALL`` plain ones, and long ones in
-wide pieces, seldom enough for most passes to be short.
+A prompt's row takes the place of a draft token's, and makes everybody's next token later. Read in wide pieces a prompt
+is read sooner, in narrow ones nobody's text stalls. So a pass mostly has as much of the prompts as keeps it under
+``STALL`` plain ones, and now and then much more.
 
-By ``benchmarks/prompt_pieces.py``, which has a simulated clock, with four clients: 45 tokens per second instead of 38
-with narrow pieces only, 0.55 s to the first token instead of 0.76 and 5.7 instead of 10.5 at the 95th percentile, 33 ms
-between two instead of 54 and 69 instead of 76. All of a prompt at once: 49 tokens per second, and two seconds of
-silence. The constants below were tried there.
+By ``benchmarks/prompt_pieces.py``, which has a simulated clock, with four clients: 7.3 s to the first token at the 95th
+percentile instead of 10.5 with narrow pieces only that prompts share alike, 0.62 at the median instead of 0.75;
+47 ms between two instead of 56, and 66 instead of 74; 38.5 tokens per second instead of 37.0. All of a prompt at once:
+39.1 tokens per second, 5.0 s to the first, and three seconds of silence. The constants below were tried there.
 """
 
 from __future__ import annotations
@@ -20,21 +19,17 @@ STALL = 2.75
 with what comes on top."""
 
 LONG_MS = 500.0
-"""What the others may take. With 300 there are 40 tokens per second."""
+"""What the others may take. With 800 the 95th percentile of times to the first token is 6.3 s."""
 
 LONG_EVERY = 12
 MOST_DUE = 2
 APART = 4
 """Of so many passes beside answers one may be a long one; so many of those, where none came for a while, may come close
-together, with so many passes between them. One of 20: 44 tokens per second and 7.6 s at the 95th percentile; of 8: 46
-and 4.4, but with eight clients more than 5 of 100 tokens come late."""
+together, with so many passes between them. One of 8: 6.4 s at the 95th percentile, but in six of 30 short runs more
+than 5 of 100 tokens come late."""
 
 LEAST_ROWS = 4
 """Of prompts, in a pass: else they would never be read where every row costs as much as a pass."""
-
-SHORT = 64
-"""Tokens of a prompt that is read in short passes too. With none half of the first tokens come 0.3 s later; with all
-prompts there are 42 tokens per second."""
 
 WIDE = 32
 """Rows from which on engines have other kernels, and cost something else than t(w) says."""
@@ -69,25 +64,18 @@ class PromptPieces:
             priorities: theirs.
             most: tokens in a pass.
         """
-        rows, longest = most, sum(unread)
-        self._is_long = False
+        rows, self._is_long = most, False
         if not unread:
             return []
         if n_answers:
             rows = self._rows_within(STALL * self._times(1), n_answers, most)
-            wide = self._rows_within(max(LONG_MS, STALL * self._times(1)), n_answers, most)
-            if wide > rows and self._due >= 1.0 and self._n_since >= APART and sum(unread) > rows:
-                rows, self._is_long = wide, True
-            elif wide * self._cost(n_answers, rows) >= rows * (
-                (LONG_EVERY - 1) * self._times(n_answers) + self._cost(n_answers, wide)
-            ):
-                longest = max(SHORT, rows)  # long passes alone read as fast as short ones all the time
+            if self._due >= 1.0 and self._n_since >= APART and sum(unread) > rows:
+                wide = self._rows_within(max(LONG_MS, STALL * self._times(1)), n_answers, most)
+                rows, self._is_long = wide, wide > rows
         pieces = [0] * len(unread)
         first = priorities.index(max(priorities))
         by_length = sorted(range(len(unread)), key=lambda i: (-priorities[i], unread[i]))
         for i, share in [(first, -(-rows // 2)), *((i, rows) for i in by_length)]:
-            if unread[i] > longest:  # it waits for a long pass
-                continue
             n = max(0, min(share, unread[i] - pieces[i], rows))
             pieces[i] += n
             rows -= n
