@@ -66,6 +66,7 @@ class Capabilities:
         float_rows: ``Context.decode_floats`` works.
         first_layers: ``Context.decode_first_layers`` works, in a context that returns hidden states.
         trees: ``Context.decode_tree`` works, in a context that was made for it (``branches``).
+        trees_apart: such a context computes otherwise than others do, and is to be asked for only where trees pay.
         batches: a pass over several sequences is one, see ``Model.new_batch``; else there is one for each.
     """
 
@@ -79,6 +80,7 @@ class Capabilities:
     float_rows: bool = False
     first_layers: bool = False
     trees: bool = False
+    trees_apart: bool = False
     batches: bool = False
 
 

@@ -82,6 +82,7 @@ class LlamaModel(Model):
             float_rows=rewinds and self.architecture in FLOAT_ROWS,
             first_layers=rewinds,
             trees=rewinds and self.architecture not in binding.unshared and binding.takes_several(kv_type),
+            trees_apart=True,
             batches=rewinds,
         )
         self._known_states: set[str] = set()

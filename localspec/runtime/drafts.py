@@ -253,7 +253,8 @@ class DraftMaker:
         context, taps = self.before.context, taps_of(drafters)
         if set(taps) == set(context.hidden):
             return context, self.before.batch
-        other, batch = target_memory(context.model, context.n_ctx, self.loader.options.parallel, taps)
+        parallel = self.loader.options.parallel
+        other, batch = target_memory(context.model, context.n_ctx, parallel, taps, branches=context.can_branch)
         self.undo.callback((batch or other).close)
         if context.tokens and context.model.capabilities.saves_state:
             with suppress(EngineError, MemoryError):  # then the conversation is read again

@@ -14,6 +14,7 @@ from localspec.controllers.calibration import curve_key, curves
 from localspec.controllers.cost_model import PassTimes
 from localspec.errors import Cancelled, EngineMismatch
 from localspec.runtime.arguments import DraftLength
+from localspec.runtime.branches import why_chains
 from localspec.runtime.drafts import DraftMaker
 from localspec.runtime.learned import keep
 from localspec.runtime.load_options import LoadOptions
@@ -53,6 +54,7 @@ class Pair:
         conversation: the one last worked on, prompt and answer.
         prefix_cache: other conversations, put aside.
         preparation: what is left to find out in idle time.
+        why_chains: why drafts do not branch; None where they may.
         refused: why nothing is answered any more, where the engine turned out to be wrong; else None.
     """
 
@@ -71,9 +73,11 @@ class Pair:
             undo.callback(self.target.close)
             if options.parallel > 1:
                 ensure_batches(self.target, options.n_gpu_layers)
-            context, batch = target_memory(self.target, self._context_size(), options.parallel)
+            n_ctx = self._context_size()
+            times = self.loader.times(self.target, n_ctx, report)
+            self.why_chains = why_chains(self.target, times, options, report)
+            context, batch = target_memory(self.target, n_ctx, options.parallel, branches=self.why_chains is None)
             undo.callback((batch or context).close)
-            times = self.loader.times(self.target, context.n_ctx, report)
             self._state = DecodingState(context, times, [], [], AcceptanceStore(None, {}), batch=batch)
             if batch is not None:
                 self.prefix_cache.join(batch)

@@ -207,7 +207,7 @@ class DecodingState:
 
         def context_like(context: Context, hidden: Sequence[str]) -> Context:
             if own_contexts:
-                made.append(context.model.new_context(context.n_ctx, hidden=hidden))
+                made.append(context.model.new_context(context.n_ctx, hidden=hidden, branches=context.can_branch))
             return made[-1] if own_contexts else context
 
         try:
@@ -239,16 +239,20 @@ class DecodingState:
 
 
 def target_memory(
-    model: Model, n_ctx: int, parallel: int, hidden: Sequence[str] = ()
+    model: Model, n_ctx: int, parallel: int, hidden: Sequence[str] = (), *, branches: bool = False
 ) -> tuple[Context, SequenceBatch | None]:
     """The target's context; where several answers share passes, the memory that it is the first sequence of too.
+
+    Args:
+        model, n_ctx, hidden, branches: as for ``Model.new_context``.
+        parallel: how many answers share passes.
 
     Raises:
         EngineError: there is no memory for it.
         UsageError: the engine takes fewer sequences.
     """
     if parallel == 1:
-        return model.new_context(n_ctx, hidden=hidden), None
+        return model.new_context(n_ctx, hidden=hidden, branches=branches), None
     batch = model.new_batch(parallel, FULL_CONTEXTS * n_ctx, n_ctx=n_ctx, hidden=hidden)
     return batch[0], batch
 

@@ -55,7 +55,7 @@ def a_prefix_too_short(patch: pytest.MonkeyPatch) -> None:
 
     def short(self: Any, source: int, target: int, n: int) -> None:
         copy(self, source, target, n - 8)
-        self._run([7] * 8, range(n - 8, n), np.zeros(8, dtype=bool), [target] * 8)
+        self._run([7] * 8, range(n - 8, n), np.zeros(8, dtype=bool), [(target,)] * 8)
 
     patch.setattr(LlamaSequences, "_copy_prefix", short)
 
@@ -70,7 +70,7 @@ def tokens_taken_back_that_stay(patch: pytest.MonkeyPatch) -> None:
         if n and tokens:  # as if they had been moved to the front
             self._binding.remove(self._handle, 0, sequence)
             again = [*tokens, *self._sequences[sequence].tokens[: n - len(tokens)]]
-            self._run(again, range(n), np.zeros(n, dtype=bool), [sequence] * n)
+            self._run(again, range(n), np.zeros(n, dtype=bool), [(sequence,)] * n)
 
     patch.setattr(LlamaSequences, "_truncate", kept)
 

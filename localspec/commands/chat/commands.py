@@ -119,7 +119,8 @@ def _stats(chat: Chat, argument: str) -> None:
 
 
 def _why(chat: Chat, argument: str) -> None:
-    chat.screen.prose(chat.llm.explain())
+    chains = chat.llm.run(lambda pair: pair.why_chains)
+    chat.screen.prose(chat.llm.explain() + (f"; drafts do not branch: {chains}" if chains else ""))
 
 
 def _race(chat: Chat, argument: str) -> None:

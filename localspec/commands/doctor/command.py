@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from localspec import __version__
 from localspec.commands.doctor import devices, engines, fit, machine, models, payoff, ranking, screen
 from localspec.commands.doctor.advice import recommend, recommend_ranked
-from localspec.commands.doctor.costs import Watch, compare_engines, cost_finding, measure_costs
+from localspec.commands.doctor.costs import Watch, branches_finding, compare_engines, cost_finding, measure_costs
 from localspec.commands.doctor.facts import EngineFacts, Examination, PairFacts, Recommendation
 from localspec.commands.doctor.models import ExaminedModel
 from localspec.commands.options import RunOptions
@@ -242,7 +242,7 @@ class Doctor:
                 watch.call(llm, lambda pair: pair.recalibrate(watch.report))
             cost, times = measure_costs(llm, examined.target.name, [draft.name for draft in drafts], bandwidth, watch)
             one_pass = llm.run(lambda pair: {each.name for each in pair.state.models if each.drafter.one_pass})
-            rows = [cost_finding(cost, bandwidth), *compare_engines(llm, watch)]
+            rows = [cost_finding(cost, bandwidth), *compare_engines(llm, watch), branches_finding(cost)]
             rows += [Finding("info", "engine", warning) for warning in llm.warnings if not _is_shown(warning)]
         drafters = [(name, 0.0) for name in free]
         drafters += [(draft.name, draft.ms[1]) for draft in cost.drafts]

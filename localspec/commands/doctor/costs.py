@@ -106,6 +106,7 @@ def measure_costs(
         now_ms=round(watch.call(llm, lambda pair: single_pass_ms(target, pair.context, watch)), 4),
         bytes_per_token=read,
         bound_ms=round(read / (bandwidth_gb_per_s * 1e6), 4) if bandwidth_gb_per_s and on_cpu else None,
+        why_chains=llm.run(lambda pair: pair.why_chains),
     )
     return facts, state.times
 
@@ -158,6 +159,12 @@ def compare_engines(llm: LLM, watch: Watch) -> Iterator[Finding]:
     if len(found) > 1:
         took = ", ".join(f"{ms / 1e3:.1f} s on {name}" for name, ms in sorted(found.items(), key=lambda each: each[1]))
         yield Finding("ok", "engines", f"a nominal answer takes {took}: auto takes what was measured faster")
+
+
+def branches_finding(cost: CostFacts) -> Finding:
+    """The row on drafts that branch."""
+    text = f"drafts do not branch: {cost.why_chains}" if cost.why_chains else "drafts may branch"
+    return Finding("info", "branches", text)
 
 
 def cost_finding(cost: CostFacts, bandwidth_gb_per_s: float | None) -> Finding:

@@ -123,6 +123,7 @@ class CostFacts:
     now_ms: float  # the target's t(1) measured just now; target may come from the calibration on disk
     bytes_per_token: int  # weights that a one-token pass reads
     bound_ms: float | None  # the time that reading them takes at the measured bandwidth; None on a GPU
+    why_chains: str | None = None  # why drafts do not branch; None where they may
 
 
 @dataclass(frozen=True, slots=True)
