@@ -119,8 +119,9 @@ def _stats(chat: Chat, argument: str) -> None:
 
 
 def _why(chat: Chat, argument: str) -> None:
+    explanation = chat.llm.explain()
     chains = chat.llm.run(lambda pair: pair.why_chains)
-    chat.screen.prose(chat.llm.explain() + (f"; drafts do not branch: {chains}" if chains else ""))
+    chat.screen.prose(f"{explanation}; drafts do not branch: {chains}" if chains else explanation)
 
 
 def _race(chat: Chat, argument: str) -> None:
