@@ -55,8 +55,9 @@ CURVES: dict[str, tuple[Times, Times]] = {
 }
 """t(w) of Qwen2.5-Coder 1.5B and, with guesses made of its logits, of the 0.5B in Q4_0, on two machines [ms]."""
 
-HEAD_SHARE = 0.085
-"""A pass of a head over the target's over as many tokens, as measured for the head that ships (docs/heads.md)."""
+HEAD_SHARES = {1: 0.085, 2: 0.1, 4: 0.13, 8: 0.18, 16: 0.28, 64: 0.95}
+"""A head's reading of so many tokens over a pass of the target over one, as measured for the head that ships: its rows,
+the engine's pass, and the logits of the last."""
 
 OTHER_MS = 0.45
 STATES_MS = 0.3
@@ -220,7 +221,7 @@ class Replay:
         recycling: Drafter | None = None,
         rate: float | None = None,
     ) -> None:
-        head = {width: HEAD_SHARE * ms for width, ms in target.items()}
+        head = {width: share * target[1] for width, share in HEAD_SHARES.items()}
         curves = {name: curve for name, curve in (("head", head), ("model", model)) if name in sources}
         slower = BUSY if busy else (1.0, 1.0)
         self.real_target, self.slower = PassTimes(dict(target)), slower[0]

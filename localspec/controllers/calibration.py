@@ -46,7 +46,7 @@ _MAX_DISTURBED = 3
 _LEAST_CTX = 16
 """Room for passes of a few widths over a few tokens."""
 
-_FORMAT = 7
+_FORMAT = 8
 
 
 def calibrating(model: Model, n_ctx: int, passes: PassKind = WHOLE) -> Steps[PassTimes]:

@@ -67,6 +67,7 @@ class Estimates:
         self.stale = True
         self._prospect: Continuation | None = None
         self._at_hand: Continuation | None = None
+        self._joined: dict[str, Continuation] = {}
 
     def begin(self, *, takes_samples: bool) -> None:
         """A new answer begins."""
@@ -123,6 +124,7 @@ class Estimates:
         if (source in self.lagging) != lagging:
             self.lagging ^= {source}
             self._at_hand = None
+            self._joined.clear()
 
     # -- the stopping problem --------------------------------------------------------------------------------------
 
@@ -158,7 +160,28 @@ class Estimates:
         assert self._prospect is not None
         return self._prospect
 
+    def joined(self, source: str) -> Continuation:
+        """The stopping problem with what is at hand and this draft model, were it to read what it has missed.
+
+        Of two that lag, what the other might gain is no reason for this one to read.
+        """
+        if source not in self.lagging:
+            return self.at_hand
+        if self.stale:
+            self._refresh()
+        if self.lagging - self.unprofitable == {source}:
+            return self.prospect
+        if source not in self._joined:
+            able = [each for each in self.acceptance if each not in self.lagging or each == source]
+            self._joined[source] = self.solve(*able)  # a rate without it is not close
+        return self._joined[source]
+
+    def rank(self, source: str) -> int:
+        """Which of the models of ``joined`` this one is."""
+        return [each for each in self.draft_times if each not in self.lagging or each == source].index(source)
+
     def _refresh(self) -> None:
+        self._joined.clear()
         last, at_hand = self._prospect, self._at_hand
         profitable = [source for source in self.acceptance if source not in self.unprofitable]
         self._prospect = self.solve(*profitable, rate=last.best_rate if last else None)

@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from localspec.backends.base import Context, FloatArray, Model
+from localspec.backends.heads import Head
 from localspec.backends.published_heads import EngineHead
 from localspec.backends.trust import CHECK_TEXT
 
@@ -73,6 +74,24 @@ class BlockPasses(PassKind):
         if logits != "none":
             self.head.block_logits(context, tokens[-1], self.head.steps)
             context.truncate(n)
+
+
+@dataclass(frozen=True, slots=True)
+class ChainedPasses(HeadPasses):
+    """PassKind of a head that reads true rows: made of states, computed, and the logits of the last.
+
+    Attributes:
+        head: the head.
+        n_embd: width of the target's states.
+    """
+
+    head: Head
+    n_embd: int
+
+    def feed(self, context: Context, tokens: Sequence[int], logits: Literal["all", "last", "none"] = "all") -> None:
+        states = _rows(len(tokens), len(self.head.taps) * self.n_embd)
+        rows = self.head.true_rows(context, states, tokens)
+        context.decode_floats(rows, tokens, "none" if logits == "none" else "last")
 
 
 @dataclass(frozen=True, slots=True)

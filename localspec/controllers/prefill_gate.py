@@ -104,7 +104,7 @@ class PrefillGate:
         is_long = cost > LONG_READING * plain
         if is_long and n_emitted < PATIENCE_TOKENS:
             return False
-        gain = estimates.ms_plain / self._gain_without(source, round_index) - 1.0 / estimates.prospect.rate
+        gain = estimates.ms_plain / self._gain_without(source, round_index) - 1.0 / estimates.joined(source).rate
         if is_long:
             return prompt_pays(cost, gain, estimates.ms_plain, n_emitted, room)
         return gain * min(room, STRETCH_TOKENS) > cost

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -128,9 +129,10 @@ class Training:
 
     @property
     def first_rate(self) -> float | None:
-        """Share of held-out places at which the first token was right, every kind of text counting the same."""
+        """Share of held-out places at which the first token was right, the median of the kinds of text: how good it is
+        with one kind, such as the texts that it was made with, says little of others."""
         rates = [by_step[0] for kind, by_step in self.acceptance.items() if kind != ALL_TEXTS and by_step]
-        return sum(rates) / len(rates) if rates else None
+        return median(rates) if rates else None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), ensure_ascii=False, allow_nan=False)

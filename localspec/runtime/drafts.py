@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localspec.backends.base import Context, Model, SequenceBatch
-from localspec.backends.heads import heads_for, target_facts
+from localspec.backends.heads import Head, heads_for, target_facts
 from localspec.backends.published_heads import EngineHead, heads_beside
 from localspec.backends.trust import fingerprint
 from localspec.controllers.acceptance_store import AcceptanceStore
-from localspec.controllers.passes import WHOLE, BlockPasses, EarlyExits, HeadPasses, PassKind
+from localspec.controllers.passes import WHOLE, BlockPasses, ChainedPasses, EarlyExits, HeadPasses, PassKind
 from localspec.errors import EngineError, LocalspecError, UsageError, VocabularyMismatch
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.exit_head import exit_head
@@ -209,6 +209,8 @@ class DraftMaker:
         passes: PassKind = HeadPasses(context.hidden)
         if isinstance(head, EngineHead) and head.facts.block:
             passes = BlockPasses(head)
+        elif isinstance(head, Head) and head.kind == "chained":
+            passes = ChainedPasses(context.hidden, head, target.n_embd)
         if head.kind == "exit":
             passes = EarlyExits(target, head.taps[0], context)
         drafter = HEAD_DRAFTERS[head.kind](head, context, source)

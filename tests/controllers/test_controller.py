@@ -528,6 +528,20 @@ def test_of_two_models_the_one_that_pays_more_is_asked_first(head: float, model:
     assert both.run(auto(both), N_TOKENS) >= 0.93 * best
 
 
+def test_what_another_might_gain_is_no_reason_to_read() -> None:
+    """Of two draft models that lag, each is weighed with what is at hand, and not with the other."""
+    estimates = auto(two_models(0.3, 0.9)).estimates
+    assert estimates.lagging == {"head", "model"}
+    for source in ("head", "model"):
+        assert estimates.joined(source).rate == pytest.approx(estimates.solve(source).rate)
+        assert estimates.rank(source) == 0
+    assert estimates.joined("head").rate < estimates.prospect.rate
+    estimates.set_lagging("head", False)
+    assert estimates.joined("head") is estimates.at_hand
+    assert estimates.joined("model") is estimates.prospect
+    assert estimates.rank("model") == 1
+
+
 def test_steps_that_are_hidden_behind_the_targets_passes_cost_as_much_less() -> None:
     """A draft as slow as its target does not pay, unless most of its steps are taken while the target verifies."""
     here = world("gpu", 0.99, "stationary 0.8")

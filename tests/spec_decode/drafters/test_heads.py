@@ -19,7 +19,7 @@ import localspec.spec_decode.decoder
 from localspec.backends import reference
 from localspec.backends.base import FEW_ROWS, Context, FloatArray, Forward
 from localspec.backends.draft_head import DraftHead
-from localspec.backends.heads import MAX_STATES, STATE, Head, load_head, target_facts
+from localspec.backends.heads import STATE, Head, load_head, target_facts
 from localspec.backends.published_heads import load_published
 from localspec.controllers.fixed import FixedController, FixedPlan
 from localspec.errors import EngineError, UsageError
@@ -80,6 +80,14 @@ def drafter_of(head: Head, n_ctx: int = N_CTX) -> Any:
 
 
 # -- what is said ------------------------------------------------------------------------------------------------------
+
+WINDOW = 64
+"""States that wait to be read: enough for the conversations of these tests."""
+
+
+@pytest.fixture(autouse=True)
+def window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localspec.backends.heads.MAX_STATES", WINDOW)
 
 
 class HeadWorld(World):
@@ -470,12 +478,12 @@ def words(n: int, seed: int = 0) -> list[int]:
 
 def test_of_a_long_prompt_the_end_is_read_and_of_what_follows_all(reader: Reader) -> None:
     text = reader.answer(words(300))
-    assert reader.drafter._first == 299 - MAX_STATES
-    assert reader.n_rows[0] == MAX_STATES
+    assert reader.drafter._first == 299 - WINDOW
+    assert reader.n_rows[0] == WINDOW
     n_first = reader.drafter._n_true
     longer = reader.answer([*text, *words(40, 1)])
-    assert reader.drafter._first == 299 - MAX_STATES
-    assert reader.n_rows[0] == len(text) + 39 - (299 - MAX_STATES) - n_first  # each row once
+    assert reader.drafter._first == 299 - WINDOW
+    assert reader.n_rows[0] == len(text) + 39 - (299 - WINDOW) - n_first  # each row once
     reader.answer([*longer[:-20], *words(30, 2)])  # an edit: what stands before it was read already
     assert reader.n_rows[0] <= 31
     reader.answer(longer[:-20])  # and nothing at all is new
