@@ -71,7 +71,7 @@ class LLM(Tokenizing, AskingModel):
         idle: work while nobody waits: measuring, making copies, reading ahead. It gives way to a request within a pass,
             and is not done on battery. False does what has to be done while loading, and then nothing between requests.
         placement: where the target's weights go, with more than one device; see ``Placement``.
-        parallel: most requests that are answered at a time, in passes of the target that they share.
+        parallel: most requests that are answered at a time, in passes of the target that they share; or ``auto``.
         progress: called while loading, from the worker thread, with what is being done and the fraction done (or
             None); an exception from it cancels the load and is raised here.
         cancel: set it, from any thread, to cancel the load.
@@ -99,7 +99,7 @@ class LLM(Tokenizing, AskingModel):
         max_queue: int | None = None,
         idle: bool = True,
         placement: Placement | None = None,
-        parallel: int = 1,
+        parallel: int | str = 1,
         progress: Report | None = None,
         cancel: threading.Event | None = None,
     ) -> None:
@@ -229,9 +229,9 @@ class LLM(Tokenizing, AskingModel):
         """Whether a request runs now."""
         return self._worker.n_running > 0
 
-    def parallel_info(self) -> dict[str, int]:
-        """``parallel``: how many requests may run at a time; ``running``: how many do."""
-        return {"parallel": self._worker.queue.at_once, "running": self._worker.n_running}
+    def parallel_info(self) -> dict[str, Any]:
+        """``parallel``: how many requests may run at a time; ``running``: how many do; ``reason``: why so many may."""
+        return {"running": self._worker.n_running} | self._pair.parallel.as_dict()
 
     @property
     def max_queue(self) -> int | None:

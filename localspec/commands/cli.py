@@ -231,8 +231,8 @@ def serve(
     ] = None,
     queue: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are told to come back.")] = 32,
     parallel: Annotated[
-        int, typer.Option(min=1, max=64, help="Requests that are answered at a time, in passes that they share.")
-    ] = 1,
+        str, typer.Option(metavar="auto|N", help="Requests that are answered at a time, in passes that they share.")
+    ] = "1",
     prefix_cache: Annotated[
         int, typer.Option(min=0, max=1 << 20, metavar="MB", help="Memory for conversations that are put aside.")
     ] = 512,

@@ -25,11 +25,11 @@ LEAST_GAIN = 1.05
 """Answers take turns where that is faster by this factor; what is gained by less is noise."""
 
 
-CELL_READS = 3.0
-"""What a row pays for a cell at first, in times of reading its keys and values at the speed at which the weights are
-read. Qwen2.5-Coder 0.5B and 1.5B on ik-llama were measured to pay 5 (``benchmarks/sequences.py``); where several rows
-read them together it is less than one. Passes over a fuller memory tell which it is."""
-
+CELL_READS = {"cpu": 3.0, "mixed": 3.0}
+"""What a row pays for a cell at first, by where the weights are, in times of reading its keys and values at the speed
+at which the weights are read; elsewhere 1. Qwen2.5-Coder 0.5B and 1.5B on ik-llama were measured to pay 5
+(``benchmarks/sequences.py``); where several rows read them together it is less than one. Passes over a fuller memory
+tell which it is."""
 
 DRIFT = 0.03, 0.01
 """By what share, from pass to pass, the machine's speed and the price of a cell may have changed."""
@@ -43,6 +43,7 @@ class SharedPasses:
     Args:
         times: t(w) of passes of one answer [ms]; what is learned of shared ones does not change it. Where it is
             calibrated anew, so is this.
+        device: where the weights are, see ``Capabilities``.
         ms_other: of a pass, outside of the target: as ``Estimates.ms_other`` for each answer [ms].
 
     Attributes:
@@ -52,14 +53,14 @@ class SharedPasses:
         prompts: how much of those goes into a pass.
     """
 
-    def __init__(self, times: PassTimes, ms_other: float = 0.3) -> None:
+    def __init__(self, times: PassTimes, device: str = "cpu", ms_other: float = 0.3) -> None:
         self.times = deepcopy(times)
         self.times.n_past = CALIBRATED_PAST  # what a longer memory costs is told apart
         self.prompts = PromptPieces(self)
         self.n_answers = 1
         self._n_in_turn: int | None = None
         self.n_cells = CALIBRATED_PAST
-        self.ms_cell = CELL_READS * times.growth * times.base[1]
+        self.ms_cell = CELL_READS.get(device, 1.0) * times.growth * times.base[1]
         self._calibrated = times
         self._base = times.base
         self._ms_other = ms_other
@@ -76,6 +77,10 @@ class SharedPasses:
     def n_sharing(self) -> int:
         """How many answers would share a pass without drafts, where they take turns; at least 1."""
         return max(1, min(self.n_answers, self._n_in_turn or self.n_answers))
+
+    def with_overhead(self, width: int, n_answers: int) -> float:
+        """The same, and what each of so many answers takes besides."""
+        return self(width) + n_answers * self._ms_other
 
     def _row_cells(self, width: int) -> int:
         return width * max(0, self.n_cells - CALIBRATED_PAST)
@@ -148,7 +153,7 @@ class SharedPasses:
         for k in range(len(reaches) + 1):
             if k:
                 tokens += reaches[k - 1]
-            ms = self(n + k) + len(drafts) * self._ms_other
+            ms = self.with_overhead(n + k, len(drafts))
             value = tokens / ms if rate is None else tokens - rate * ms
             if value > worth:
                 worth, best = value, k

@@ -10,16 +10,17 @@ from localspec.runtime.load_options import LoadOptions
 from localspec.runtime.model_loading import Report
 
 
-def why_chains(model: Model, times: PassTimes, options: LoadOptions, report: Report) -> str | None:
+def why_chains(model: Model, times: PassTimes, options: LoadOptions, parallel: int, report: Report) -> str | None:
     """Why drafts are chains, as part of a sentence; None where they may branch. An engine is checked the first time.
 
     Args:
         model: the target.
         times: the cost model of its passes.
         options: how it was loaded.
+        parallel: how many answers share passes.
         report: takes progress.
     """
-    if options.parallel > 1:
+    if parallel > 1:
         return "answers share passes"
     if not model.capabilities.trees or not model.capabilities.trees_apart:
         return model.why_no_trees()

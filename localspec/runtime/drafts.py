@@ -186,7 +186,7 @@ class DraftMaker:
         model = self.loader.load_draft(path, self.before, self.report)
         options, n_ctx = self.loader.options, self.before.context.n_ctx
         try:
-            memory = DraftMemory.of_model(model, n_ctx, options.parallel, options.n_gpu_layers)
+            memory = DraftMemory.of_model(model, n_ctx, self.loader.parallel, options.n_gpu_layers)
         except BaseException:
             model.close()
             raise
@@ -201,7 +201,7 @@ class DraftMaker:
         head = self.loader.load_head(path, target, self.report)
         try:
             n_ctx = self.before.context.n_ctx
-            memory = DraftMemory.of_head(lambda: head.new_context(n_ctx), self.loader.options.parallel)
+            memory = DraftMemory.of_head(lambda: head.new_context(n_ctx), self.loader.parallel)
         except BaseException:
             head.close()
             raise
@@ -255,7 +255,7 @@ class DraftMaker:
         context, taps = self.before.context, taps_of(drafters)
         if set(taps) == set(context.hidden):
             return context, self.before.batch
-        parallel = self.loader.options.parallel
+        parallel = self.loader.parallel
         other, batch = target_memory(context.model, context.n_ctx, parallel, taps, branches=context.can_branch)
         self.undo.callback((batch or other).close)
         if context.tokens and context.model.capabilities.saves_state:

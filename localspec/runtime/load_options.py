@@ -8,7 +8,7 @@ from typing import Any
 from localspec.backends import check_name
 from localspec.backends.placement import Placement, check_engine
 from localspec.errors import UsageError
-from localspec.values import KV_CACHE_TYPES, MAX_COUNT, MAX_THREADS, checked_whole, shown
+from localspec.values import KV_CACHE_TYPES, MAX_COUNT, MAX_THREADS, checked_whole, is_whole, shown
 
 PREFIX_CACHE_BYTES = 512 << 20
 """Memory that put-aside conversations may take: 18,000 tokens of Qwen2.5-1.5B at f16 (28 KiB each)."""
@@ -36,7 +36,7 @@ class LoadOptions:
     prefix_cache_bytes: int = PREFIX_CACHE_BYTES
     idle: bool = True
     placement: Placement = field(default_factory=Placement)
-    parallel: int = 1
+    parallel: int | str = 1
 
     def __post_init__(self) -> None:
         check_name(self.backend)
@@ -52,11 +52,11 @@ class LoadOptions:
             ("n_threads", 1, MAX_THREADS),
             ("n_gpu_layers", -1, MAX_COUNT),
             ("prefix_cache_bytes", 0, None),
-            ("parallel", 1, MAX_PARALLEL),
         ):
             value = getattr(self, name)
-            if value is not None or name in ("prefix_cache_bytes", "parallel"):
+            if value is not None or name == "prefix_cache_bytes":
                 object.__setattr__(self, name, checked_whole(name, value, least, most))
+        object.__setattr__(self, "parallel", checked_parallel(self.parallel))
 
     @property
     def engine(self) -> dict[str, Any]:
@@ -71,3 +71,18 @@ class LoadOptions:
     def as_arguments(self) -> dict[str, Any]:
         """The arguments of ``LLM`` that say the same."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
+
+
+def checked_parallel(value: Any) -> int | str:
+    """How many answers at a time: ``auto``, or a number, as a text too.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if isinstance(value, str):
+        if value == "auto":
+            return value
+        value = int(value) if value.isdecimal() and len(value) < 10 else value
+    if not is_whole(value) or not 1 <= value <= MAX_PARALLEL:
+        raise UsageError(f"parallel must be auto or a whole number in 1..{MAX_PARALLEL}, not {shown(value)}")
+    return int(value)

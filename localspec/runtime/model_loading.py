@@ -44,6 +44,7 @@ class Loader:
 
     def __init__(self, options: LoadOptions, warnings: list[str]) -> None:
         self.options = options
+        self.parallel = 1
         self.warnings = warnings
         self._choices = JsonStore(home() / "drafts", 1)
 

@@ -8,21 +8,20 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 from localspec.backends.base import Context, FloatArray
-from localspec.backends.batch_trust import ensure_batches
 from localspec.controllers.acceptance_store import AcceptanceStore
 from localspec.controllers.calibration import curve_key, curves
 from localspec.controllers.cost_model import PassTimes
 from localspec.errors import Cancelled, EngineMismatch
 from localspec.runtime.arguments import DraftLength
-from localspec.runtime.branches import why_chains
 from localspec.runtime.drafts import DraftMaker
 from localspec.runtime.learned import keep
 from localspec.runtime.load_options import LoadOptions
 from localspec.runtime.model_loading import Loader, Report
+from localspec.runtime.parallel_choice import open_memory
 from localspec.runtime.prefix_cache import PrefixCache
 from localspec.runtime.preparation import Preparation, ask_another_engine, prepare_draft, prepare_free, prepare_times
 from localspec.runtime.seat import Seat
-from localspec.runtime.state import DecodingState, DraftModel, target_memory
+from localspec.runtime.state import DecodingState, DraftModel
 from localspec.sampling.sampling import SamplingParams
 from localspec.sampling.structured.constraint import constraint_for
 from localspec.spec_decode.controller import Controller
@@ -71,12 +70,11 @@ class Pair:
             undo.callback(trim_heap)
             self.target = self.loader.load_target(path, report)
             undo.callback(self.target.close)
-            if options.parallel > 1:
-                ensure_batches(self.target, options.n_gpu_layers)
             n_ctx = self._context_size()
             times = self.loader.times(self.target, n_ctx, report)
-            self.why_chains = why_chains(self.target, times, options, report)
-            context, batch = target_memory(self.target, n_ctx, options.parallel, branches=self.why_chains is None)
+            opened = open_memory(self.loader, self.target, times, n_ctx, report)
+            self.parallel, self.why_chains, context, batch = opened
+            self.loader.parallel = self.parallel.n
             undo.callback((batch or context).close)
             self._state = DecodingState(context, times, [], [], AcceptanceStore(None, {}), batch=batch)
             if batch is not None:

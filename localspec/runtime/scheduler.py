@@ -86,9 +86,9 @@ class _Prepared:
 
 def serve_beside(pair: Pair, encoder: PromptEncoder, worker: Worker) -> None:
     """Have a worker answer as many requests side by side as the pair was loaded for."""
-    if pair.options.parallel > 1:
+    if pair.parallel.n > 1:
         scheduler = Scheduler(pair, encoder, worker.queue, worker.running)
-        worker.serve_beside(scheduler.run, pair.options.parallel)
+        worker.serve_beside(scheduler.run, pair.parallel.n)
 
 
 class Scheduler:
@@ -139,7 +139,7 @@ class Scheduler:
         beside = [draft.memory.batch for draft in base.models if draft.memory.batch is not None]
         self._seating = Seating(self._batch, self._pair.prefix_cache, beside)
         self._states = {0: base}
-        self._passes = SharedPasses(base.times)
+        self._passes = SharedPasses(base.times, base.target.capabilities.device)
 
     # -- joining and leaving ---------------------------------------------------------------------------------------
 

@@ -81,7 +81,7 @@ class Passes:
 
 def check_nothing_is_left(llm: LLM) -> None:
     """No request runs, and every token in the memory is one of a conversation that is kept."""
-    assert llm.parallel_info() == {"parallel": N_PARALLEL, "running": 0}
+    assert llm.parallel_info() == {"parallel": N_PARALLEL, "running": 0, "reason": "as asked for"}
 
     def held(_: Any) -> None:
         batch = batch_of(llm)
@@ -313,9 +313,9 @@ def test_priorities_that_make_no_sense_are_refused(llm: LLM, priority: Any) -> N
         llm.rounds("la", priority=priority)
 
 
-@pytest.mark.parametrize("parallel", [0, 65, 1.5, None])
+@pytest.mark.parametrize("parallel", [0, 65, 1.5, None, True, "many", "-1", "9" * 5000])
 def test_numbers_of_answers_that_make_no_sense_are_refused(tiny: TinyFiles, parallel: Any) -> None:
-    with pytest.raises(LocalspecError, match="parallel must be a whole number"):
+    with pytest.raises(LocalspecError, match=r"parallel must be auto or a whole number in 1\.\.64"):
         LLM(tiny.quick.target, backend="reference", parallel=parallel)
 
 

@@ -54,6 +54,9 @@ def _serve_chats(options: RunOptions, settings: ServerSettings) -> AppRunner:
         url = url_of(sock)
         draft = " + ".join(llm.draft_names) or "none"
         print(f"localspec: {llm.model_name} · {llm.backend_name} · draft: {draft}", file=sys.stderr)
+        if settings.parallel != 1:
+            parallel = llm.parallel_info()
+            print(f"localspec: requests at a time: {parallel['parallel']} ({parallel['reason']})", file=sys.stderr)
         apis = f"OpenAI's API at {url}/v1, Anthropic's and Ollama's at {url}"
         print(f"localspec: chat page at {url}/, {apis} · Ctrl-C stops", file=sys.stderr)
         runner = Runner(llm, settings, verbose=options.verbose, on_start=lambda: print(url, flush=True))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from localspec.commands.options import check_text
 from localspec.errors import UsageError
+from localspec.runtime.load_options import checked_parallel
 from localspec.sampling.sampling import SamplingParams
 
 
@@ -20,7 +21,7 @@ class ServerSettings:
         host, port: where to listen; port 0 finds one.
         api_key: what ``Authorization: Bearer`` must carry; None asks for none.
         queue: most requests that wait.
-        parallel: most requests that are answered at a time.
+        parallel: most requests that are answered at a time; ``auto``: as many as gain throughput.
         prefix_cache: megabytes for conversations other than the present one.
         time_limit: longest time from a request to the end of its answer [s].
         aliases: further names that requests may call the model by.
@@ -40,7 +41,7 @@ class ServerSettings:
     port: int = 8642
     api_key: str | None = None
     queue: int = 32
-    parallel: int = 1
+    parallel: int | str = 1
     prefix_cache: int = 512
     time_limit: float = 3600.0
     aliases: Sequence[str] = ()
@@ -54,6 +55,7 @@ class ServerSettings:
     body_seconds: float = 20.0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "parallel", checked_parallel(self.parallel))
         for text in (self.host, self.api_key, *self.aliases, *self.corpora, *self.origins, *self.hosts):
             check_text(text, "an option")
         for origin in self.origins:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -104,6 +105,8 @@ def test_a_port_in_use_is_one_line_at_once(tiny: TinyFiles) -> None:
         (["--host", "no.such.host.invalid"], "no such address"),
         (["--port", "70000"], "'--port'"),
         (["--queue", "-1"], "'--queue'"),
+        (["--parallel", "0"], "parallel must be auto or a whole number in 1..64, not 0"),
+        (["--parallel", "many"], "parallel must be auto or a whole number in 1..64"),
         (["--prefix-cache", "-1"], "'--prefix-cache'"),
         (["--time-limit", "0"], "'--time-limit'"),
         (["--allow-origin", "localhost"], "--allow-origin must be"),
@@ -175,3 +178,14 @@ def test_requests_are_logged_only_if_asked_for(tiny: TinyFiles) -> None:
             process.terminate()
             _, stderr = process.communicate(timeout=PATIENCE)
             assert ("GET /health" in stderr) == logged
+
+
+def test_how_many_requests_at_a_time_is_chosen_and_said(tiny: TinyFiles) -> None:
+    with serving(tiny.quick.target, "--port", "0", "--parallel", "auto") as (process, url):
+        with urllib.request.urlopen(f"{url}/v1/localspec/stats", timeout=PATIENCE) as answer:
+            found = json.load(answer)["parallel"]
+        process.terminate()
+        _, stderr = process.communicate(timeout=PATIENCE)
+    assert (found["parallel"], found["running"]) == (1, 0)
+    assert "one conversation of this model at a time" in found["reason"]
+    assert f"localspec: requests at a time: 1 ({found['reason']})" in stderr.splitlines()
