@@ -29,7 +29,7 @@ def best_and_certainty(row: Row, temperature: float = 1.0) -> tuple[int, float]:
     of the largest, which is no more exact, took two to four times as long.
 
     Args:
-        row: logits [n]. Where one is NaN, it is what the token is of; the certainty then means nothing.
+        row: logits [n]. Where one is NaN or infinite, it is what the token is of; the certainty then means nothing.
         temperature: that they are divided by.
     """
     n = len(row) // _FEW
@@ -45,7 +45,7 @@ def best_and_certainty(row: Row, temperature: float = 1.0) -> tuple[int, float]:
         best = int(row.argmax())
     else:
         best = at + n * int(blocks[:, at].argmax())
-    if not top > -np.inf:
+    if not np.isfinite(top):
         return best, 1.0
     weights = largest - top
     if temperature != 1.0:

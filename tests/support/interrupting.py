@@ -43,6 +43,8 @@ else:
 
     sys.stderr = Heard(sys.stderr.buffer, sys.stderr.encoding, line_buffering=True)
 
+signal.signal(getattr(signal, by), signal.getsignal(signal.SIGINT) if by == "SIGINT" else signal.SIG_DFL)  # not nohup's
+
 from localspec.__main__ import main
 main(arguments)
 """

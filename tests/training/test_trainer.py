@@ -229,7 +229,7 @@ def linear_passages(n: int, lengths: Sequence[int], seed: int) -> tuple[list[Pas
 def test_it_begins_as_the_best_linear_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rows are the target's next states before the last norm's weight, and its chain goes on from its own."""
     n = 32
-    monkeypatch.setattr(warm_start, "_RIDGE", 1e-3)
+    monkeypatch.setattr(warm_start, "RIDGE", 1e-3)
     target = write_llama(tmp_path / "target.gguf", Shape(n_layer=3, n_embd=n, n_head=2, n_head_kv=1, n_ff=64))
     passages, embeddings, norm = linear_passages(n, [90, 200, 150, 120], 4)
     ids = np.arange(60, dtype=np.int32)
