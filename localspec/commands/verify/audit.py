@@ -137,7 +137,10 @@ class Audit:
         self._step(f"{what}: passes of many widths")
         for lengths in prompt_cuts(len(prompt))[number % 2 :: 2]:  # long and short passes over the prompt, by turns
             n_rows = len(plain.tokens)
-            for deviations in wide_passes(self.target, plain, n_rows, lengths, self.widths, self._check):
+            passes = wide_passes(
+                self.target, plain, n_rows, lengths, self.widths, self._check, branches=self.pair.context.can_branch
+            )
+            for deviations in passes:
                 self.noise.widths.add(len(deviations))
                 self.noise.deviations += deviations
         for arm in self._greedy_arms(number):
@@ -208,7 +211,7 @@ class Audit:
         observations, noise, options = self.log.observations, self.noise, self.options
         n_tested = max(1, len(observations))
         bounds, noise_figures = noise.bounds(n_tested), noise.figures(n_tested)
-        judge = Judge(self.target, bounds or (math.inf, math.inf), self._in_words)
+        judge = Judge(self.target, bounds or (math.inf, math.inf), self._in_words, self.pair.context.can_branch)
         judge.judge(observations if bounds else [])
         spoiled = None
         if self.spoiled:

@@ -152,19 +152,27 @@ def plain_answer(
 
 
 def wide_passes(
-    model: Model, plain: PlainAnswer, n_rows: int, lengths: Iterable[int], widths: Iterator[int], check: Check
+    model: Model,
+    plain: PlainAnswer,
+    n_rows: int,
+    lengths: Iterable[int],
+    widths: Iterator[int],
+    check: Check,
+    *,
+    branches: bool = False,
 ) -> Iterator[list[Deviation]]:
     """Compute the first rows of an answer again in a fresh context, in passes over several tokens.
 
     The ``lengths`` of the passes over the prompt matter as much as the ``widths`` of those over the answer: a cached
     prompt's passes fall elsewhere than those of a new one, and engines take other kernels for long passes than for
-    short ones.
+    short ones. So does whether the context takes branching drafts (``branches``): ik-llama's computes without flash
+    attention.
 
     Yields:
         How far the rows of each pass lie from the answer's.
     """
     text, first = plain.before(n_rows - 1), len(plain.prompt) - 1
-    with model.new_context(len(text) + SLACK) as context:
+    with model.new_context(len(text) + SLACK, branches=branches) as context:
         feed(context, text[:first], check, lengths)
         while (at := context.n_past) < len(text):
             check()

@@ -133,6 +133,7 @@ class Judge:
 
     Attributes:
         name: turns a token into words.
+        branches: whether the contexts that are judged take branching drafts.
         ties: tokens that differ from plain decoding, where rounding explains it.
         defects: the first unexplained row of each prompt and way of drafting.
         n_rechecked, n_explained: suspicious rows that were computed again, and those that fresh contexts move as well.
@@ -141,6 +142,7 @@ class Judge:
     model: Model
     bounds: tuple[float, float]
     name: Callable[[int], str]
+    branches: bool = False
     ties: list[Observation] = field(default_factory=list)
     defects: list[Defect] = field(default_factory=list)
     n_rechecked: int = 0
@@ -168,7 +170,8 @@ class Judge:
         rms, gap = self.bounds
         for width, lengths in zip(WIDTHS, prompt_cuts(len(seen.plain.prompt) - 1), strict=True):
             n_rows = seen.position + 1
-            *_, last = wide_passes(self.model, seen.plain, n_rows, lengths, repeat(width), lambda: False)
+            answer, branches = seen.plain, self.branches
+            *_, last = wide_passes(self.model, answer, n_rows, lengths, repeat(width), lambda: False, branches=branches)
             rms, gap = max(rms, EXPLAINED * last[-1].rms), max(gap, EXPLAINED * last[-1].swing)
         explained = seen.deviation.rms <= rms and seen.gap <= gap
         self.n_explained += explained
