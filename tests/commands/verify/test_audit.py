@@ -704,3 +704,13 @@ def test_a_wrong_memory_of_a_real_model_is_found(
         report = audit(llm, AuditOptions(2, 24, SMALL.greedy, SMALL.sampled, n_windows=1, n_draws=10))
         monkeypatch.undo()
     assert "row" in found(report)
+
+
+def test_contexts_that_take_branches_round_in_their_own_way(
+    tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("localspec.runtime.branches.FLAT_ROW", 1e9)
+    with opened_with_heads(tiny, "ik-llama", tmp_path) as llm:
+        assert llm._pair.context.can_branch
+        report = audit(llm, replace(SMALL, n_prompts=3))
+    assert found(report) == set(), report.verdict
