@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from localspec import LLM, EngineMismatch, SamplingParams, backends
 from localspec.backends import trust
 from localspec.backends.base import Forward
+from localspec.backends.trust import fingerprint
 from localspec.controllers.calibration import CalibrationCache
 from localspec.controllers.cost_model import PassTimes
 from localspec.errors import Cancelled, EngineError, LocalspecError
@@ -105,7 +107,8 @@ def test_a_load_measures_little_and_leaves_the_rest(tiny: TinyFiles, isolated_ho
         assert llm._pair.state.models[0].times.quick
         assert llm.generate("the cat", GREEDY).stats["completion_tokens"] == 24
         assert not list(isolated_home.glob("repacked/*"))
-        assert len(list((isolated_home / "trust").iterdir())) == 1  # the target's
+        checked = {json.loads(path.read_text())["key"]["file"] for path in (isolated_home / "trust").iterdir()}
+        assert checked == {fingerprint(tiny.pair.target)}
 
 
 def test_idle_time_finds_out_the_rest(tiny: TinyFiles, isolated_home: Path) -> None:
