@@ -4,10 +4,10 @@ A prompt's row takes the place of a draft token's, and makes everybody's next to
 is read sooner, in narrow ones nobody's text stalls. So a pass mostly has as much of the prompts as keeps it under
 ``STALL`` plain ones, and now and then much more.
 
-By ``benchmarks/prompt_pieces.py``, which has a simulated clock, with four clients: 7.3 s to the first token at the 95th
-percentile instead of 10.5 with narrow pieces only that prompts share alike, 0.62 at the median instead of 0.75;
-47 ms between two instead of 56, and 66 instead of 74; 38.5 tokens per second instead of 37.0. All of a prompt at once:
-39.1 tokens per second, 5.0 s to the first, and three seconds of silence. The constants below were tried there.
+By ``benchmarks/prompt_pieces.py``, which has a simulated clock, with four clients: 8.5 s to the first token at the 95th
+percentile instead of 10.5 with narrow pieces only that prompts share alike; 66 ms between two instead of 74; 38.1
+tokens per second instead of 37.0. All of a prompt at once: 39.1 tokens per second, 5.0 s to the first, and three
+seconds of silence. The constants below were tried there.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ STALL = 2.75
 with what comes on top."""
 
 LONG_MS = 500.0
-"""What the others may take. With 800 the 95th percentile of times to the first token is 6.3 s."""
+"""What the others may take. With 800 the 95th percentile of times to the first token is 6.9 s, at longer pauses."""
 
-LONG_EVERY = 12
-MOST_DUE = 2
-APART = 4
-"""Of so many passes beside answers one may be a long one; so many of those, where none came for a while, may come close
-together, with so many passes between them. One of 8: 6.4 s at the 95th percentile, but in six of 30 short runs more
-than 5 of 100 tokens come late."""
+LONG_EVERY = 24
+"""Of so many passes beside answers one may be a long one: 4 of 100, so that the 95th percentile of times between tokens
+stays under ``STALL`` plain ones. With one of 12 and two that may come close together, 5 to 10 of 100 pieces of text
+came after 350 to 450 ms with four or eight clients; simulated, 7 of 60 short runs were so, and none with 24."""
 
 LEAST_ROWS = 4
 """Of prompts, in a pass: else they would never be read where every row costs as much as a pass."""
@@ -48,8 +46,7 @@ class PromptPieces:
     def __init__(self, times: Callable[[int], float]) -> None:
         self._times = times
         self._dearer = {False: 1.0, True: 1.0}  # what a prompt's rows cost, narrow pieces and wide ones, beside t(w)
-        self._due = float(MOST_DUE)
-        self._n_since = APART
+        self._n_since = LONG_EVERY  # passes beside answers, after a long one
         self._is_long = False
 
     def divide(self, n_answers: int, unread: Sequence[int], priorities: Sequence[int], most: int) -> list[int]:
@@ -69,7 +66,7 @@ class PromptPieces:
             return []
         if n_answers:
             rows = self._rows_within(STALL * self._times(1), n_answers, most)
-            if self._due >= 1.0 and self._n_since >= APART and sum(unread) > rows:
+            if self._n_since >= LONG_EVERY and sum(unread) > rows:
                 wide = self._rows_within(max(LONG_MS, STALL * self._times(1)), n_answers, most)
                 rows, self._is_long = wide, wide > rows
         pieces = [0] * len(unread)
@@ -94,10 +91,9 @@ class PromptPieces:
     def observe(self, n_answers: int, rows: int, ms: float) -> None:
         """A pass took so long that had so many rows of answers, and of prompts."""
         if n_answers:
-            self._due = min(float(MOST_DUE), self._due + 1.0 / LONG_EVERY)
             self._n_since += 1
         if rows and self._is_long:
-            self._due, self._n_since, self._is_long = self._due - 1.0, 0, False
+            self._n_since, self._is_long = 0, False
         without = self._times(n_answers)
         expected = self._times(n_answers + rows) - without
         if rows and expected > 0:

@@ -7,7 +7,7 @@ import pytest
 
 from localspec.controllers import prompt_pieces
 from localspec.controllers.cost_model import PassTimes
-from localspec.controllers.prompt_pieces import LEAST_ROWS, LONG_EVERY, LONG_MS, MOST_DUE, STALL, PromptPieces
+from localspec.controllers.prompt_pieces import LEAST_ROWS, LONG_EVERY, LONG_MS, STALL, PromptPieces
 from tests.support.simulator import CURVES
 
 MOST = 128
@@ -25,13 +25,13 @@ def endless(pieces: PromptPieces, times: PassTimes, n_answers: int, n_passes: in
 
 @pytest.mark.parametrize("curve", CURVES)
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
-def test_of_twelve_passes_one_may_be_long_and_none_too_long(curve: str, n: int) -> None:
+def test_one_of_so_many_passes_may_be_long_and_none_too_long(curve: str, n: int) -> None:
     times, n_passes = PassTimes(dict(CURVES[curve])), 2000
     rows = endless(PromptPieces(times), times, n, n_passes)
     ms = [times(n + each) for each in rows]
     short = STALL * times(1)
     n_long = sum(took > max(short, times(n + LEAST_ROWS)) + 1e-6 for took in ms)
-    assert n_long <= n_passes / LONG_EVERY + MOST_DUE
+    assert n_long <= n_passes / LONG_EVERY + 1
     assert max(ms) <= max(LONG_MS, short, times(n + LEAST_ROWS)) + 1e-6
     assert sum(rows) > n_passes  # it gets on
 
