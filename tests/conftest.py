@@ -229,6 +229,15 @@ def share(home: Path, shared_home: Path) -> None:
         (home / name).symlink_to(shared_home / name)
 
 
+@pytest.fixture(scope="module")
+def module_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A home for what the fixtures of a module load: what is learned there is no other module's."""
+    with pytest.MonkeyPatch.context() as patch:
+        home = tmp_path_factory.mktemp("home")
+        patch.setenv("LOCALSPEC_HOME", str(home))
+        yield home
+
+
 @pytest.fixture
 def measured_home(isolated_home: Path, shared_home: Path) -> Path:
     """A home in which the tiny files are measured and checked by the first test that loads them, and not again."""

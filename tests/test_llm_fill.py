@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -17,11 +18,9 @@ GREEDY = SamplingParams(max_tokens=12)
 
 
 @pytest.fixture(scope="module")
-def llm(tiny: TinyFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCALSPEC_HOME", str(tmp_path_factory.mktemp("home")))
-        with LLM(tiny.fim.target, draft=["ngram", tiny.fim.draft], backend="reference", n_ctx=1024) as loaded:
-            yield loaded
+def llm(tiny: TinyFiles, module_home: Path) -> Iterator[LLM]:
+    with LLM(tiny.fim.target, draft=["ngram", tiny.fim.draft], backend="reference", n_ctx=1024) as loaded:
+        yield loaded
 
 
 def test_it_says_what_follows_the_tokens(llm: LLM) -> None:

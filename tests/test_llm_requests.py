@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,11 +30,9 @@ LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def llm(tiny: TinyFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCALSPEC_HOME", str(tmp_path_factory.mktemp("home")))
-        with LLM(tiny.quick.target, draft=["ngram", tiny.quick.draft], backend="reference", n_ctx=512) as loaded:
-            yield loaded
+def llm(tiny: TinyFiles, module_home: Path) -> Iterator[LLM]:
+    with LLM(tiny.quick.target, draft=["ngram", tiny.quick.draft], backend="reference", n_ctx=512) as loaded:
+        yield loaded
 
 
 class Gate:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -34,11 +35,9 @@ NEVER = "\0never said"
 
 
 @pytest.fixture(scope="module")
-def llm(tiny: TinyFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCALSPEC_HOME", str(tmp_path_factory.mktemp("home")))
-        with LLM(tiny.quick.target, draft=["ngram", tiny.quick.draft], backend="reference", n_ctx=512) as loaded:
-            yield loaded
+def llm(tiny: TinyFiles, module_home: Path) -> Iterator[LLM]:
+    with LLM(tiny.quick.target, draft=["ngram", tiny.quick.draft], backend="reference", n_ctx=512) as loaded:
+        yield loaded
 
 
 @contextmanager

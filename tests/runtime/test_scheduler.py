@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,20 +43,16 @@ def drafts(request: pytest.FixtureRequest, tiny: TinyFiles) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def alone(tiny: TinyFiles, drafts: list[Any], tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+def alone(tiny: TinyFiles, drafts: list[Any], module_home: Path) -> list[list[int]]:
     """The answers one at a time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCALSPEC_HOME", str(tmp_path_factory.mktemp("home")))
-        with LLM(tiny.quick.target, draft=drafts, backend="reference", n_ctx=N_CTX) as llm:
-            return [llm.generate(text, params, **options).token_ids for text, params, options in map(asked, range(40))]
+    with LLM(tiny.quick.target, draft=drafts, backend="reference", n_ctx=N_CTX) as llm:
+        return [llm.generate(text, params, **options).token_ids for text, params, options in map(asked, range(40))]
 
 
 @pytest.fixture(scope="module")
-def llm(tiny: TinyFiles, drafts: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCALSPEC_HOME", str(tmp_path_factory.mktemp("home")))
-        with LLM(tiny.quick.target, draft=drafts, backend="reference", n_ctx=N_CTX, parallel=N_PARALLEL) as loaded:
-            yield loaded
+def llm(tiny: TinyFiles, drafts: list[Any], module_home: Path) -> Iterator[LLM]:
+    with LLM(tiny.quick.target, draft=drafts, backend="reference", n_ctx=N_CTX, parallel=N_PARALLEL) as loaded:
+        yield loaded
 
 
 def batch_of(llm: LLM) -> SequenceBatch:

@@ -4,12 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from localspec import LLM
+from localspec.runtime.jobs import FairQueue, Job
+from tests.conftest import TinyFiles
 from tests.support.browsing import PATIENCE, WIDE
+from tests.support.serving import Server, serve
 from tests.support.tabs import Tab
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: TinyFiles, module_home: Path) -> Iterator[LLM]:
+    with LLM(tiny.quick.target, draft="ngram", backend="reference", n_ctx=2048) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def server(llm: LLM) -> Iterator[Server]:
+    with serve(llm) as running:
+        yield running
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The priorities of requests in the order in which their turn comes."""
+    found: list[int] = []
+    given = FairQueue._given
+
+    def recorded(self: FairQueue, job: Job) -> Job:
+        if job.request is not None:
+            found.append(job.priority)
+        return given(self, job)
+
+    monkeypatch.setattr(FairQueue, "_given", recorded)
+    return found
 
 
 @pytest.fixture

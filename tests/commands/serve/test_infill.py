@@ -6,6 +6,7 @@ import http.client
 import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -60,11 +61,9 @@ ENDLESS = {"n_predict": 900, "ignore_eos": True, "localspec": {"off": True}}
 
 
 @pytest.fixture(scope="module")
-def llm(tiny: TinyFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCALSPEC_HOME", str(tmp_path_factory.mktemp("home")))
-        with LLM(tiny.fim.target, draft=["ngram", tiny.fim.draft], backend="reference", n_ctx=2048) as loaded:
-            yield loaded
+def llm(tiny: TinyFiles, module_home: Path) -> Iterator[LLM]:
+    with LLM(tiny.fim.target, draft=["ngram", tiny.fim.draft], backend="reference", n_ctx=2048) as loaded:
+        yield loaded
 
 
 @pytest.fixture(scope="module")

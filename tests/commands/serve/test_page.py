@@ -25,27 +25,13 @@ HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What outlives a test's own LOCALSPEC_HOME has one too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCALSPEC_HOME", str(tmp_path_factory.mktemp("home")))
-        yield
-
-
-@pytest.fixture(scope="module")
-def llm(tiny: TinyFiles, home: None) -> Iterator[LLM]:
+def llm(tiny: TinyFiles, module_home: Path) -> Iterator[LLM]:
     with LLM(tiny.quick.target, draft=["ngram", tiny.quick.draft], backend="reference", n_ctx=1024) as loaded:
         yield loaded
 
 
 @pytest.fixture(scope="module")
-def server(llm: LLM) -> Iterator[Server]:
-    with serve(llm) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def endless(tmp_path_factory: pytest.TempPathFactory, home: None) -> Iterator[Server]:
+def endless(tmp_path_factory: pytest.TempPathFactory, module_home: Path) -> Iterator[Server]:
     """A server whose model does not stop by itself, and takes its time."""
     path = write_endless(tmp_path_factory.mktemp("endless") / "endless.gguf")
     with LLM(path, draft=None, backend="reference", n_ctx=N_CTX) as loaded, serve(loaded) as running:

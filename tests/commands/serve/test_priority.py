@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from localspec import LLM
-from localspec.runtime.jobs import FairQueue, Job
 from tests.conftest import TinyFiles
-from tests.support.serving import Server, serve
+from tests.support.serving import Server
 from tests.support.waiting import PATIENCE, Brake, wait_until
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -33,32 +33,9 @@ FILLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def llm(tiny: TinyFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCALSPEC_HOME", str(tmp_path_factory.mktemp("home")))
-        with LLM(tiny.fim.target, draft="ngram", backend="reference", n_ctx=512) as loaded:
-            yield loaded
-
-
-@pytest.fixture(scope="module")
-def server(llm: LLM) -> Iterator[Server]:
-    with serve(llm) as running:
-        yield running
-
-
-@pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The priorities of requests in the order in which their turn comes."""
-    found: list[int] = []
-    given = FairQueue._given
-
-    def recorded(self: FairQueue, job: Job) -> Job:
-        if job.request is not None:
-            found.append(job.priority)
-        return given(self, job)
-
-    monkeypatch.setattr(FairQueue, "_given", recorded)
-    return found
+def llm(tiny: TinyFiles, module_home: Path) -> Iterator[LLM]:
+    with LLM(tiny.fim.target, draft="ngram", backend="reference", n_ctx=512) as loaded:
+        yield loaded
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -42,18 +42,9 @@ def says(text: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def llm(tiny: TinyFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCALSPEC_HOME", str(tmp_path_factory.mktemp("home")))
-        draft = ["ngram", tiny.quick.draft]
-        with LLM(tiny.quick.target, draft=draft, backend="reference", n_ctx=2048) as loaded:
-            yield loaded
-
-
-@pytest.fixture(scope="module")
-def server(llm: LLM) -> Iterator[Server]:
-    with serve(llm) as running:
-        yield running
+def llm(tiny: TinyFiles, module_home: Path) -> Iterator[LLM]:
+    with LLM(tiny.quick.target, draft=["ngram", tiny.quick.draft], backend="reference", n_ctx=2048) as loaded:
+        yield loaded
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ import pytest
 from localspec import LLM
 from localspec.backends.base import Forward, Piece
 from localspec.commands.serve.protocol import ServerProtocol
-from localspec.runtime.jobs import FairQueue, Job
 from tests.conftest import TinyFiles, open_backend
 from tests.support.serving import Server, serve
 from tests.support.waiting import PATIENCE, Brake, wait_until
@@ -30,14 +30,12 @@ both_engines = pytest.mark.parametrize("llm", ["reference", "llama-cpp"], indire
 
 
 @pytest.fixture(scope="module")
-def llm(request: pytest.FixtureRequest, tiny: TinyFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+def llm(request: pytest.FixtureRequest, tiny: TinyFiles, module_home: Path) -> Iterator[LLM]:
     engine = getattr(request, "param", "reference")
     open_backend(engine)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCALSPEC_HOME", str(tmp_path_factory.mktemp("home")))
-        files = tiny.fim if engine == "reference" else tiny.pair
-        with LLM(files.target, draft="ngram", backend=engine, n_ctx=512, parallel=N) as loaded:
-            yield loaded
+    files = tiny.fim if engine == "reference" else tiny.pair
+    with LLM(files.target, draft="ngram", backend=engine, n_ctx=512, parallel=N) as loaded:
+        yield loaded
 
 
 @pytest.fixture(scope="module")
@@ -60,21 +58,6 @@ def nothing_is_left(llm: LLM, server: Server) -> Iterator[None]:
         assert batch.free_cells == batch.n_cells
 
     llm.run(check)
-
-
-@pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The priorities of requests in the order in which their turn comes."""
-    found: list[int] = []
-    given = FairQueue._given
-
-    def recorded(self: FairQueue, job: Job) -> Job:
-        if job.request is not None:
-            found.append(job.priority)
-        return given(self, job)
-
-    monkeypatch.setattr(FairQueue, "_given", recorded)
-    return found
 
 
 def body_of(i: int, **changes: Any) -> dict[str, Any]:

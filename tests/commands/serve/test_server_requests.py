@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,11 +27,9 @@ SERVED = ServedModel(SamplingParams(temperature=0.7, max_tokens=99), ["ngram", "
 
 
 @pytest.fixture(scope="module")
-def server(tiny: TinyFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCALSPEC_HOME", str(tmp_path_factory.mktemp("home")))
-        with LLM(tiny.quick.target, draft="ngram", backend="reference", n_ctx=256) as llm, serve(llm) as running:
-            yield running
+def server(tiny: TinyFiles, module_home: Path) -> Iterator[Server]:
+    with LLM(tiny.quick.target, draft="ngram", backend="reference", n_ctx=256) as llm, serve(llm) as running:
+        yield running
 
 
 def tool(**function: Any) -> dict[str, Any]:

@@ -16,21 +16,12 @@ from localspec import LLM
 from localspec.commands.serve import events
 from localspec.commands.serve.protocol import ServerProtocol
 from localspec.runtime import jobs
-from tests.conftest import TinyFiles
 from tests.support.serving import Server, serve
 from tests.support.waiting import PATIENCE, Brake, Clock, wait_until
 
 CHAT = [{"role": "user", "content": "hi"}]
 LONG = {"messages": CHAT, "max_tokens": 600, "ignore_eos": True}
 SHORT = {"messages": CHAT, "max_tokens": 1}
-
-
-@pytest.fixture(scope="module")
-def llm(tiny: TinyFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCALSPEC_HOME", str(tmp_path_factory.mktemp("home")))
-        with LLM(tiny.quick.target, draft="ngram", backend="reference", n_ctx=2048) as loaded:
-            yield loaded
 
 
 @pytest.fixture(scope="module")

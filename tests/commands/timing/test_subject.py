@@ -27,12 +27,9 @@ ARMS = parse_arms(["model:3", "ngram:4", "auto"])
 
 
 @pytest.fixture(scope="module")
-def llm(tiny: TinyFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCALSPEC_HOME", str(tmp_path_factory.mktemp("home")))
-        draft = ["ngram", str(tiny.quick.draft)]
-        with LLM(tiny.quick.target, draft, backend="reference", remember=False, idle=False) as loaded:
-            yield loaded
+def llm(tiny: TinyFiles, module_home: Path) -> Iterator[LLM]:
+    with LLM(tiny.quick.target, ["ngram", tiny.quick.draft], backend="reference", remember=False, idle=False) as loaded:
+        yield loaded
 
 
 @pytest.fixture(params=[True, False], ids=["slices", "whole"])

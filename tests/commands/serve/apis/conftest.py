@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from localspec import LLM
-from tests.conftest import TinyFiles
 from tests.support.serving import Server, serve
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -24,14 +23,6 @@ SCHEMA: Any = {
 def says(text: str) -> dict[str, str]:
     """A grammar that lets a model say nothing but this."""
     return {"grammar": f"root ::= {json.dumps(text)}"}
-
-
-@pytest.fixture(scope="module")
-def llm(tiny: TinyFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCALSPEC_HOME", str(tmp_path_factory.mktemp("home")))
-        with LLM(tiny.quick.target, draft="ngram", backend="reference", n_ctx=2048) as loaded:
-            yield loaded
 
 
 @pytest.fixture(scope="module")

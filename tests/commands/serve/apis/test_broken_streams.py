@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,18 +25,10 @@ ASKED: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCALSPEC_HOME", str(tmp_path_factory.mktemp("home")))
-        path = write_endless(tmp_path_factory.mktemp("endless") / "endless.gguf")
-        with LLM(path, draft=None, backend="reference", n_ctx=N_CTX) as loaded:
-            yield loaded
-
-
-@pytest.fixture(scope="module")
-def server(llm: LLM) -> Iterator[Server]:
-    with serve(llm) as running:
-        yield running
+def llm(tmp_path_factory: pytest.TempPathFactory, module_home: Path) -> Iterator[LLM]:
+    path = write_endless(tmp_path_factory.mktemp("endless") / "endless.gguf")
+    with LLM(path, draft=None, backend="reference", n_ctx=N_CTX) as loaded:
+        yield loaded
 
 
 def begun(server: Server, path: str) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -22,17 +23,17 @@ THOUGHT = "a long thought of mine"
 
 
 @pytest.fixture(scope="module", params=["opens", "shows"])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, module_home: Path
+) -> Iterator[Server]:
     """One model's template opens the block and hides earlier thinking, the other's shows all of it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCALSPEC_HOME", str(tmp_path_factory.mktemp("home")))
-        folder = tmp_path_factory.mktemp("thinker")
-        if request.param == "opens":
-            path = write_thinker(folder, "deepseek")
-        else:
-            path = write_thinker(folder, "qwen", QWEN.replace(" and loop.index0 > ns.last", ""))
-        with LLM(path, draft="ngram", backend="reference", n_ctx=512, idle=False) as llm, serve(llm) as server:
-            yield server
+    folder = tmp_path_factory.mktemp("thinker")
+    if request.param == "opens":
+        path = write_thinker(folder, "deepseek")
+    else:
+        path = write_thinker(folder, "qwen", QWEN.replace(" and loop.index0 > ns.last", ""))
+    with LLM(path, draft="ngram", backend="reference", n_ctx=512, idle=False) as llm, serve(llm) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
