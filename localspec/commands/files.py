@@ -51,6 +51,9 @@ def pull_command(names: Sequence[str] = ()) -> int:
     drafts = [draft for entry in entries for draft in entry.draft[:1] if not catalog[draft].present]
     for draft in dict.fromkeys(drafts):
         _note(f"its draft model makes it faster: localspec pull {draft} ({size_text(catalog[draft].bytes)})")
+    heads = [head for entry in entries for head in entry.heads[:1] if not catalog[head].present]
+    for head in dict.fromkeys(heads):
+        _note(f"a head was published for it: localspec pull {head} ({size_text(catalog[head].bytes)})")
     return 0
 
 
@@ -113,7 +116,7 @@ def list_command(as_json: bool = False) -> int:
     rows = [("NAME", "SIZE", "ON DISK", "CHECKED", "LICENCE", "DRAFT", "")]
     for entry in entries:
         size = ("" if entry.sha256 or entry.present else "~") + size_text(entry.bytes_on_disk or entry.bytes)
-        draft = entry.draft[0] if entry.draft else ""
+        draft = ", ".join((*entry.draft[:1], *entry.heads[:1]))
         marks = ("yes" if entry.present else "", "yes" if entry.sha256 else "")
         rows.append((entry.name, size, *marks, entry.license, draft, entry.note))
     _print_columns(rows)
@@ -177,6 +180,7 @@ def _described(entry: Entry) -> dict[str, Any]:
         "sha256": entry.sha256 or None,
         "license": entry.license,
         "draft": list(entry.draft),
+        "heads": list(entry.heads),
         "sources": [place["kind"] for place in entry.sources],
         "note": entry.note,
     }

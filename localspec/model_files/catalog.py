@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
@@ -39,6 +39,7 @@ class Entry:
         license: SPDX identifier, or the publisher's name for it.
         sources: where it can be had, as the catalogue lists them.
         draft: catalogue names of fitting drafts, best first.
+        heads: catalogue names of heads that were published for it; the first that is there is taken.
         note: a remark for people.
         chat: system prompt and sampling that a conversation starts with.
     """
@@ -50,6 +51,7 @@ class Entry:
     license: str = "unknown"
     sources: tuple[Mapping[str, Any], ...] = ()
     draft: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
     note: str = ""
     chat: Mapping[str, Any] = field(default_factory=dict)
 
@@ -165,6 +167,26 @@ class Catalog(Mapping[str, Entry]):
                 return beside
         return None
 
+    def sort_heads(self, heads: Iterable[Path], target: Path) -> list[Path]:
+        """Head files that may be for a target, those of its entry first; models of a family can be of the same sizes.
+
+        Args:
+            heads: files whose sizes and tokens fit it.
+            target: its file. If the catalogue knows it, heads that it has for other models only are left out.
+        """
+        known = self.of_path(target)
+        if known is None:
+            return list(heads)
+        of_any = {name for entry in self._entries.values() for name in entry.heads}
+        ranked: list[tuple[int, Path]] = []
+        for path in heads:
+            name = entry.name if (entry := self.of_path(path)) else ""
+            if name in known.heads:
+                ranked.append((known.heads.index(name), path))
+            elif name not in of_any:
+                ranked.append((len(known.heads), path))
+        return [path for _, path in sorted(ranked, key=lambda pair: pair[0])]
+
     def chat_defaults(self, path: Path) -> dict[str, Any]:
         """What a conversation with this file starts with: ``system`` and sampling parameters; empty if unknown."""
         entry = self.of_path(path)
@@ -211,6 +233,7 @@ def _entry(name: str, fields: Mapping[str, Any]) -> Entry:
         values.pop("file"),
         sources=tuple(values.pop("sources")),
         draft=tuple(values.pop("draft", ())),
+        heads=tuple(values.pop("heads", ())),
         **values,
     )
 

@@ -17,6 +17,7 @@ from localspec.commands.files import inspect_command, list_command, pull_command
 from localspec.errors import DownloadError, ModelFileError, NotGGUF, UnknownModel
 from localspec.model_files.catalog import Catalog, Entry
 from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf_parts import part_names
 from localspec.model_files.head_card import CurvePoint, Training
 from localspec.model_files.head_folders import engine_folder, heads_folder
 from localspec.model_files.inspection import inspect
@@ -52,7 +53,7 @@ def test_list_as_json(capsys: Out) -> None:
     assert models["hf:acme/tiny/tiny.gguf"] | {"path": "", "note": ""} == {
         "name": "hf:acme/tiny/tiny.gguf", "path": "", "bytes": 5, "present": True, "checked": False,
         "bytes_exact": True, "sha256": None,
-        "license": "unknown", "draft": [], "sources": ["hf"], "note": "",
+        "license": "unknown", "draft": [], "heads": [], "sources": ["hf"], "note": "",
     }  # fmt: skip
 
 
@@ -383,10 +384,12 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def offer(hub: Server, entry: Entry, n_bytes: int | None = None, digest: str | None = None) -> None:
-    """Let a hub have an entry's file, by what it says of it."""
-    path = f"/{entry.sources[0]['repo']}/resolve/main/{entry.file}"
-    hub.files[path], hub.sizes[path] = b"", entry.bytes if n_bytes is None else n_bytes
-    hub.digests[path] = digest or entry.sha256 or "ab" * 32
+    """Let a hub have an entry's files, by what it says of them."""
+    place, n_bytes = entry.sources[0], entry.bytes if n_bytes is None else n_bytes
+    for name in part_names(place.get("file", entry.file)):
+        path = f"/{place['repo']}/resolve/main/{name}"
+        hub.files[path], hub.sizes[path] = b"", n_bytes // len(entry.files)
+        hub.digests[path] = digest or entry.sha256 or "ab" * 32
 
 
 def test_check_says_of_every_entry_whether_the_hub_still_has_it(hub: Server, capsys: Out) -> None:

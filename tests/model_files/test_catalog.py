@@ -47,6 +47,9 @@ def test_entries_are_sound(entry: Entry) -> None:
             assert entry.sha256, "data wheels come from anyone: without a digest they cannot be trusted"
     for name in entry.draft:
         assert CATALOG[name].bytes < entry.bytes / 2
+    for name in entry.heads:
+        assert CATALOG[name].bytes < entry.bytes / 2
+        assert CATALOG[name].note.endswith(": no model of its own")
     SamplingParams(**{key: value for key, value in entry.chat.items() if key != "system"})
 
 
@@ -122,6 +125,17 @@ def test_drafts_and_chat_defaults(tmp_path: Path) -> None:
     impostor.write_bytes(b"x")
     assert CATALOG.draft_for(impostor) is None
     assert CATALOG.chat_defaults(impostor) == {}
+
+
+def test_heads_of_the_same_sizes_go_by_the_catalogue(tmp_path: Path) -> None:
+    """Files of a family fit one another, by all that their headers say."""
+    names = ("qwen3.6-27b-eagle3", "qwen3.5-27b-dflash", "qwen3.6-27b-dflash")
+    eagle3, other, dflash = (put(CATALOG[name]) for name in names)
+    trained = tmp_path / "trained.gguf"
+    files = [eagle3, trained, other, dflash]
+    assert CATALOG.sort_heads(files, put(CATALOG["qwen3.6-27b"])) == [dflash, eagle3, trained]
+    assert CATALOG.sort_heads(files, put(CATALOG["qwen3.5-27b"])) == [other, trained]
+    assert CATALOG.sort_heads(files, tmp_path / "mine.gguf") == files  # which may be any of them
 
 
 def test_second_choice_of_draft() -> None:

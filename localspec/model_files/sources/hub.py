@@ -14,6 +14,7 @@ from typing import Any
 
 from localspec.errors import DigestMismatch, DownloadError
 from localspec.model_files.catalog import Entry
+from localspec.model_files.gguf_parts import part_names
 from localspec.model_files.sources.base import Hashing, Source, Watch, check_space, mismatch
 
 _RANGE = re.compile(r"bytes (\d{1,18})-")
@@ -70,9 +71,8 @@ class _Offered:
 
 def _names(entry: Entry, where: Mapping[str, Any]) -> list[str]:
     """An entry's files in the repository."""
-    first: str = where.get("file", Path(entry.file).name)
     # The parts of a split model lie side by side.
-    return [str(Path(first).with_name(Path(file).name)) if len(entry.files) > 1 else first for file in entry.files]
+    return list(part_names(where.get("file", Path(entry.file).name)))
 
 
 def _offered(entry: Entry, repo: str, name: str, *, patient: bool) -> _Offered:
