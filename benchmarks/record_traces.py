@@ -31,6 +31,7 @@ from localspec.commands.questions import in_turns, of_categories, own_questions,
 from localspec.sampling.rows import top_probability
 from localspec.sampling.sampling import Distribution, Noise, distribution
 from localspec.spec_decode.drafters.draft_model import N_HEAD, N_TAIL
+from localspec.spec_decode.drafters.free_plan import FreePlan
 from localspec.spec_decode.drafters.head import HeadDrafter
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.proposer import SamplingProposer
@@ -39,33 +40,17 @@ from localspec.system.files import write_atomically
 PIECE = 128
 
 
-class Spy:
+class Spy(FreePlan):
     """A plan that lets a drafter make one guess and notes its confidence.
 
     Args:
         sampled: whether a model's guess is to be a sample.
     """
 
-    room = 1
-
     def __init__(self, *, sampled: bool = False) -> None:
+        super().__init__(room=1)
         self.confidence = float("nan")
         self.sampled = sampled
-
-    def more(self, source: str, pending: int = 0) -> bool:
-        return True
-
-    def piece(self, source: str, pending: int) -> int:
-        return pending
-
-    def spent(self, source: str, n_tokens: int, ms: float) -> None:
-        pass
-
-    def nothing(self, source: str) -> None:
-        pass
-
-    def counterfactual(self, source: str, confidence: float, right: bool) -> None:
-        pass
 
     def samples(self, source: str, confidence: float) -> bool:
         return self.sampled

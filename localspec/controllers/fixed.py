@@ -10,6 +10,7 @@ from localspec.errors import UsageError
 from localspec.spec_decode.controller import Controller
 from localspec.spec_decode.draft import Draft
 from localspec.spec_decode.drafters.base import Drafter, Plan
+from localspec.spec_decode.drafters.free_plan import FreePlan
 from localspec.spec_decode.rounds import Round
 from localspec.values import shown
 
@@ -19,42 +20,19 @@ FLOOR = 0.7
 
 
 @dataclass(slots=True)
-class FixedPlan:
+class FixedPlan(FreePlan):
     """Draft up to a number of tokens, whatever they cost.
 
     Attributes:
         copying: sources of copies; one under ``FLOOR`` gives way to a draft model's token.
     """
 
-    room: int
     copying: Collection[str] = ()
 
-    def order(self, sources: Sequence[str]) -> Sequence[str]:
-        return sources
-
-    def more(self, source: str, pending: int = 0) -> bool:
-        return self.room > 0
-
-    def piece(self, source: str, pending: int) -> int:
-        return pending
-
-    def spent(self, source: str, n_tokens: int, ms: float) -> None:
-        pass
-
-    def nothing(self, source: str) -> None:
-        pass
-
-    def counterfactual(self, source: str, confidence: float, right: bool) -> None:
-        pass
-
-    def samples(self, source: str, confidence: float) -> bool:
-        return True
-
     def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
-        if self.room <= 0 or (source in self.copying and confidence < FLOOR):
+        if source in self.copying and confidence < FLOOR:
             return None
-        self.room -= 1
-        return confidence
+        return FreePlan.keep(self, source, confidence)
 
 
 @dataclass(slots=True)

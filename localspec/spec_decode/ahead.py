@@ -25,6 +25,7 @@ from functools import partial
 
 from localspec.spec_decode.draft import Draft, DraftToken
 from localspec.spec_decode.drafters.base import Plan
+from localspec.spec_decode.drafters.free_plan import FreePlan
 from localspec.spec_decode.drafters.group import DrafterGroup
 from localspec.spec_decode.passes import Steps
 from localspec.spec_decode.proposer import Alternatives, SamplingProposer
@@ -54,11 +55,10 @@ class _Prepared:
 
 
 @dataclass(slots=True)
-class _AheadPlan:
+class _AheadPlan(FreePlan):
     """Draft up to a number of tokens for one outcome, as long as there is time."""
 
     outer: Plan
-    room: int
     goes_on: Callable[[], bool]
     took: Callable[[float], None]
     copying: frozenset[str] = frozenset()
@@ -70,26 +70,16 @@ class _AheadPlan:
     def more(self, source: str, pending: int = 0) -> bool:
         return self.room > 0 and (pending == 0 or self.goes_on())
 
-    def piece(self, source: str, pending: int) -> int:
-        return pending
-
     def spent(self, source: str, n_tokens: int, ms: float) -> None:
         self.took(ms)
 
     def samples(self, source: str, confidence: float) -> bool:
         return self.samples_any and self.outer.samples(source, confidence)
 
-    def nothing(self, source: str) -> None:
-        pass
-
-    def counterfactual(self, source: str, confidence: float, right: bool) -> None:
-        pass
-
     def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
-        if self.room <= 0 or (source in self.copying and confidence < SURE_COPY):
+        if source in self.copying and confidence < SURE_COPY:
             return None
-        self.room -= 1
-        return confidence
+        return FreePlan.keep(self, source, confidence)
 
 
 class SideThread:
@@ -345,7 +335,7 @@ class DraftAhead:
     ) -> tuple[list[DraftToken], list[Alternatives]]:
         """What the drafters draft after one outcome, up to n tokens."""
         clock, text = self._clock, [*tokens, *suffix]
-        plan = _AheadPlan(self._plan, n, lambda: clock.fits(probability), clock.took_step, self._copying, samples)
+        plan = _AheadPlan(n, self._plan, lambda: clock.fits(probability), clock.took_step, self._copying, samples)
         others: dict[int, Alternatives] = {}
         self._proposer.alternatives = others
         draft = list(self._readers.draft(text, plan, self._proposer, self._end_tokens))

@@ -28,6 +28,9 @@ MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.do
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _LLAMA = _ATTENTION | MLP | _NORMS
 _QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_EXPERTS = {"ffn_gate_inp": "mlp.gate"} | {
+    f"ffn_{part}_exps": f"mlp.switch_mlp.{part}_proj" for part in ("gate", "up", "down")
+}
 
 
 def _nothing(header: Header) -> dict[str, Any]:
@@ -253,14 +256,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         _ATTENTION
         | MLP
         | _QK_NORMS
+        | _EXPERTS
+        | {f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
         | {
             "attn_norm": "input_layernorm",
             "post_attention_norm": "post_attention_layernorm",
-            "ffn_gate_inp": "mlp.gate",
             "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-        }
-        | {f"ffn_{part}_exps": f"mlp.switch_mlp.{part}_proj" for part in ("gate", "up", "down")}
-        | {f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+        },
         _glm4moe,
     ),
     "granite": Architecture("granite", _LLAMA, _granite, interleaved=True),
@@ -311,15 +313,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3": Architecture("qwen3", _LLAMA | _QK_NORMS),
     "qwen3moe": Architecture(
         "qwen3_moe",
-        _ATTENTION
-        | _NORMS
-        | _QK_NORMS
-        | {
-            "ffn_gate_inp": "mlp.gate",
-            "ffn_gate_exps": "mlp.switch_mlp.gate_proj",
-            "ffn_up_exps": "mlp.switch_mlp.up_proj",
-            "ffn_down_exps": "mlp.switch_mlp.down_proj",
-        },
+        _ATTENTION | _NORMS | _QK_NORMS | _EXPERTS,
         _qwen3moe,
     ),
     "smollm3": Architecture(

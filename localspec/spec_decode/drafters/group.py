@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from localspec.backends.base import Context, Forward
 from localspec.errors import EngineError
 from localspec.spec_decode.drafters.base import Branching, Drafter, DrafterFailed, Plan, Proposer
+from localspec.spec_decode.drafters.free_plan import FreePlan
 from localspec.spec_decode.rounds import Draft, DraftToken
 
 
@@ -149,38 +149,13 @@ class DrafterGroup:
             drafter.close()
 
 
-@dataclass(slots=True)
-class _Whatever:
+class _Whatever(FreePlan):
     """A plan under which a drafter says all that it would, to be weighed afterwards: only for what costs nothing."""
 
-    room: int
-
-    def order(self, sources: Sequence[str]) -> Sequence[str]:
-        return sources
-
-    def more(self, source: str, pending: int = 0) -> bool:
-        return self.room > 0
-
-    def piece(self, source: str, pending: int) -> int:
-        return pending
-
-    def spent(self, source: str, n_tokens: int, ms: float) -> None:
-        pass
-
-    def nothing(self, source: str) -> None:
-        pass
-
-    def counterfactual(self, source: str, confidence: float, right: bool) -> None:
-        pass
+    __slots__ = ()
 
     def samples(self, source: str, confidence: float) -> bool:
         return False
-
-    def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
-        if self.room <= 0:
-            return None
-        self.room -= 1
-        return confidence
 
 
 def _legal(draft: list[DraftToken], proposer: Proposer) -> list[DraftToken]:

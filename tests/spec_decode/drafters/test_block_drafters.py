@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from localspec import LLM, LocalspecError, SamplingParams
-from localspec.backends import llama_staging
-from localspec.backends.base import Context, FloatArray, Forward
+from localspec.backends.base import Context, FloatArray
 from localspec.backends.published_heads import EngineHead, load_published
 from localspec.commands.doctor.payoff import payoff
 from localspec.commands.files import inspect_command, list_command
@@ -24,38 +23,32 @@ from localspec.controllers.cost_model import PassTimes
 from localspec.errors import ModelFileError
 from localspec.model_files.inspection import inspect
 from localspec.runtime.pair import Pair
-from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.drafters.base import Drafter
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.drafters.parallel import BlockHead
 from localspec.spec_decode.rounds import Round
 from localspec.system.home import models_dir
-from tests.conftest import TinyFiles, open_backend
+from tests.conftest import TinyFiles
 from tests.spec_decode.drafters.test_heads import accepted
-from tests.spec_decode.drafters.test_published_heads import GREEDY, PROMPT, SEEDED, open_llm, proposed
+from tests.spec_decode.drafters.test_published_heads import (
+    GREEDY,
+    PROMPT,
+    SEEDED,
+    drafts_as_a_fresh_one,
+    fail_after,
+    open_llm,
+)
 from tests.spec_decode.test_exactness import SAMPLING
-from tests.spec_decode.test_lossless import N_CTX, RandomController, World, run
+from tests.spec_decode.test_lossless import N_CTX, World
 from tests.support import ggufs
-from tests.support.gguf_vocabs import bpe_vocab, spm_vocab
+from tests.support.gguf_vocabs import spm_vocab
 from tests.support.published_heads import write_dflash
+
+pytestmark = pytest.mark.usefixtures("llama_cpp")
 
 OWN = {"own_embeddings": True, "own_output": True}
 DSPARK = {"markov": True, "confidence": True}
 SELECTOR = {"selector": 4, "block_size": 8}
-
-
-@pytest.fixture(autouse=True)
-def home(measured_home: Path) -> Path:
-    """Where the tiny files are measured once; on a machine that has the engine."""
-    open_backend("llama-cpp")
-    return measured_home
-
-
-@pytest.fixture
-def quick(tmp_path: Path) -> ggufs.Pair:
-    """A small pair with layers enough for three states."""
-    shape = ggufs.Shape(n_layer=4, n_embd=32, n_head=2, n_head_kv=1, n_ff=32, residual=0.15)
-    return ggufs.correlated_pair(tmp_path, bpe_vocab(300), shape=shape, name="quick4")
 
 
 def write_block(tiny: TinyFiles, folder: Path, **options: Any) -> Path:
@@ -124,30 +117,8 @@ def test_what_is_drafted_after_rejections_is_what_a_fresh_one_drafts(
 ) -> None:
     """Its memory holds the target's true states of all that was settled, and nothing of blocks or what was rejected."""
     world = BlockWorld(quick, random.Random(1), tmp_path)
-    used, fresh = world.head(**options), world.head(**options)
-    target = world.target.new_context(N_CTX, hidden=used.taps)
-    n_rejected = n_different = 0
-    for _ in range(15):
-        prompt = world.next_prompt()
-        controller = RandomController(world.rng)
-        rounds = run(SpeculativeDecoder(target, [used], controller), prompt, SamplingParams(max_tokens=12))
-        n_rejected += sum(len(round_.draft) - round_.verdict.n_accepted for round_ in rounds)
-        tokens = prompt + [token.id for round_ in rounds for token in round_.emitted]
-        forward = world.target.new_context(N_CTX, hidden=used.taps).decode(tokens[:-1])
-        elsewhere = Forward(forward.logits, {name: np.roll(rows, 1, 0) for name, rows in forward.hidden.items()})
-        proposals = [proposed(used, tokens)]
-        for states in (forward, elsewhere):
-            reader = BlockHead(fresh.head, fresh.context)
-            reader.process(tokens[:-1], states)
-            reader.begin(tokens)
-            proposals.append(proposed(reader, tokens))
-        assert used.context.n_past == fresh.context.n_past == len(tokens) - 1 + 3 + ("markov" not in options)
-        mine, expected, other = (np.array([prob for _, prob in each]) for each in proposals)
-        assert [token for token, _ in proposals[0]] == [token for token, _ in proposals[1]]
-        assert mine == pytest.approx(expected, rel=1e-3)
-        n_different += not np.allclose(mine, other, rtol=1e-2)
-    assert n_different > 10
-    assert n_rejected > 15
+    n_more = 2 + ("markov" not in options)
+    drafts_as_a_fresh_one(world, world.head(**options), world.head(**options), n_answers=15, n_more=n_more)
 
 
 def test_a_pass_fills_in_as_many_masks_as_may_be_drafted(tiny: TinyFiles, tmp_path: Path) -> None:
@@ -175,14 +146,7 @@ def test_a_pass_fills_in_as_many_masks_as_may_be_drafted(tiny: TinyFiles, tmp_pa
 def test_a_block_that_fails_is_done_without(tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_llm(tiny, write_block(tiny, tmp_path)) as llm:
         plain = llm.generate(PROMPT, GREEDY, speculate=False).token_ids
-        functions, left = llama_staging.staging(), [6]
-        real = functions.process
-
-        def failing(handle: int, what: int, batch: int) -> int:
-            left[0] -= 1
-            return int(real(handle, what, batch)) if left[0] > 0 else 1
-
-        monkeypatch.setattr(functions, "process", failing)
+        fail_after(5, monkeypatch)
         assert llm.generate(PROMPT, GREEDY).token_ids == plain
         (warning,) = llm.warnings
         assert "block.gguf is not used any more: it failed" in warning
