@@ -88,23 +88,48 @@ MOST_PROBABLE = Prior((0.05, 0.10, 0.17, 0.25, 0.34, 0.42, 0.49, 0.57, 0.67, 0.7
 SAMPLE = Prior((0.30, 0.34, 0.38, 0.43, 0.49, 0.54, 0.58, 0.64, 0.71, 0.79, 0.92, 0.985), _MODEL_HISTOGRAMS)
 
 # Measured on 25 answers of Qwen2.5-Coder 1.5B to the tuning questions, drafted by a head that had learned from 0.2
-# million tokens (benchmarks/draft_acceptance.py --histograms), and smoothed. It was trained on few texts and is surer
-# than it should be; where it copies what a prompt says it is no better for the target being certain. A step is cheap,
-# so one that did badly a moment ago is not asked again only because the target is certain.
-_HEAD_ACCEPTANCE = (0.05, 0.10, 0.17, 0.25, 0.33, 0.42, 0.48, 0.55, 0.68, 0.80, 0.91, 0.985)
-_HEAD_HISTOGRAMS = (
-    (0.08, 0.15, 0.14, 0.12, 0.11, 0.09, 0.07, 0.07, 0.06, 0.04, 0.04, 0.03),
-    (0.09, 0.13, 0.13, 0.11, 0.11, 0.08, 0.08, 0.06, 0.06, 0.05, 0.05, 0.05),
-    (0.12, 0.20, 0.17, 0.14, 0.10, 0.08, 0.06, 0.04, 0.04, 0.02, 0.02, 0.01),
+# million tokens (benchmarks/draft_acceptance.py --histograms; at temperature 0.8 benchmarks/record_traces.py --head),
+# and smoothed. It was trained on few texts and is surer than it should be; where it copies what a prompt says it is no
+# better for the target being certain. A step is cheap, so one that did badly a moment ago is not asked again only
+# because the target is certain. At a temperature a sample of it is accepted no more often than its most probable token.
+_HEAD_GREEDY = Prior(
+    (0.05, 0.10, 0.17, 0.25, 0.33, 0.42, 0.48, 0.55, 0.68, 0.80, 0.91, 0.985),
+    (
+        (0.08, 0.15, 0.14, 0.12, 0.11, 0.09, 0.07, 0.07, 0.06, 0.04, 0.04, 0.03),
+        (0.09, 0.13, 0.13, 0.11, 0.11, 0.08, 0.08, 0.06, 0.06, 0.05, 0.05, 0.05),
+        (0.12, 0.20, 0.17, 0.14, 0.10, 0.08, 0.06, 0.04, 0.04, 0.02, 0.02, 0.01),
+    ),
+    (
+        (0.08, 0.28, 0.19, 0.12, 0.09, 0.07, 0.06, 0.05, 0.03, 0.02, 0.01, 0.00),
+        (0.05, 0.20, 0.20, 0.15, 0.12, 0.09, 0.06, 0.05, 0.04, 0.02, 0.01, 0.01),
+        (0.05, 0.17, 0.17, 0.15, 0.12, 0.10, 0.08, 0.06, 0.05, 0.03, 0.01, 0.01),
+        (0.06, 0.14, 0.15, 0.13, 0.11, 0.10, 0.08, 0.07, 0.07, 0.04, 0.03, 0.02),
+        (0.07, 0.13, 0.13, 0.12, 0.12, 0.09, 0.08, 0.07, 0.07, 0.05, 0.04, 0.03),
+        (0.09, 0.12, 0.11, 0.10, 0.09, 0.08, 0.07, 0.07, 0.07, 0.05, 0.08, 0.07),
+    ),
+    IDLE_MEMORY,
 )
-_HEAD_WHERE_CERTAIN: tuple[Histogram, ...] = (
-    (0.08, 0.28, 0.19, 0.12, 0.09, 0.07, 0.06, 0.05, 0.03, 0.02, 0.01, 0.00),
-    (0.05, 0.20, 0.20, 0.15, 0.12, 0.09, 0.06, 0.05, 0.04, 0.02, 0.01, 0.01),
-    (0.05, 0.17, 0.17, 0.15, 0.12, 0.10, 0.08, 0.06, 0.05, 0.03, 0.01, 0.01),
-    (0.06, 0.14, 0.15, 0.13, 0.11, 0.10, 0.08, 0.07, 0.07, 0.04, 0.03, 0.02),
-    (0.07, 0.13, 0.13, 0.12, 0.12, 0.09, 0.08, 0.07, 0.07, 0.05, 0.04, 0.03),
-    (0.09, 0.12, 0.11, 0.10, 0.09, 0.08, 0.07, 0.07, 0.07, 0.05, 0.08, 0.07),
+_HEAD_MOST_PROBABLE = Prior(
+    (0.02, 0.05, 0.08, 0.14, 0.20, 0.24, 0.30, 0.37, 0.44, 0.57, 0.72, 0.94),
+    (
+        (0.005, 0.04, 0.09, 0.11, 0.12, 0.11, 0.09, 0.09, 0.10, 0.07, 0.08, 0.10),
+        (0.005, 0.07, 0.11, 0.11, 0.11, 0.10, 0.09, 0.08, 0.10, 0.06, 0.07, 0.10),
+        (0.005, 0.07, 0.13, 0.13, 0.13, 0.12, 0.10, 0.09, 0.09, 0.05, 0.05, 0.04),
+    ),
+    (
+        (0.01, 0.05, 0.23, 0.21, 0.16, 0.12, 0.07, 0.07, 0.04, 0.02, 0.02, 0.00),
+        (0.00, 0.05, 0.13, 0.16, 0.15, 0.13, 0.10, 0.09, 0.09, 0.05, 0.04, 0.01),
+        (0.00, 0.05, 0.11, 0.13, 0.14, 0.13, 0.10, 0.11, 0.10, 0.06, 0.06, 0.01),
+        (0.00, 0.05, 0.09, 0.12, 0.12, 0.12, 0.10, 0.10, 0.12, 0.07, 0.08, 0.03),
+        (0.00, 0.04, 0.08, 0.10, 0.12, 0.12, 0.10, 0.10, 0.11, 0.07, 0.10, 0.06),
+        (0.00, 0.04, 0.07, 0.08, 0.10, 0.09, 0.08, 0.08, 0.10, 0.08, 0.11, 0.17),
+    ),
+    IDLE_MEMORY,
 )
+_HEAD_SAMPLE = Prior(
+    (0.04, 0.07, 0.11, 0.16, 0.21, 0.25, 0.30, 0.36, 0.42, 0.55, 0.70, 0.935), *_HEAD_MOST_PROBABLE[1:]
+)
+_OF_A_HEAD = {GREEDY: _HEAD_GREEDY, MOST_PROBABLE: _HEAD_MOST_PROBABLE, SAMPLE: _HEAD_SAMPLE}
 
 _MOST_TILT = 16.0
 """At 16 a head is expected to be right at 0.95 of all places, at -16 at 0.09."""
@@ -114,33 +139,32 @@ def of_a_head(prior: Prior, rate: float | None = None) -> Prior:
     """What is expected of a head, where this is expected of a draft model.
 
     Args:
-        prior: of a draft model.
+        prior: ``GREEDY``, ``MOST_PROBABLE`` or ``SAMPLE``.
         rate: share of places at which the head's first draft token is right, as its card says; None where it says
             nothing. Beside a draft model that pays, a head of which too little is expected is never asked, and cannot
             show that it is better.
     """
-    pairs = zip(prior.acceptance, _HEAD_ACCEPTANCE, GREEDY.acceptance, strict=True)
-    acceptance = tuple(expected * of_head / of_model for expected, of_head, of_model in pairs)
-    tilt = 0.0 if rate is None else _tilt_for(rate)
+    prior = _OF_A_HEAD[prior]
+    tilt = 0.0 if rate is None else _tilt_for(rate, prior)
     histograms, where_certain = (
-        tuple(_tilted(each, tilt) for each in tables) for tables in (_HEAD_HISTOGRAMS, _HEAD_WHERE_CERTAIN)
+        tuple(_tilted(each, prior, tilt) for each in tables) for tables in (prior.histograms, prior.where_certain)
     )
-    return Prior(acceptance, histograms, where_certain, IDLE_MEMORY)
+    return Prior(prior.acceptance, histograms, where_certain, prior.drift)
 
 
-def _tilt_for(rate: float) -> float:
+def _tilt_for(rate: float, prior: Prior) -> float:
     """How far to tilt the histograms, so that the first token of a draft is right at this share of places."""
     low, high = -_MOST_TILT, _MOST_TILT
     for _ in range(24):
         middle = (low + high) / 2
-        expected = sum(map(mul, _tilted(_HEAD_HISTOGRAMS[START], middle), _HEAD_ACCEPTANCE))
+        expected = sum(map(mul, _tilted(prior.histograms[START], prior, middle), prior.acceptance))
         low, high = (middle, high) if expected < rate else (low, middle)
     return low
 
 
-def _tilted(histogram: Histogram, tilt: float) -> Histogram:
+def _tilted(histogram: Histogram, prior: Prior, tilt: float) -> Histogram:
     """The shares times exp(tilt · acceptance), one in all again."""
-    shares = [share * exp(tilt * right) for share, right in zip(histogram, _HEAD_ACCEPTANCE, strict=True)]
+    shares = [share * exp(tilt * right) for share, right in zip(histogram, prior.acceptance, strict=True)]
     return tuple(share / sum(shares) for share in shares)
 
 

@@ -13,7 +13,7 @@ import pytest
 from localspec import LLM, LocalspecError, SamplingParams
 from localspec.backends.base import FloatArray, Forward
 from localspec.controllers.acceptance import GREEDY as GREEDY_PRIOR
-from localspec.controllers.acceptance import SourceAcceptance, of_a_head
+from localspec.controllers.acceptance import MOST_PROBABLE, SAMPLE, Prior, SourceAcceptance, of_a_head
 from localspec.controllers.calibration import curve_key, curves
 from localspec.errors import EngineError
 from localspec.model_files.head_card import Training
@@ -322,3 +322,10 @@ def test_a_head_is_expected_to_be_right_as_often_as_its_card_says(tiny: TinyFile
             expected[name] = pair.controller("auto", GREEDY).estimates.acceptance["head"].mean()  # type: ignore[attr-defined]
     assert expected["good"] == pytest.approx(0.6, abs=0.005)
     assert expected["unknown"] == SourceAcceptance(of_a_head(GREEDY_PRIOR)).mean()
+
+
+@pytest.mark.parametrize("prior", [GREEDY_PRIOR, MOST_PROBABLE, SAMPLE])
+@pytest.mark.parametrize("rate", [0.2, 0.33, 0.6])
+def test_a_card_s_rate_is_what_is_expected_of_a_draft_s_first_token(prior: Prior, rate: float) -> None:
+    """Greedily and at a temperature."""
+    assert SourceAcceptance(of_a_head(prior, rate)).mean() == pytest.approx(rate, abs=0.005)
