@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from localspec.backends.context import Context, shared_prefix
+from localspec.backends.context import Context
 from localspec.backends.context_state import ContextState
 from localspec.backends.forward import NEXTN, FloatArray, Forward, checked_names
+from localspec.backends.prefix import shared_prefix
 from localspec.backends.sequence_batch import Piece, SequenceBatch, SequencesInTurn
 from localspec.errors import Closed, UsageError
 from localspec.model_files.gguf_file import GGUFFile

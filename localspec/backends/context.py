@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from localspec.backends.context_state import ContextState
 from localspec.backends.forward import FloatArray, Forward, joined_states, layer_name
+from localspec.backends.prefix import shared_prefix
 from localspec.errors import Cancelled, Closed, ContextFull, UsageError
 
 if TYPE_CHECKING:
@@ -19,20 +20,6 @@ if TYPE_CHECKING:
 
 N_UNINTERRUPTED = 256
 """Tokens decoded between two looks at ``Context.interrupted``: what the engines compute together anyway."""
-
-
-def shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the longest common prefix of two texts in tokens."""
-    n = min(len(a), len(b))
-    if _first(a, n) == _first(b, n):
-        return n
-    return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
-
-
-def _first(tokens: Sequence[int], n: int) -> list[int]:
-    """The first n, copied only if need be: this is asked of whole conversations, before every draft token."""
-    first = tokens if len(tokens) == n else tokens[:n]
-    return first if isinstance(first, list) else list(first)
 
 
 class Context(ABC):
@@ -45,6 +32,7 @@ class Context(ABC):
 
     Attributes:
         hidden: names of the hidden states that every pass returns; see ``Forward.hidden``.
+        finds_best: whether ``decode_best`` has the engine find the largest logits; it has ``_decode_best`` then.
         interrupted: asked between the pieces of a long input; a true answer ends the decode with ``Cancelled``.
     """
 
@@ -54,6 +42,7 @@ class Context(ABC):
         self.hidden = hidden
         self.tokens: list[int] = []
         self.interrupted: Callable[[], bool] | None = None
+        self.finds_best = False
         self._partial: tuple[int, int] | None = None
         """Where rows begin that only the first layers have, and how many layers that is."""
         self._tree: tuple[list[int], list[int]] | None = None
@@ -99,6 +88,14 @@ class Context(ABC):
                     raise Cancelled("decoding was stopped")
         pieces.append(self._feed(tokens, partial(self._decode, tokens, logits)))
         return Forward(pieces[-1].logits, joined_states(pieces)) if len(pieces) > 1 else pieces[0]
+
+    def decode_best(self, tokens: Sequence[int], n_best: int, logits: Literal["all", "last"] = "all") -> Forward:
+        """``decode`` of rows that may be cut: to their ``n_best`` largest logits or more, where ``finds_best``."""
+        if not self.finds_best or len(tokens) > N_UNINTERRUPTED:
+            return self.decode(tokens, logits)
+        self._check_ids(tokens)
+        self._check_whole()
+        return self._feed(tokens, partial(self._decode_best, tokens, n_best, logits))
 
     def decode_floats(
         self, rows: FloatArray, tokens: Sequence[int], logits: Literal["all", "last", "none"] = "all"
@@ -360,6 +357,9 @@ class Context(ABC):
 
     @abstractmethod
     def _decode(self, tokens: Sequence[int], logits: Literal["all", "last", "none"]) -> Forward: ...
+
+    def _decode_best(self, tokens: Sequence[int], n_best: int, logits: Literal["all", "last"]) -> Forward:
+        raise NotImplementedError
 
     @abstractmethod
     def _truncate(self, n: int) -> None:

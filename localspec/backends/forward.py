@@ -16,6 +16,7 @@ import numpy.typing as npt
 from localspec.errors import UsageError
 
 FloatArray = npt.NDArray[np.float32]
+TokenIds = npt.NDArray[np.int64]
 
 NORM, NEXTN = "norm", "nextn"
 _NOTHING: Mapping[str, FloatArray] = MappingProxyType({})
@@ -27,23 +28,35 @@ class Forward:
     Attributes:
         logits: float array [n_rows, n_vocab]; row i predicts the token that follows the i-th row asked for. Usually a
             view of the engine's memory: valid until the next decode on the same context; copy what must outlive it.
+        ids: the tokens that logits belong to, increasing, int64 [n_rows, k], where these are the k largest of each row
+            (``Context.decode_best``); ``logits`` is [n_rows, k] then. None: rows are whole.
         hidden: by name, float32 [n, n_embd], copies that stay valid; empty where nothing was asked for. A ``layer:i``
             before the last layer, and ``nextn``, have a row for every token of the call, whatever logits were wanted;
             ``norm`` and the last layer have a row for each row of logits, because engines compute no more there.
     """
 
-    __slots__ = ("hidden", "logits")
+    __slots__ = ("hidden", "ids", "logits")
 
-    def __init__(self, logits: FloatArray, hidden: Mapping[str, FloatArray] = _NOTHING) -> None:
+    def __init__(
+        self, logits: FloatArray, hidden: Mapping[str, FloatArray] = _NOTHING, ids: TokenIds | None = None
+    ) -> None:
         self.logits = logits
         self.hidden = hidden
+        self.ids = ids
 
     def __len__(self) -> int:
         return len(self.logits)
 
     def take(self, rows: Sequence[int]) -> Forward:
         """Some of the rows, copied; of a pass that returned one of everything for every token."""
-        return Forward(self.logits[list(rows)], {name: states[list(rows)] for name, states in self.hidden.items()})
+        hidden = {name: states[list(rows)] for name, states in self.hidden.items()}
+        return Forward(self.logits[list(rows)], hidden, None if self.ids is None else self.ids[list(rows)])
+
+    def best(self) -> list[int]:
+        """The most probable token of each row (the lowest id among equals)."""
+        at = self.logits.argmax(axis=1)
+        best: list[int] = (at if self.ids is None else self.ids[np.arange(len(at)), at]).tolist()
+        return best
 
 
 def layer_name(layer: int) -> str:

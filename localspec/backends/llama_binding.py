@@ -63,6 +63,7 @@ class Binding(ABC):
     saves_recurrent = False
     alignment = 1
     keeps_rows = False
+    finds_best = False
     token_before_floats = False
     tensors: TensorFunctions
     batches_kv_types = True

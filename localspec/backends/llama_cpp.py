@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from localspec.backends.base import Progress
+from localspec.backends.best_logits import MOST_ROWS
 from localspec.backends.builds import digest
 from localspec.backends.ggml import GPU, INTEGRATED, Ggml
 from localspec.backends.llama_binding import MAX_SEQUENCES, Binding
@@ -52,6 +53,7 @@ class LlamaCppBinding(Binding):
         lib.llama_log_set(self._log, ctypes.c_void_p(0))
         lib.llama_backend_init()
         self.gpu = bool(lib.llama_supports_gpu_offload())
+        self.finds_best = hasattr(lib, "llama_get_sampled_candidates_ith")
 
     def set_model_options(self, params: Any) -> None:
         pass
@@ -97,6 +99,8 @@ class LlamaCppBinding(Binding):
         # A sliding-window cache that keeps only its window cannot take rejected tokens back out.
         params.swa_full = True
         params.no_perf = True
+        if self.finds_best and n_sequences == 1:
+            params.n_outputs_max_per_seq = MOST_ROWS
 
     def free_model(self, model: int) -> None:
         self.lib.llama_model_free(model)

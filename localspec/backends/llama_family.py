@@ -15,6 +15,7 @@ from weakref import WeakSet
 import numpy as np
 
 from localspec.backends.base import Capabilities, Context, ContextState, FloatArray, Forward, Model, Progress
+from localspec.backends.best_logits import best_pays
 from localspec.backends.forward import layer_name
 from localspec.backends.llama_binding import Binding, Bytes
 from localspec.backends.llama_passes import LlamaPasses
@@ -152,6 +153,12 @@ class LlamaModel(Model):
         return self._handle
 
     @cached_property
+    def finds_best(self) -> bool:
+        """Whether ``Context.decode_best`` has the engine look for the largest logits: where that takes less time."""
+        able = self.binding.finds_best and self._placed is None and self.capabilities.rollback == "exact"
+        return able and self.capabilities.device == "gpu" and best_pays(self)
+
+    @cached_property
     def n_snapshots(self) -> int:
         """How many tokens of a pass a context takes back without a replay, though its memory cannot be rewound."""
         return 0 if self.capabilities.rollback == "exact" else n_snapshots(self)
@@ -227,6 +234,7 @@ class LlamaContext(Context):
         self._binding = model.binding
         self._n_threads, self._branches = n_threads, branches
         self._leaves: LeafSequences | None = None
+        self.finds_best = not branches and model.finds_best
         self.begin_anew()
         model._contexts.add(self)
 
@@ -264,6 +272,9 @@ class LlamaContext(Context):
             self._rollback.end_pass()
         return forward
 
+    def _decode_best(self, tokens: Sequence[int], n_best: int, logits: Wanted) -> Forward:
+        return self._compute(tokens, self.n_past, logits, n_best=n_best)
+
     def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
         return self._compute(rows, self.n_past, logits)
 
@@ -271,14 +282,14 @@ class LlamaContext(Context):
         return self._compute(tokens, self.n_past, "none", last=layer_name(n_layers - 1))
 
     def _compute(
-        self, rows: Sequence[int] | FloatArray, n_past: int, logits: Wanted, last: str | None = None
+        self, rows: Sequence[int] | FloatArray, n_past: int, logits: Wanted, last: str | None = None, n_best: int = 0
     ) -> Forward:
         """Feed rows after the first ``n_past`` of the memory."""
         if self._leaves is not None:
             self._leaves.close_gaps()
         wanted_rows = np.full(len(rows), logits == "all")
         wanted_rows[-1] = logits != "none"
-        return self._passes.run(rows, range(n_past, n_past + len(rows)), wanted_rows, last=last)
+        return self._passes.run(rows, range(n_past, n_past + len(rows)), wanted_rows, last=last, n_best=n_best)
 
     def _decode_tree(self, tokens: Sequence[int], parents: Sequence[int]) -> Forward:
         if self._leaves is None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from localspec.backends.best_logits import BestLogits
 from localspec.backends.forward import NEXTN, FloatArray, Forward, joined_states
 from localspec.backends.llama_binding import MAX_SEQUENCES, N_BATCH, N_UBATCH
 from localspec.backends.llama_staging import staging
@@ -93,6 +94,7 @@ class LlamaPasses:
         self._repeatable = model.capabilities.rollback == "exact"
         self._shapes: set[tuple[int, int, str | None]] = set()
         self._takes_floats = not model.binding.token_before_floats
+        self._best: BestLogits | None = None
 
     def run(
         self,
@@ -103,6 +105,7 @@ class LlamaPasses:
         sequences: Sequence[Sequence[int]] | None = None,
         last: str | None = None,
         interrupted: Callable[[], bool] | None = None,
+        n_best: int = 0,
     ) -> Forward:
         """Feed rows in as many calls of the engine as it takes.
 
@@ -113,6 +116,7 @@ class LlamaPasses:
             sequences: to which each belongs [n]; None is the first.
             last: the hidden state after which to end.
             interrupted: asked between calls.
+            n_best: how many of the largest logits of each row are enough; 0 wants whole rows. Of one sequence.
 
         Raises:
             EngineError: the engine failed; rows before the failure are in the memory.
@@ -120,6 +124,12 @@ class LlamaPasses:
         """
         if not self.handle:
             raise EngineError(f"{self._model.path.name} is not loaded: a device was lost")
+        if n_best:
+            found = self._best_of(rows, positions, wanted_rows, n_best)
+            if found is not None:
+                return found
+        if self._best is not None and wanted_rows.any():
+            self._best.leave()
         if isinstance(rows, np.ndarray) and not self._takes_floats:
             self._decode_a_token(positions[0], sequences[0][0] if sequences is not None else 0)
         forwards: list[Forward] = []
@@ -138,6 +148,21 @@ class LlamaPasses:
         if len(forwards) == 1:
             return forwards[0]
         return Forward(np.concatenate([forward.logits for forward in forwards]), joined_states(forwards))
+
+    def _best_of(
+        self, rows: Sequence[int] | FloatArray, positions: Sequence[int], wanted_rows: Flags, n_best: int
+    ) -> Forward | None:
+        """The pass with the largest logits of its rows; None, and the memory as before, where they have to be whole."""
+        if self._best is None:
+            self._best = BestLogits(self._binding.lib, self._model, self.handle)
+        n_rows = int(np.count_nonzero(wanted_rows))
+        if len(rows) > N_UBATCH or not self._best.enter(n_best, n_rows):
+            return None
+        forward = self._call(rows, positions, wanted_rows, None, None)
+        if (found := self._best.read(n_rows, int(np.flatnonzero(wanted_rows)[0]), n_best)) is None:
+            self._binding.remove(self.handle, positions[0])
+            return None
+        return Forward(found[0], forward.hidden, found[1])
 
     def _call(
         self,
@@ -221,6 +246,9 @@ class LlamaPasses:
         if not n_rows:
             self._model.check_devices()
             return np.empty((0, n_vocab), dtype=np.float32)
+        if self._best is not None and self._best.k:
+            self._model.check_devices()
+            return np.empty((0, n_vocab), dtype=np.float32)  # the rows were not copied; see _best_of
         # This waits for a device to finish, so the time of the pass is the time until here.
         address = ctypes.cast(self._binding.lib.llama_get_logits(self.handle), ctypes.c_void_p).value
         self._model.check_devices()
@@ -241,4 +269,6 @@ class LlamaPasses:
         if self.handle:
             self._binding.lib.llama_batch_free(self._batch)
             self._binding.free_context(self.handle)
+            if self._best is not None:
+                self._best.close()
             self.handle = 0

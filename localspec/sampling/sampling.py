@@ -147,6 +147,11 @@ class SamplingParams:
             and (self.repeat_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0)
         )
 
+    @property
+    def n_best(self) -> int:
+        """How many of the largest logits of a row say which token comes next; 0 where it may take all of them."""
+        return 0 if self.edits_logits else 1 if self.greedy else self.top_k
+
 
 _NOT_OF_A_CHAT = ("logit_bias", "ignore_eos", "response_format", "grammar")
 CHAT_SETTINGS = tuple(each.name for each in fields(SamplingParams) if each.name not in _NOT_OF_A_CHAT)
@@ -189,17 +194,17 @@ def _placed(by_token: Mapping[int, float], ids: Ids | None, n: int) -> tuple[Ids
     return at[found], numbers[found]
 
 
-def greedy_token(row: Row, history: Sequence[int], params: SamplingParams) -> int:
-    """The most probable token after bias and penalties (the lowest id among equals).
+def greedy_token(row: Row, history: Sequence[int], params: SamplingParams, token_ids: Ids | None = None) -> int:
+    """The most probable token after bias and penalties (the lowest id among equals); see ``distribution``.
 
     Raises:
         NotNumbers: that is what the logits are.
         UsageError: every token is banned.
     """
-    edited = edit_logits(row, history, params)
+    edited = edit_logits(row, history, params, token_ids)
     best = int(np.argmax(edited))
     _check_top(edited[best], row)  # argmax takes NaN for the largest
-    return best
+    return best if token_ids is None else int(token_ids[best])
 
 
 def _check_top(top: float, row: Row) -> None:
@@ -230,7 +235,7 @@ def distribution(
         UsageError: every token is banned.
     """
     if params.greedy:
-        return Distribution(np.array([greedy_token(row, history, params)]), np.ones(1))
+        return Distribution(np.array([greedy_token(row, history, params, token_ids)]), np.ones(1))
     edited = edit_logits(row, history, params, token_ids)
     if params.top_k:
         return _top_k_law(edited, row, params, token_ids)

@@ -50,7 +50,7 @@ class Controller(ABC):
         return None
 
     def watch(self, row: Row) -> None:  # noqa: B027 - optional hook
-        """The logits [n_vocab] that the target just chose a token from; ``update`` follows."""
+        """The logits [n_vocab], or the largest, that the target just chose a token from; ``update`` follows."""
 
     def lose(self, source: str) -> None:  # noqa: B027 - optional hook
         """A drafter failed and will draft no more."""

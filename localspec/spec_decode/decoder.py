@@ -170,6 +170,7 @@ class SpeculativeDecoder:
         emitter = _Emitter(text, end_tokens, budget, constraint, n_logprobs)
         replays = target.model.capabilities.rollback == "replay"
         keeps_rows = n_logprobs is not None and replays
+        n_best = params.n_best if constraint is None and n_logprobs is None else 0
         drafters.begin(tokens)
         controller.begin(params, len(tokens))
         ahead = self.ahead if constraint is None else None  # a grammar's state follows one text only
@@ -200,13 +201,13 @@ class SpeculativeDecoder:
             parents = [-1, *(parent + 1 for parent in draft.parents)] if draft.branches else None
             gives_way = draft if controller.gives_way and not draft.branches else None
             with nullcontext() if ahead is None else ahead.preparing(tokens, draft):
-                forward = yield TargetPass(read, parents=parents, draft=gives_way)  # logits [k + 1, n_vocab]
+                forward = yield TargetPass(read, parents=parents, draft=gives_way, n_best=n_best)  # k + 1 rows
                 verified = time.perf_counter()
             assert forward is not None
             draft, read = draft.first(len(forward) - 1), read[: len(forward)]
             masked = constraint.rows(forward.logits, draft.ids, params) if constraint else forward.logits
             try:
-                verdict = verify(draft, masked, tokens, params, noise)
+                verdict = verify(draft, masked, tokens, params, noise, *(() if forward.ids is None else (forward.ids,)))
             except NotNumbers:
                 model = target.model
                 raise EngineError(f"{model.engine} computes logits of {model.path.name} that are not numbers") from None

@@ -29,6 +29,7 @@ class TargetPass:
         draft: the draft that the tokens end with, if the last ones of it may be left out: then the pass has fewer rows.
             A draft token that was sampled may not, nor what comes before it: see ``drafters.base``.
         n_after: of a prompt, how many tokens are to be read after these.
+        n_best: how many of the largest logits of each row are enough, see ``Context.decode_best``; 0 wants whole rows.
     """
 
     tokens: Sequence[int]
@@ -36,11 +37,14 @@ class TargetPass:
     parents: Sequence[int] | None = None
     draft: Draft | None = None
     n_after: int = 0
+    n_best: int = 0
 
     def run(self, target: Context) -> Forward:
         """Run it alone."""
         if self.parents is not None:
             return target.decode_tree(self.tokens, self.parents)
+        if self.n_best:
+            return target.decode_best(self.tokens, self.n_best)
         return target.decode(self.tokens, self.logits)
 
     @property

@@ -66,6 +66,7 @@ class SamplingProposer:
         self.noise = noise
         self.constraint = constraint
         self.n_vocab = n_vocab
+        self.n_best = params.n_best if constraint is None else 0
         self.rivals: dict[int, Rival] | None = None
         self.alternatives: dict[int, Alternatives] | None = None
         self._choice: int | Distribution = 0

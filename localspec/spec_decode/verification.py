@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from localspec.sampling.sampling import Noise, Row, SamplingParams, distribution, greedy_token
+from localspec.sampling.sampling import Ids, Noise, Row, SamplingParams, distribution, greedy_token
 from localspec.spec_decode.rounds import Draft, TokenKind, Verdict
 
 # Noise streams: independent randomness for the draws that must not depend on one another at one position.
@@ -43,7 +43,14 @@ class Rows(Protocol):
     def __getitem__(self, index: int, /) -> Row: ...
 
 
-def verify(draft: Draft, logits: Rows, tokens: Sequence[int], params: SamplingParams, noise: Noise) -> Verdict:
+def verify(
+    draft: Draft,
+    logits: Rows,
+    tokens: Sequence[int],
+    params: SamplingParams,
+    noise: Noise,
+    ids: Ids | None = None,
+) -> Verdict:
     """Compare a draft with the target's pass over it.
 
     Rows are looked at in order, and only as far as draft tokens are accepted.
@@ -54,6 +61,7 @@ def verify(draft: Draft, logits: Rows, tokens: Sequence[int], params: SamplingPa
         tokens: everything settled, the last token included (penalties look at it; its length addresses the noise).
         params: the sampling parameters.
         noise: the request's randomness.
+        ids: the tokens that the logits belong to [k + 1, n], where they are the ``params.n_best`` largest or more.
 
     Returns:
         The ``Verdict``.
@@ -62,7 +70,8 @@ def verify(draft: Draft, logits: Rows, tokens: Sequence[int], params: SamplingPa
     at, path = -1, list[int]()
     while True:
         rivals = draft.children(at)
-        accepted, chosen = _judge(draft, rivals, logits[at + 1], history, len(tokens) + len(path), params, noise)
+        row, of = logits[at + 1], None if ids is None else ids[at + 1]
+        accepted, chosen = _judge(draft, rivals, row, of, history, len(tokens) + len(path), params, noise)
         if accepted is None:
             kind: TokenKind = "recovered" if rivals else "bonus" if path else "plain"
             return Verdict(len(path), chosen, kind, tuple(path) if draft.branches else None)
@@ -76,6 +85,7 @@ def _judge(
     draft: Draft,
     rivals: Sequence[int],
     row: Row,
+    ids: Ids | None,
     history: Sequence[int],
     position: int,
     params: SamplingParams,
@@ -83,9 +93,9 @@ def _judge(
 ) -> tuple[int | None, int]:
     """Which of the draft tokens at one position is accepted, if any, and the token that comes there in any case."""
     if params.greedy:
-        chosen = greedy_token(row, history, params)
+        chosen = greedy_token(row, history, params, ids)
     else:
-        p, stream = distribution(row, history, params), STREAM_TARGET
+        p, stream = distribution(row, history, params, ids), STREAM_TARGET
         sampled = [rival for rival in rivals if draft[rival].dist is not None]
         for nth, rival in enumerate(sampled):
             token = draft[rival]

@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 
 from localspec.backends import reference
-from localspec.backends.base import FloatArray
+from localspec.backends.base import FloatArray, Forward
 from localspec.sampling.sampling import Distribution, SamplingParams, distribution
 from localspec.spec_decode.rounds import Draft, DraftToken
 from localspec.spec_decode.verification import verify
 from tests.conftest import TinyFiles
+from tests.support import best_rows
 from tests.support.enumeration import (
     Branches,
     BranchingNoise,
@@ -156,9 +157,18 @@ GUESSES: dict[str, Guess] = {
 
 
 def rounds_law(
-    guess: Guess, params: SamplingParams, target: Predictions, small: Predictions, n_draft: int, n: int = 2
+    guess: Guess,
+    params: SamplingParams,
+    target: Predictions,
+    small: Predictions,
+    n_draft: int,
+    n: int = 2,
+    n_best: int = 0,
 ) -> dict[Tokens, float]:
-    """The exact law of the first n tokens that rounds of guessing and verifying emit."""
+    """The exact law of the first n tokens that rounds of guessing and verifying emit.
+
+    ``n_best``: how many of the largest logits of each row are handed out, with their tokens; 0 is whole rows.
+    """
     round_laws: dict[Tokens, dict[Tokens, float]] = {}
 
     def one_round(tokens: Tokens) -> dict[Tokens, float]:
@@ -172,7 +182,8 @@ def rounds_law(
                 draft.append(token)
                 seen = (*seen, token.id)
             logits = np.stack([target[seen[: len(tokens) + i]] for i in range(len(draft) + 1)])
-            verdict = verify(draft, logits, tokens, params, noise)  # type: ignore[arg-type]
+            rows = best_rows.cut(Forward(logits), n_best) if n_best else Forward(logits)
+            verdict = verify(draft, rows.logits, tokens, params, noise, rows.ids)  # type: ignore[arg-type]
             return (*draft.ids[: verdict.n_accepted], verdict.next_token)
 
         if tokens not in round_laws:
@@ -214,6 +225,27 @@ def test_the_law_is_that_of_plain_sampling(target: Predictions, small: Predictio
         for n_draft in (1, 2):
             difference = largest_difference(plain, rounds_law(GUESSES[kind], params, target, small, n_draft))
             assert difference < EXACT, (name, n_draft)
+
+
+@pytest.mark.parametrize("kind", GUESSES)
+def test_the_largest_logits_are_enough(target: Predictions, small: Predictions, kind: str) -> None:
+    """Of as many as a request needs (``SamplingParams.n_best``), and of one more."""
+    for name in ("greedy", "top-k", "top-k of one", "top-k and more"):
+        params = CHAINS.get(name, replace(SAMPLING, temperature=0.8, top_k=3, top_p=0.9, min_p=0.05))
+        plain = plain_law(params, target)
+        for n_best in (params.n_best, params.n_best + 1):
+            law = rounds_law(GUESSES[kind], params, target, small, 2, n_best=n_best)
+            assert largest_difference(plain, law) < EXACT, (name, n_best)
+
+
+def test_fewer_are_not(target: Predictions, small: Predictions) -> None:
+    law = rounds_law(GUESSES["plain"], CHAINS["top-k"], target, small, 0, n_best=2)
+    assert largest_difference(plain_law(CHAINS["top-k"], target), law) > DEFECT
+
+
+def test_who_needs_whole_rows() -> None:
+    needs = {name: params.n_best for name, params in CHAINS.items()}
+    assert {name: n for name, n in needs.items() if n} == {"greedy": 1, "top-k": 3, "top-k of one": 1}
 
 
 @pytest.mark.parametrize("kind", ["sampled", "sampled, then fixed", "fixed, then sampled", "fixed or nothing"])
@@ -310,7 +342,7 @@ def test_penalties_blind_to_the_draft_make_the_law_differ(
 ) -> None:
     import localspec.spec_decode.verification as verification
 
-    monkeypatch.setattr(verification, "distribution", lambda row, history, params: distribution(row, PROMPT, params))
+    monkeypatch.setattr(verification, "distribution", lambda row, history, *rest: distribution(row, PROMPT, *rest))
     assert differs(GUESSES["argmax of the target"], target, small, CHAINS["frequency"])
 
 

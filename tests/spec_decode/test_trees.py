@@ -44,7 +44,7 @@ def without(law: Distribution, *tokens: int) -> Distribution | None:
 KNOWN: dict[tuple[bytes, Tokens, int], tuple[Distribution, SamplingParams]] = {}
 
 
-def remembered(row: np.ndarray, history: Sequence[int], params: SamplingParams) -> Distribution:
+def remembered(row: np.ndarray, history: Sequence[int], params: SamplingParams, ids: None = None) -> Distribution:
     key = (row.tobytes(), tuple(history), id(params))
     if key not in KNOWN:
         KNOWN[key] = distribution(row, history, params), params  # which keeps the id from being given to another

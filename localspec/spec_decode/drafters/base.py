@@ -118,12 +118,14 @@ class Proposer(Protocol):
         params: the request's sampling parameters.
         noise: the request's randomness.
         n_vocab: how many token ids the target takes; no other may be drafted.
+        n_best: how many of the largest logits of a row it needs, see ``Context.decode_best``; 0 needs whole rows.
         rivals: by position, what else there was to choose; None where nobody wants to know.
     """
 
     params: SamplingParams
     noise: Noise
     n_vocab: int | None
+    n_best: int
     rivals: dict[int, Rival] | None
 
     def n_legal(self, tokens: Sequence[int]) -> int:

@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Literal
 
-from localspec.backends.base import FEW_ROWS, Context, FloatArray, shared_prefix
+from localspec.backends.base import FEW_ROWS, Context, Forward, shared_prefix
 from localspec.errors import EngineError
-from localspec.sampling.sampling import Row
+from localspec.sampling.sampling import Ids
 from localspec.spec_decode.drafters.base import Drafter, DrafterFailed, Plan, Proposer
 from localspec.spec_decode.rounds import DraftToken
 
@@ -48,7 +48,7 @@ class DraftModelDrafter(Drafter):
         self.source = source
         self._n_prompt = self._n_settled = 0
         self._n_hidden = 0
-        self._n_hideable = 0
+        self._n_hideable = self._n_best = 0
 
     def clone(self, context: Context | None) -> Drafter:
         return DraftModelDrafter(context or self.context, self.source)
@@ -60,12 +60,14 @@ class DraftModelDrafter(Drafter):
         tokens, known = self._what_to_read(tokens, plan)
         if known is None:
             return []
+        is_as_wide = proposer.n_vocab is None or self.context.model.n_vocab <= proposer.n_vocab
+        self._n_best = proposer.n_best if is_as_wide else 0
         started = time.perf_counter()
         # What it would have drafted for the last settled tokens, read only now, shows how it is doing here.
         n_settled, n_prompt = self._n_settled - self._n_hidden, self._n_prompt - self._n_hidden
         n_counterfactual = min(n_settled - max(known, n_prompt - 1) - 1, MAX_COUNTERFACTUAL)
-        row = self._read(tokens, known, n_counterfactual if len(tokens) - known > 2 else 0, plan, proposer)
-        confidence = proposer.confidence(row, tokens)
+        forward = self._read(tokens, known, n_counterfactual if len(tokens) - known > 2 else 0, plan, proposer)
+        confidence = proposer.confidence(forward.logits[-1], tokens, ids=_ids(forward, -1))
         plan.spent(self.source, len(tokens) - known, (time.perf_counter() - started) * 1e3)
         return self._proposed(confidence, position, plan, proposer)
 
@@ -95,34 +97,37 @@ class DraftModelDrafter(Drafter):
                 return None
         return known
 
-    def _read(self, tokens: Sequence[int], known: int, n_counterfactual: int, plan: Plan, proposer: Proposer) -> Row:
-        """Decode ``tokens[known:]`` and return the logits after the last; on the way, score counterfactual ones.
+    def _read(
+        self, tokens: Sequence[int], known: int, n_counterfactual: int, plan: Plan, proposer: Proposer
+    ) -> Forward:
+        """Decode ``tokens[known:]``, the logits after the last being last; on the way, score counterfactual ones.
 
         Args:
             n_counterfactual: how many of the last settled tokens to score a draft token for; none if not positive.
         """
         if n_counterfactual <= 0:
-            last: Row = self._decode(tokens[known:], "last")[0]
-            return last
+            return self._decode(tokens[known:], "last")
         first = (
             self._n_settled - self._n_hidden - n_counterfactual - 1
         )  # its logits predict the first token to be judged
         if first > known:
             self._decode(tokens[known:first], "none")
         for start in range(first, len(tokens), FEW_ROWS):
-            logits = self._decode(tokens[start : start + FEW_ROWS], "all")
+            forward = self._decode(tokens[start : start + FEW_ROWS], "all")
             for at in range(start + 1, min(start + FEW_ROWS, first + n_counterfactual) + 1):
-                confidence = proposer.confidence(logits[at - start - 1], tokens[:at], n_known=len(tokens) - at)
+                row, ids = forward.logits[at - start - 1], _ids(forward, at - start - 1)
+                confidence = proposer.confidence(row, tokens[:at], n_known=len(tokens) - at, ids=ids)
                 if confidence:
                     plan.counterfactual(self.source, confidence, proposer.best() == tokens[at])
-        after_last: Row = logits[-1]
-        return after_last
+        return forward
 
     # The answer does not need a draft model: where its engine fails, it is done without.
 
-    def _decode(self, tokens: Sequence[int], rows: Literal["all", "last", "none"]) -> FloatArray:
+    def _decode(self, tokens: Sequence[int], rows: Literal["all", "last", "none"]) -> Forward:
         try:
-            return self.context.decode(tokens, rows).logits
+            if rows != "none" and self._n_best:
+                return self.context.decode_best(tokens, self._n_best, rows)
+            return self.context.decode(tokens, rows)
         except EngineError as error:
             raise DrafterFailed(f"failed: {error}") from error
 
@@ -143,3 +148,7 @@ class DraftModelDrafter(Drafter):
 
     def close(self) -> None:
         self.context.close()
+
+
+def _ids(forward: Forward, row: int) -> Ids | None:
+    return None if forward.ids is None else forward.ids[row]

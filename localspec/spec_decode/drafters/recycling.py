@@ -87,7 +87,7 @@ class RecyclingDrafter(Drafter):
             text = [*self._last[:-1], *tokens]
             ends = range(len(self._last), len(text) + 1)
             runs = [text[max(0, end - ORDERS[-1]) : end] for end in ends]
-            self._pass = list(zip(runs, forward.logits.argmax(axis=1).tolist(), strict=True))
+            self._pass = list(zip(runs, forward.best(), strict=True))
 
     def accept(self, emitted: Sequence[int]) -> None:
         for run, token in self._pass[: len(emitted)]:

@@ -1,0 +1,63 @@
+"""Answers of an engine that hands out the largest logits of rows only, where a request needs no more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from localspec import LLM, SamplingParams
+from localspec.backends.reference import ReferenceContext
+from tests.conftest import TinyFiles
+from tests.support.best_rows import hand_out_best
+
+PROMPTS = ("one two three one two three", "four five")
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: TinyFiles) -> Iterator[LLM]:
+    with LLM(tiny.quick.target, draft=["ngram", "recycled", tiny.quick.draft], backend="reference", n_ctx=512) as llm:
+        yield llm
+
+
+def answers(llm: LLM, params: SamplingParams, length: int) -> list[list[int]]:
+    return [list(llm.generate(prompt, params, draft_length=length).token_ids) for prompt in PROMPTS]
+
+
+ENOUGH = {
+    "greedy": SamplingParams(max_tokens=40),
+    "top-k": SamplingParams(temperature=1.0, top_k=8, seed=5, max_tokens=40),
+    "top-k, top-p and min-p": SamplingParams(temperature=1.2, top_k=20, top_p=0.9, min_p=0.02, seed=6, max_tokens=40),
+}
+WHOLE = {
+    "all": SamplingParams(temperature=1.0, seed=5, max_tokens=8),
+    "top-p": SamplingParams(temperature=1.0, top_p=0.9, seed=5, max_tokens=8),
+    "penalty": SamplingParams(repeat_penalty=1.2, max_tokens=8),
+    "bias": SamplingParams(temperature=1.0, top_k=4, seed=5, logit_bias={7: 1.0}, max_tokens=8),
+    "grammar": SamplingParams(grammar='root ::= "one" | "two"', max_tokens=8),
+}
+
+
+@pytest.mark.parametrize("length", [0, 1, 4])
+@pytest.mark.parametrize("settings", ENOUGH)
+def test_the_answer_is_that_of_whole_rows(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, settings: str, length: int
+) -> None:
+    """To the bit, whatever was drafted: what copies are made of changes from answer to answer."""
+    expected = answers(llm, ENOUGH[settings], length)
+    n_rows = hand_out_best(monkeypatch, ReferenceContext)
+    assert answers(llm, ENOUGH[settings], length) == expected
+    assert max(n_rows) >= length + 1
+
+
+@pytest.mark.parametrize("settings", WHOLE)
+def test_who_needs_more_is_given_whole_rows(llm: LLM, monkeypatch: pytest.MonkeyPatch, settings: str) -> None:
+    n_rows = hand_out_best(monkeypatch, ReferenceContext)
+    answers(llm, WHOLE[settings], 2)
+    assert not n_rows
+
+
+def test_log_probabilities_need_whole_rows(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    n_rows = hand_out_best(monkeypatch, ReferenceContext)
+    llm.generate("one", SamplingParams(max_tokens=4), speculate=False, logprobs=2)
+    assert not n_rows
