@@ -218,9 +218,9 @@ def another(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stored() -> dict[str, Any]:
-    import json
-
-    (verdict,) = (json.loads(path.read_text())["value"] for path in trust.verdicts().folder.iterdir())
+    """The verdict on the file. Where its curve is flat there is one more, on drafts that branch."""
+    found = [json.loads(path.read_text()) for path in trust.verdicts().folder.iterdir()]
+    (verdict,) = (each["value"] for each in found if "memory" not in each["key"])
     return dict(verdict)
 
 

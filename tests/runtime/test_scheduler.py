@@ -20,8 +20,8 @@ from localspec.controllers.prompt_pieces import LEAST_ROWS, STALL
 from localspec.errors import EngineError
 from localspec.runtime import scheduler
 from localspec.runtime.jobs import FairQueue, Job
-from localspec.sampling.sampling import distribution
 from tests.conftest import TinyFiles
+from tests.support.enumeration import law_of_two
 from tests.support.waiting import PATIENCE, wait_until
 
 N_CTX = 192
@@ -243,18 +243,7 @@ def test_the_law_of_free_draws_with_neighbours(llm: LLM) -> None:
     prompt = llm.tokenize("la la lo la la lo la")
     free = SamplingParams(max_tokens=2, temperature=1.5, top_k=3, ignore_eos=True)
 
-    def law(pair: Any) -> dict[tuple[int, int], float]:
-        context = pair.context
-        context.truncate(0)
-        first = distribution(context.decode(prompt, "last").logits[0], prompt, free)
-        found = {}
-        for token in (int(each) for each in first.ids):
-            second = distribution(context.decode([token], "last").logits[0], [*prompt, token], free)
-            context.truncate(len(prompt))
-            found |= {(token, int(other)): first.prob(token) * second.prob(int(other)) for other in second.ids}
-        return found
-
-    expected = llm.run(law)
+    expected = llm.run(lambda pair: law_of_two(pair.context, prompt, free))
     streams = [llm.rounds(prompt, free, draft_length=2) for _ in range(400)]
     drawn = Counter(tuple(stream.reply.token_ids) for stream in streams)
     assert set(drawn) <= set(expected)

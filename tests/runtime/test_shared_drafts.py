@@ -18,8 +18,8 @@ from localspec.controllers.cost_model import PassTimes
 from localspec.errors import EngineError, EngineMismatch
 from localspec.runtime import state
 from localspec.runtime.pair import Pair
-from localspec.sampling.sampling import distribution
 from tests.conftest import TinyFiles
+from tests.support.enumeration import law_of_two
 from tests.support.heads import write_random_head
 
 N_CTX = 192
@@ -157,18 +157,7 @@ def test_the_law_of_free_draws_with_neighbours(llm: LLM) -> None:
     prompt = llm.tokenize("la la lo la la lo la")
     free = SamplingParams(max_tokens=2, temperature=1.5, top_k=3, ignore_eos=True)
 
-    def law(pair: Pair) -> dict[tuple[int, ...], float]:
-        context = pair.context
-        context.truncate(0)
-        first = distribution(context.decode(prompt, "last").logits[0], prompt, free)
-        found: dict[tuple[int, ...], float] = {}
-        for token in (int(each) for each in first.ids):
-            second = distribution(context.decode([token], "last").logits[0], [*prompt, token], free)
-            context.truncate(len(prompt))
-            found |= {(token, int(other)): first.prob(token) * second.prob(int(other)) for other in second.ids}
-        return found
-
-    expected = llm.run(law)
+    expected = llm.run(lambda pair: law_of_two(pair.context, prompt, free))
     replies = [stream.reply for stream in [llm.rounds(prompt, free, draft_length=2) for _ in range(400)]]
     drawn = Counter(tuple(reply.token_ids) for reply in replies)
     assert sum(reply.stats["num_draft_tokens"] for reply in replies) > 100

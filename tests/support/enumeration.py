@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from localspec.sampling.sampling import Distribution
+from localspec.backends.base import Context
+from localspec.sampling.sampling import Distribution, SamplingParams, distribution
 
 Outcome = TypeVar("Outcome", bound=Hashable)
 
@@ -118,3 +119,15 @@ class _Uniform:
 def largest_difference(left: dict[Outcome, float], right: dict[Outcome, float]) -> float:
     """The largest difference that two laws give to an outcome."""
     return max(abs(left.get(key, 0.0) - right.get(key, 0.0)) for key in left.keys() | right.keys())
+
+
+def law_of_two(context: Context, prompt: Sequence[int], params: SamplingParams) -> dict[tuple[int, ...], float]:
+    """What two tokens after a prompt are drawn with, by the context's own logits."""
+    context.truncate(0)
+    first = distribution(context.decode(prompt, "last").logits[0], prompt, params)
+    found: dict[tuple[int, ...], float] = {}
+    for token in map(int, first.ids):
+        second = distribution(context.decode([token], "last").logits[0], [*prompt, token], params)
+        context.truncate(len(prompt))
+        found |= {(token, int(other)): first.prob(token) * second.prob(int(other)) for other in second.ids}
+    return found

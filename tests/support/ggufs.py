@@ -7,7 +7,7 @@ these models is gibberish, complete with halves of multi-byte characters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,12 +55,19 @@ class Shape:
         return self.n_embd // self.n_head
 
 
-def llama_weights(shape: Shape, n_vocab: int, seed: int = 0) -> Weights:
-    """Random weights by GGUF tensor name; a matrix is [rows out, columns in]."""
-    rng = np.random.default_rng(seed)
+def matrices(rng: np.random.Generator) -> Callable[..., Array]:
+    """Draws matrices that make of a vector one whose elements are as large, or ``scale`` times as large."""
 
     def matrix(rows: int, columns: int, scale: float = 1.0) -> Array:
         return (rng.standard_normal((rows, columns)) * (scale / np.sqrt(columns))).astype(np.float32)
+
+    return matrix
+
+
+def llama_weights(shape: Shape, n_vocab: int, seed: int = 0) -> Weights:
+    """Random weights by GGUF tensor name; a matrix is [rows out, columns in]."""
+    rng = np.random.default_rng(seed)
+    matrix = matrices(rng)
 
     def norm() -> Array:
         return rng.uniform(0.8, 1.2, shape.n_embd).astype(np.float32)
@@ -322,10 +329,7 @@ def write_mamba(path: Path, vocab: TinyVocab | None = None, *, seed: int = 0) ->
     """A recurrent model: its memory is a state that cannot be rewound."""
     rng, vocab = np.random.default_rng(seed), vocab or bpe_vocab()
     n, inner, state, rank, kernel, n_layer = 64, 128, 16, 4, 4, 2
-
-    def matrix(rows: int, columns: int, scale: float = 1.0) -> Array:
-        return (rng.standard_normal((rows, columns)) * (scale / np.sqrt(columns))).astype(np.float32)
-
+    matrix = matrices(rng)
     weights: Weights = {
         "token_embd.weight": matrix(len(vocab), n, 8.0),
         "output_norm.weight": np.ones(n, np.float32),
@@ -363,10 +367,7 @@ def write_sliding_window(path: Path, window: int = 32, vocab: TinyVocab | None =
     """A Gemma 3 in small: five layers of six see only the last ``window`` tokens."""
     rng, vocab = np.random.default_rng(seed), vocab or spm_vocab()
     n, n_head, n_kv, d_head, n_ff, n_layer = 128, 4, 1, 32, 256, 6
-
-    def matrix(rows: int, columns: int, scale: float = 1.0) -> Array:
-        return (rng.standard_normal((rows, columns)) * (scale / np.sqrt(columns))).astype(np.float32)
-
+    matrix = matrices(rng)
     weights: Weights = {
         # Tied: the same matrix makes the logits, so its scale sets how peaked they are.
         "token_embd.weight": matrix(len(vocab), n, 3.0),
@@ -419,10 +420,7 @@ def write_hybrid(
     n, n_head, n_kv, d_head, n_ff, n_layer = 128, 4, 2, 32, 256, 4
     d_state, n_group, n_value, kernel = 64, 2, 4, 4  # ik-llama's kernels are for states of 64 and 128
     inner, channels = d_state * n_value, d_state * (2 * n_group + n_value)
-
-    def matrix(rows: int, columns: int, scale: float = 1.0) -> Array:
-        return (rng.standard_normal((rows, columns)) * (scale / np.sqrt(columns))).astype(np.float32)
-
+    matrix = matrices(rng)
     weights: Weights = {
         "token_embd.weight": matrix(len(vocab), n, 8.0),
         "output_norm.weight": np.ones(n, np.float32),
@@ -507,9 +505,7 @@ def write_glm(
     """
     rng, vocab = np.random.default_rng(seed), vocab or bpe_vocab()
     n, n_head, n_kv, d_head, n_ff, n_expert, n_layer, residual = 128, 4, 2, 32, 64, 4, 3, 0.15
-
-    def matrix(rows: int, columns: int, scale: float = 1.0) -> Array:
-        return (rng.standard_normal((rows, columns)) * (scale / np.sqrt(columns))).astype(np.float32)
+    matrix = matrices(rng)
 
     def experts(rows: int, columns: int, scale: float = 1.0) -> Array:
         return np.stack([matrix(rows, columns, scale) for _ in range(n_expert)])

@@ -132,9 +132,7 @@ def _weights(
     n, n_ff = sizes.n_embd, sizes.n_ff
     d_head = settings.get("attention.key_length", n // sizes.n_head)
     n_q, n_kv = sizes.n_head * d_head, sizes.n_head_kv * d_head
-
-    def matrix(rows: int, columns: int, scale: float = 1.0) -> Array:
-        return (rng.standard_normal((rows, columns)) * (scale / np.sqrt(columns))).astype(np.float32)
+    matrix = ggufs.matrices(rng)
 
     def norm(size: int = n) -> Array:
         return rng.uniform(0.7, 1.3, size).astype(np.float32)
