@@ -11,14 +11,14 @@ from localspec.backends import branch_trust
 from localspec.controllers.fixed import FixedController
 from localspec.runtime import branches
 from localspec.runtime.seat import Seat
-from tests.conftest import TinyFiles
+from tests.conftest import TinyFiles, open_backend
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
 
 @pytest.fixture(params=["llama-cpp", "ik-llama"])
 def engine(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+    return open_backend(request.param).name
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ def engine_findings(
             yield Finding("ok" if engine in usable else "info", engine.name, _described(engine))
             if engine.name == "ik-llama" and (gain := native_gain(engine.built_for, cpu)) is not None:
                 status: Status = "note" if wanted in ("auto", engine.name) else "info"
-                yield Finding(status, "this CPU", f"built for its {gain[0]}: {gain[1]}", NATIVE_COMMAND)
+                yield Finding(status, "this CPU", f"ik-llama compiled for its {gain[0]}: {gain[1]}", NATIVE_COMMAND)
     if any(engine.usable and engine.name in FOR_GPUS and engine.devices != [] for engine in engines):
         return
     again = " --force-reinstall --no-cache-dir --no-deps" if any(e.name == "llama-cpp" for e in usable) else ""

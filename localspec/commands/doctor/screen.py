@@ -36,7 +36,8 @@ def cost_parts(cost: CostFacts, findings: Sequence[Finding], columns: int, unico
     yield Lines(f"Cost of a target pass over w tokens, t(w) · {cost.engine}, {cost.device}", lines)
     guesses = []
     for draft in cost.drafts:
-        text = f"{draft.ms[1]:.3g} ms = {draft.ms[1] / times[0]:.2f} of a target token, by {draft.file}"
+        price = f"{draft.ms[1]:.3g} ms = {draft.ms[1] / times[0]:.2f} of a target token"
+        text = f"{price}, by {short_name(draft.name)} ({draft.file})"
         guesses.append(Finding("info", "a guess", text))
     yield Findings("", [*findings, *guesses])
 
