@@ -15,7 +15,6 @@ matrix (EAGLE: Li et al. 2024, arXiv:2401.15077; EAGLE-3's several taps, arXiv:2
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -27,6 +26,7 @@ import numpy.typing as npt
 from localspec.backends.base import Context, FloatArray, Model
 from localspec.backends.draft_head import STATE as STATE
 from localspec.backends.draft_head import DraftHead
+from localspec.backends.products import products
 from localspec.backends.registry import engine_module
 from localspec.backends.repack import MARK
 from localspec.backends.trust import MAX_MEAN_KL, agreement, fingerprint, verdict_key, verdicts
@@ -54,8 +54,8 @@ _WIDTHS = (1, 1, 1, 1, 2, 3, 4, 5, 6, 8, 8)
 """Rows of the passes that are compared with one of all these together, 40: ik-llama has other kernels from 32 on, and
 those are where it was found wrong."""
 
-_ONE_THREAD, _ONE_THREAD_VECTOR = 1 << 18, 9216
-"""Multiplications up to which OpenBLAS takes one thread for a product with a matrix, and with a vector."""
+_FC, _EMBED, _CHAIN = range(3)
+"""Places of the matrices of a head with a block among those it multiplies by."""
 
 
 class Head(DraftHead):
@@ -77,21 +77,19 @@ class Head(DraftHead):
             self.kind: Kind = card.kind
             self.taps, self.token_map, self.steps = card.taps, card.token_map, card.steps
             self.rate = card.training.first_rate
-            self._matrices: list[tuple[FloatArray, FloatArray]] = []
+            matrices, self._biases = list[FloatArray](), list[FloatArray]()
             self.masks: FloatArray = np.empty((0, card.n_embd), dtype=np.float32)
             if self.kind == "medusa":
-                self._matrices = [
-                    (head_weights(file, f"head.{i}.weight"), head_weights(file, f"head.{i}.bias"))
-                    for i in range(card.steps)
-                ]
+                matrices = [head_weights(file, f"head.{i}.weight") for i in range(card.steps)]
+                self._biases = [head_weights(file, f"head.{i}.bias") for i in range(card.steps)]
             if card.has_block:
-                self._fc = head_weights(file, "head.fc.weight")
-                self._embed = head_weights(file, "head.embed.weight"), head_weights(file, "head.embed.bias")
-            if self.kind == "chained":
-                self._chain = head_weights(file, "head.chain.weight")
+                parts = ("fc", "embed", "chain") if self.kind == "chained" else ("fc", "embed")
+                matrices = [head_weights(file, f"head.{part}.weight") for part in parts]
+                self._biases = [head_weights(file, "head.embed.bias")]
             if self.kind == "parallel":
                 self.masks = head_weights(file, "head.mask.weight")
         self._target = GGUFFile(target)
+        self._times = products(model, matrices)
 
     def new_context(self, n_ctx: int, *, n_threads: int | None = None) -> Context:
         """A memory for n_ctx rows; a chained head's returns the state that it goes on from, as ``hidden[STATE]``."""
@@ -116,7 +114,7 @@ class Head(DraftHead):
         Returns:
             [n, n_embd]
         """
-        return _product(states, self._fc)
+        return self._times(_FC, states)
 
     def embed(self, tokens: Sequence[int]) -> FloatArray:
         """``W · E[token] + b``: the tokens' share of rows [n, n_embd]; embeddings are read from the target's file.
@@ -128,8 +126,7 @@ class Head(DraftHead):
             raise UsageError(f"token ids must lie in 0..{self.card.target.n_vocab - 1}")
         new = [token for token in dict.fromkeys(tokens) if token not in self._cache]
         if new:
-            matrix, bias = self._embed
-            rows = _product(tensor_rows(self._target, "token_embd.weight", new), matrix) + bias
+            rows = self._times(_EMBED, tensor_rows(self._target, "token_embd.weight", new)) + self._biases[0]
             self._cache.update(zip(new, rows, strict=True))
         found: FloatArray = np.empty((len(tokens), self.card.n_embd), dtype=np.float32)
         for row, token in zip(found, tokens, strict=True):
@@ -141,7 +138,7 @@ class Head(DraftHead):
 
     def chain(self, states: FloatArray) -> FloatArray:
         """``C · g``: a chained head's own states as the next rows' share, in the place of ``fuse`` [n, n_embd]."""
-        return _product(states, self._chain)
+        return self._times(_CHAIN, states)
 
     def medusa_logits(self, context: Context, state: FloatArray) -> FloatArray:
         """A medusa head's guesses: row k is for the token 2 + k places after the one that left ``state``.
@@ -153,7 +150,7 @@ class Head(DraftHead):
         Returns:
             Logits [steps, n_out], a copy.
         """
-        inner = np.concatenate([_product(state[None], matrix) + bias for matrix, bias in self._matrices])
+        inner = np.concatenate([self._times(i, state[None]) + bias for i, bias in enumerate(self._biases)])
         # silu(z) = z * sigmoid(z); by tanh, which cannot overflow.
         rows: FloatArray = state + np.multiply(inner, 0.5 + 0.5 * np.tanh(0.5 * inner), dtype=np.float32)
         context.truncate(0)
@@ -166,6 +163,7 @@ class Head(DraftHead):
 
     def close(self) -> None:
         """Free the weights; safe to call twice. Contexts must be closed first."""
+        self._times.close()
         self.model.close()
         self._target.close()
 
@@ -300,24 +298,3 @@ def _disagreement(head: Head) -> float:
             piece = context.decode_floats(rows[first : first + width], range(first, first + width)).logits
             found.append(agreement(piece, wide[first : first + width]).mean_kl)
     return max(found)
-
-
-def _product(rows: FloatArray, matrix: FloatArray) -> FloatArray:
-    """``rows @ matrix.T``, in blocks that OpenBLAS computes in one thread.
-
-    Its threads wait for each other by spinning. Where a core is taken by another program, or by the engine's threads
-    that have just finished a pass, that takes longer than the target: two rows of 1,536 by 1,536 took 104 ms as a whole
-    and 0.17 in blocks (medians on 2 busy cores); at their quickest, one row took 0.07 and 0.15.
-
-    Args:
-        rows: [n, k].
-        matrix: [m, k], contiguous.
-
-    Returns:
-        [n, m]
-    """
-    n, k = rows.shape
-    room = max(1, (_ONE_THREAD if n > 1 else _ONE_THREAD_VECTOR) // max(1, n * k))
-    block = math.gcd(len(matrix), 1 << (room.bit_length() - 1))
-    product: FloatArray = np.matmul(matrix.reshape(-1, block, k), rows.T)  # [m / block, block, n]
-    return product.reshape(len(matrix), n).T

@@ -50,11 +50,14 @@ class TensorFunctions:
     Args:
         library: the engine's.
         callback_type: ctypes' type of an evaluation callback: (tensor, whether it asks, data) -> bool.
+
+    Attributes:
+        library: the one that has ggml's functions.
     """
 
     def __init__(self, library: ctypes.CDLL, callback_type: Any) -> None:
         self.callback_type = callback_type
-        library = ggml_library(library)
+        self.library = library = ggml_library(library)
         # They return at once: to let go of the GIL for them would cost more than they do.
         quick = ctypes.PyDLL(library._name, handle=library._handle)
         tensor = ctypes.c_void_p

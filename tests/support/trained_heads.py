@@ -1,32 +1,35 @@
-"""Heads of real models, trained once in minutes and kept beside the folder of models; too large to be committed."""
+"""Heads of real models, trained once by the command and kept beside the folder of models; too large to be committed."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from localspec.training.distill import distill
+from localspec.system.home import home
 from tests.conftest import REAL_FOLDER
 
-MINUTES = 15.0
-"""Of training, where there is no head yet. On two busy cores SmolLM2 135M then wrote 20,000 tokens of examples."""
 
-
-def trained_head(target: Path, kind: str) -> Path:
+def trained_head(target: Path, kind: str, minutes: float) -> Path:
     """The head of a real model, whose file is named after its kind; trains it where there is none.
 
     Args:
         target: the model.
         kind: see ``localspec distill``.
+        minutes: for ``localspec distill`` to take.
     """
     place = REAL_FOLDER.parent / "heads-for-tests" / target.stem / f"{kind}.gguf"
     if not place.exists():
         pytest.importorskip("jax", reason="heads are trained with JAX")
-        made = distill(target, kind=kind, minutes=MINUTES)
+        command = [sys.executable, "-m", "localspec", "distill", str(target), "--kind", kind, "--minutes", str(minutes)]
+        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+        assert done.returncode == 0, done.stderr
+        (made,) = (home() / "distill").glob(f"*-{kind}/head.gguf")
         place.parent.mkdir(parents=True, exist_ok=True)
         part = place.with_suffix(".part")
-        part.write_bytes(made.path.read_bytes())
+        part.write_bytes(made.read_bytes())
         os.replace(part, place)
     return place

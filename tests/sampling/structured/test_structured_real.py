@@ -19,7 +19,7 @@ from localspec import LLM, Reply, SamplingParams
 from localspec.backends.base import FloatArray
 from localspec.sampling.structured.constraint import constraint_for
 from tests.conftest import open_backend
-from tests.spec_decode.test_lossless_real import margins, rows_at_width, width_noise
+from tests.support.replaying import margins, rows_at_width, width_noise
 
 pytestmark = pytest.mark.real
 

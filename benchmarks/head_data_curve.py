@@ -1,0 +1,162 @@
+"""What more examples would do for a head: trained on parts of those that a run of ``localspec distill`` has made, and
+what the curve extrapolates to at ten times as many.
+
+    python benchmarks/head_data_curve.py MODEL [--kind chained] [--examples FOLDER] [--parts 8 4 2 1] [--seconds 120]
+        [--json FILE]
+
+Each head is trained anew, on the first eighth, fourth, half of the examples and on all of them, as long in proportion;
+all are asked the same held-out places. Each part's linear head, with which training begins, is asked too. The share of
+places at which the first token is right is fitted in two ways, by least squares over the parts: as a line over the
+logarithm of the number of examples, and as a power law of what is wrong, 1 - r = a n^-b (Hestness et al. 2017,
+arXiv:1712.00409). Both go on as if nothing else would limit the head, its size for one, so the smaller figure is the
+one to count on. The run's own trimmed vocabulary is used for every part.
+
+``--examples`` takes the shards of another run, of another kind for instance, if its states are among them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec.backends.heads import target_facts
+from localspec.commands.report.markdown import table
+from localspec.model_files.catalog import Catalog
+from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.head_card import ALL_TEXTS, Rates
+from localspec.model_files.tensor_rows import tensor_rows
+from localspec.training.recipe import KINDS, Recipe
+from localspec.training.run_folder import RunFolder
+from localspec.training.shards import Passage, Shards
+from localspec.training.trainer import Trainer, TrainingSettings
+from localspec.training.warm_start import new_card, start
+
+MORE = 10
+"""Times as many examples."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """Heads of one part of the examples.
+
+    Attributes:
+        n_places: examples learned from.
+        tokens_seen: lessons, repetitions counted.
+        linear, trained: how often each is right on held-out places, by category and tokens ahead.
+    """
+
+    n_places: int
+    tokens_seen: int
+    linear: Rates
+    trained: Rates
+
+
+def read_examples(folder: Path, taps: Sequence[str], n_embd: int) -> list[Passage]:
+    """The passages of a run's shards, with these states."""
+    with min(folder.glob("[0-9]*.shard")).open("rb") as file:
+        there = json.loads(file.readline(1 << 26))["taps"]
+    columns = [there.index(tap) for tap in taps]
+    passages = Shards(folder, there, n_embd).passages
+    return [replace(passage, states=passage.states[:, columns]) for passage in passages]
+
+
+def first_part(passages: Sequence[Passage], divisor: int) -> list[Passage]:
+    """Passages until there are so many places, in the order in which they were written."""
+    most, found, n = sum(map(len, passages)) / divisor, list[Passage](), 0
+    for passage in passages:
+        if n >= most:
+            break
+        found.append(passage)
+        n += len(passage)
+    return found
+
+
+def train(file: GGUFFile, folder: RunFolder, recipe: Recipe, examples: Path, divisor: int, seconds: float) -> Point:
+    """Heads of one part."""
+    facts, ids = target_facts(Path(file.path)), folder.token_map()
+    if ids is None:
+        raise SystemExit(f"{folder.path} has no examples; begin with localspec distill --kind {recipe.kind}")
+    taps = recipe.taps(facts.n_layers)
+    sizes = {"steps": recipe.steps, "d_ff": recipe.d_ff}
+    card = new_card(file, facts.fingerprint, kind=recipe.kind, taps=taps, token_map=ids, **sizes)
+    output = tensor_rows(file, "output.weight" if "output.weight" in file.tensors else "token_embd.weight", ids)
+
+    def embed(tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+        some, places = np.unique(tokens, return_inverse=True)
+        return tensor_rows(file, "token_embd.weight", some)[places]
+
+    passages = read_examples(examples, recipe.kept(facts.n_layers), facts.n_embd)
+    learned = first_part([each for each in passages if not each.held_out], divisor)
+    tapped = [[replace(each, states=each.states[:, : len(taps)]) for each in some] for some in (
+        learned, [each for each in passages if each.held_out])]  # fmt: skip
+    with tempfile.TemporaryDirectory() as there:
+        trainer = Trainer(
+            card,
+            lambda: start(file, card, output, embed, learned, recipe.seed),
+            output,
+            embed,
+            *tapped,
+            Path(there) / "checkpoint.npz",
+            TrainingSettings(seed=recipe.seed),
+        )
+        trainer.train(seconds / divisor, lambda progress: None, lambda: False, test_every=1e9)
+    first, *_, last = trainer.progress.curve
+    return Point(sum(map(len, learned)), trainer.progress.tokens_seen, first.acceptance, last.acceptance)
+
+
+def extrapolated(n_places: Sequence[int], rates: Sequence[float]) -> tuple[float, float, float]:
+    """The gain of a doubling by a straight line, and the shares at ``MORE`` times the most examples: by that line, and
+    by a power law of what is wrong."""
+    doublings = np.log2(n_places)
+    slope, offset = np.polyfit(doublings, rates, 1)
+    exponent, factor = np.polyfit(doublings, np.log(1 - np.array(rates)), 1)
+    there = doublings[-1] + np.log2(MORE)
+    return float(slope), float(offset + slope * there), float(1 - np.exp(factor + exponent * there))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--kind", default="chained", choices=KINDS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--examples", type=Path, help="the folder of shards")
+    parser.add_argument("--parts", type=int, nargs="+", default=[8, 4, 2, 1], help="all examples by each of these")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of training on all examples")
+    parser.add_argument("--json", type=Path, help="add the figures to this file; parts in it are not trained again")
+    args = parser.parse_args()
+    path, recipe = Catalog.load().resolve(args.model), Recipe(kind=args.kind, seed=args.seed)
+    folder = RunFolder(path, target_facts(path).fingerprint, recipe.kind)
+    found: dict[str, Point] = {}
+    if args.json and args.json.exists():
+        found = {name: Point(**point) for name, point in json.loads(args.json.read_text()).items()}
+    with GGUFFile(path) as file:
+        for part in (part for part in args.parts if str(part) not in found):
+            found[str(part)] = train(file, folder, recipe, args.examples or folder.shards, part, args.seconds)
+            print(part, found[str(part)], flush=True)
+            if args.json:
+                args.json.write_text(json.dumps({name: vars(point) for name, point in found.items()}) + "\n")
+    points = sorted(found.values(), key=lambda point: point.n_places)
+    rows = [
+        [f"{point.n_places:,}", kind, f"{seen:,}", *(f"{rate:.3f}" for rate in rates[ALL_TEXTS]), own]
+        for point in points
+        for kind, seen, rates in (("linear", 0, point.linear), ("trained", point.tokens_seen, point.trained))
+        for own in [f"{rates['own'][0]:.3f}" if "own" in rates else ""]
+    ]
+    print("\n" + table(["examples", "head", "lessons", *map(str, range(1, recipe.steps + 1)), "own: 1"], rows, 1))
+    for kind in ("linear", "trained"):
+        rates = [getattr(point, kind)[ALL_TEXTS][0] for point in points]
+        slope, line, power = extrapolated([point.n_places for point in points], rates)
+        print(
+            f"{kind}: {slope:+.3f} a doubling; {MORE} times as many: {power:.2f} by a power law, {line:.2f} by a line"
+        )
+
+
+if __name__ == "__main__":
+    main()
