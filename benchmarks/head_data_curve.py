@@ -107,8 +107,8 @@ def train(file: GGUFFile, folder: RunFolder, recipe: Recipe, examples: Path, div
             TrainingSettings(seed=recipe.seed),
         )
         trainer.train(seconds / divisor, lambda progress: None, lambda: False, test_every=1e9)
-    first, *_, last = trainer.progress.curve
-    return Point(sum(map(len, learned)), trainer.progress.tokens_seen, first.acceptance, last.acceptance)
+    curve = trainer.progress.curve
+    return Point(sum(map(len, learned)), trainer.progress.tokens_seen, curve[0].acceptance, curve[-1].acceptance)
 
 
 def extrapolated(n_places: Sequence[int], rates: Sequence[float]) -> tuple[float, float, float]:
@@ -128,7 +128,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--examples", type=Path, help="the folder of shards")
     parser.add_argument("--parts", type=int, nargs="+", default=[8, 4, 2, 1], help="all examples by each of these")
-    parser.add_argument("--seconds", type=float, default=120.0, help="of training on all examples")
+    parser.add_argument(
+        "--seconds", type=float, default=120.0, help="of training on all examples; 0: linear heads only"
+    )
     parser.add_argument("--json", type=Path, help="add the figures to this file; parts in it are not trained again")
     args = parser.parse_args()
     path, recipe = Catalog.load().resolve(args.model), Recipe(kind=args.kind, seed=args.seed)
@@ -147,15 +149,15 @@ def main() -> None:
         [f"{point.n_places:,}", kind, f"{seen:,}", *(f"{rate:.3f}" for rate in rates[ALL_TEXTS]), own]
         for point in points
         for kind, seen, rates in (("linear", 0, point.linear), ("trained", point.tokens_seen, point.trained))
+        if seen or kind == "linear"
         for own in [f"{rates['own'][0]:.3f}" if "own" in rates else ""]
     ]
     print("\n" + table(["examples", "head", "lessons", *map(str, range(1, recipe.steps + 1)), "own: 1"], rows, 1))
-    for kind in ("linear", "trained"):
+    for kind in ("linear", "trained") if points[-1].tokens_seen else ("linear",):
         rates = [getattr(point, kind)[ALL_TEXTS][0] for point in points]
         slope, line, power = extrapolated([point.n_places for point in points], rates)
-        print(
-            f"{kind}: {slope:+.3f} a doubling; {MORE} times as many: {power:.2f} by a power law, {line:.2f} by a line"
-        )
+        most = f"with {MORE} times as many {power:.2f} by a power law, {line:.2f} by a line"
+        print(f"{kind}: {slope:+.3f} a doubling; {most}")
 
 
 if __name__ == "__main__":

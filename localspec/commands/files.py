@@ -294,16 +294,21 @@ def _rate_rows(acceptance: dict[str, Sequence[float]]) -> list[tuple[str, str]]:
 
 
 def _curve_rows(curve: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """The learning curve: at some moments, how often the first token ahead was right in each category."""
-    categories = list(dict.fromkeys(name for point in curve for name in point["acceptance"]))
+    """The learning curve: at some moments, how often the first tokens ahead were right in all texts, and the first one
+    in each category."""
+    from localspec.model_files.head_card import ALL_TEXTS
+
+    rates = {name: point["acceptance"][name] for point in curve for name in point["acceptance"]}
+    columns = [(name, k) for name in rates for k in range(len(rates[name]) if name == ALL_TEXTS else 1)]
+    widths = [6 if k else max(6, len(name) + 2) for name, k in columns]
+    titles = [f"{k + 1 if k else name:>{width}}" for (name, k), width in zip(columns, widths, strict=True)]
+    rows = [f"{'tokens seen':>12}{'minutes':>9}" + "".join(titles)]
     step = max(1, -(-len(curve) // _CURVE_ROWS))
     shown = [*reversed(curve[::-1][::step])]
-    rows = [f"{'tokens seen':>12}{'minutes':>9}" + "".join(f"{name:>{max(6, len(name) + 2)}}" for name in categories)]
     for point in shown:
-        firsts = [point["acceptance"].get(name) or (None,) for name in categories]
-        cells = [f"{rate[0]:.2f}" if rate[0] is not None else "" for rate in firsts]
-        row = "".join(f"{cell:>{max(6, len(name) + 2)}}" for name, cell in zip(categories, cells, strict=True))
-        rows.append(f"{point['tokens_seen']:>12,}{point['minutes']:>9,.0f}{row}")
+        found = [point["acceptance"].get(name, ())[k : k + 1] for name, k in columns]
+        cells = [f"{f'{rate[0]:.2f}' if rate else '':>{width}}" for rate, width in zip(found, widths, strict=True)]
+        rows.append(f"{point['tokens_seen']:>12,}{point['minutes']:>9,.0f}{''.join(cells)}")
     return [("curve" * (not i), row) for i, row in enumerate(rows if shown else [])]
 
 

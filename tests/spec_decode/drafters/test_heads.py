@@ -747,4 +747,7 @@ def test_every_engine_guesses_as_the_definitions_say(
         oracle = Oracle(tiny.pair.target, same)
         apart = [np.abs(a.row - oracle.logits(a.text, a.n_settled, a.first)).max() for a in rows]
         assert len(apart) >= 15
-        assert max(apart) < 0.2, sorted(apart)[-5:]
+        # Of logits whose deviation is 3: all that is multiplied beside llama.cpp's engines is rounded to 8 bits.
+        rounded = backend.name in ("llama-cpp", "ik-llama")
+        assert max(apart) < (0.8 if rounded else 0.2), sorted(apart)[-5:]
+        assert np.mean(apart) < (0.4 if rounded else 0.1)
