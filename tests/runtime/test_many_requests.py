@@ -221,7 +221,7 @@ def test_nothing_is_left_of_a_thousand_requests_to_a_real_model(
         check_endings(mixture.ended, 1000)
         prompts = [llm.encode(asked.question) for asked in requests]
         check_memories(llm, prompts)
-        assert llm.warnings == []
+        assert not any("not used any more" in each for each in llm.warnings)
     wait_until(lambda: set(threading.enumerate()) <= threads, "no thread is left")
     with LLM(model, None, **options) as llm:
         for n, tokens, _ in sorted(mixture.answers)[::4]:

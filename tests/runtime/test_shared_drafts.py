@@ -15,9 +15,12 @@ from localspec.backends.base import Context, Forward, Piece
 from localspec.backends.sequence_batch import SequenceBatch, SequencesInTurn
 from localspec.controllers import shared_rows
 from localspec.controllers.cost_model import PassTimes
+from localspec.controllers.fixed import FixedPlan
 from localspec.errors import EngineError, EngineMismatch
 from localspec.runtime import state
 from localspec.runtime.pair import Pair
+from localspec.sampling.noise import Noise
+from localspec.spec_decode.proposer import SamplingProposer
 from tests.conftest import TinyFiles
 from tests.support.enumeration import law_of_two
 from tests.support.heads import write_random_head
@@ -240,6 +243,24 @@ def test_a_draft_memory_without_room_drafts_nothing_and_goes_on_later(drafted: L
     assert [reply.token_ids for reply in replies] == before
     assert drafted.warnings == []
     assert drafted.generate("la la", params[0], draft_length=3).stats["num_draft_tokens"] > 0
+
+
+def test_an_early_exit_drafts_nothing_where_the_targets_memory_is_full(tiny: TinyFiles, measured_home: Path) -> None:
+    with LLM(tiny.quick.target, "early-exit:1", backend="reference", n_ctx=N_CTX, parallel=2, idle=False) as llm:
+
+        def drafted(pair: Pair, n_free: int) -> int:
+            batch, drafter = pair.state.batch, pair.state.models[0].drafter
+            assert batch is not None
+            batch[0].truncate(0)
+            batch[0].decode([5, 6], "none")
+            batch.cells.take(1, batch.free_cells - n_free)  # somebody else's
+            drafter.attach(batch[0])
+            draft = drafter.draft([5, 6, 7], FixedPlan(2), SamplingProposer(SamplingParams(), Noise(0)))
+            drafter.drafted()
+            batch.cells.cut(1, 0)
+            return len(draft)
+
+        assert llm.run(lambda pair: [drafted(pair, 1), drafted(pair, 0)]) == [1, 0]
 
 
 def test_a_draft_that_fails_in_one_answer_drafts_on_in_the_others(

@@ -51,7 +51,7 @@ class EarlyExitDrafter(Drafter):
         if self._n_past is None:
             self._n_past = target.n_past
         unread = tokens[target.n_past :]
-        if not unread or len(tokens) > target.n_ctx or not plan.more(self.source, len(unread)):
+        if not unread or len(unread) > target.n_free or not plan.more(self.source, len(unread)):
             return []
         started = time.perf_counter()
         row = self._row(target, unread)
