@@ -43,6 +43,18 @@ def nominal_ms(times: PassTimes) -> float:
     return prefill + N_ANSWER * times(1) / best_speedup(ACCEPTANCE, LENGTHS, times, STEP_SHARE * times(1))
 
 
+def draft_gain(times: PassTimes) -> float:
+    """How much sooner a nominal answer is there with a small draft model of the same family, which reads the prompt
+    too, than plainly.
+
+    By what passes of Qwen2.5-Coder 1.5B took on two machines, where a second row costs 0.14 and 0.25 of the first, it
+    is 1.04 and 0.97. On the latter ``auto``, with a head beside it, sent no token of the 0.5B in 34 answers of 256.
+    """
+    prefill, answer = N_PROMPT * times(WIDE) / WIDE, N_ANSWER * times(1)
+    faster = best_speedup(ACCEPTANCE, LENGTHS, times, STEP_SHARE * times(1))
+    return (prefill + answer) / ((1 + STEP_SHARE) * prefill + answer / faster)
+
+
 def engines_measuring(n_ctx: int, kv_type: str) -> Callable[[Model], Steps[None]]:
     """What measures a model on an engine and remembers the figure; see ``SecondOpinion``."""
 

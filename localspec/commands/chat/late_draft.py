@@ -1,6 +1,7 @@
 """Head and draft model of a chat come after the prompt: the target alone, with n-grams, can answer meanwhile.
 
-A draft model that is not on the disk is fetched first; they are loaded between requests. Whatever is asked goes first.
+A draft model that is not on the disk is fetched first, if by the target's passes on this machine it will add something;
+they are loaded between requests. Whatever is asked goes first.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from localspec.commands.options import has_head
 from localspec.errors import Cancelled, Closed, line_of
 from localspec.model_files.catalog import short_name
+from localspec.runtime.engine_choice import draft_gain
 
 if TYPE_CHECKING:
     from localspec.llm import LLM
@@ -30,7 +32,7 @@ class LateDraft:
 
     Args:
         llm: loaded with n-grams alone.
-        missing: draft models to fetch first.
+        missing: draft models to fetch first, where they pay.
         changed: called from the thread when ``status`` changes.
         corpora: names of corpora that draft besides.
     """
@@ -66,9 +68,16 @@ class LateDraft:
         try:
             if self._missing and has_head(self._llm.model_path):
                 self._load("the head")
-            for entry in self._missing:
-                self._fetch(entry)
-            self._load("the draft model")
+            if self._missing and self._llm.run(lambda pair: draft_gain(pair.times)) <= 1.0:
+                names = " ".join(entry.name for entry in self._missing)
+                self.notes.append(
+                    "going on without a draft model, which by what passes take on this machine would add nothing; "
+                    f"localspec pull {names} fetches it all the same"
+                )
+            else:
+                for entry in self._missing:
+                    self._fetch(entry)
+                self._load("the draft model")
         except (Cancelled, Closed):
             pass
         except Exception as error:  # whatever it is, the chat goes on

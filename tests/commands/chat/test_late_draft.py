@@ -9,17 +9,21 @@ from typing import Any
 
 import pytest
 
+from benchmarks.replay_traces import CURVES
 from localspec import LLM, SamplingParams
 from localspec.commands import files
+from localspec.commands.chat import late_draft
 from localspec.commands.chat.chat import Chat, header
 from localspec.commands.chat.commands import run_command
 from localspec.commands.chat.late_draft import LateDraft, may_be_drafted_for
 from localspec.commands.chat.screen import ChatScreen
 from localspec.commands.options import RunOptions
+from localspec.controllers.cost_model import PassTimes
 from localspec.errors import DownloadError
 from localspec.model_files import sources
 from localspec.model_files.catalog import Catalog, Entry
 from localspec.model_files.head_folders import heads_folder
+from localspec.runtime.engine_choice import draft_gain
 from localspec.runtime.jobs import Job
 from localspec.runtime.load_options import LoadOptions
 from localspec.spec_decode.drafters.names import AUTOMATIC
@@ -34,6 +38,7 @@ DRAFT = Entry("some-draft", "some-draft.gguf", bytes=100)
 @pytest.fixture
 def llm(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     monkeypatch.setattr(Catalog, "draft_for", lambda self, path: tiny.quick.draft)
+    monkeypatch.setattr(late_draft, "draft_gain", lambda times: 1.1)
     with LLM(tiny.quick.target, "ngram", backend="reference", n_ctx=256) as loaded:
         yield loaded
 
@@ -192,6 +197,33 @@ def test_the_head_comes_before_the_draft_model_is_fetched(
     fetching.go_on.set()
     assert late.wait(SOON)
     assert llm.draft_names == [*AUTOMATIC, "head", tiny.quick.draft.stem]
+
+
+@pytest.mark.parametrize("with_head", [True, False])
+def test_a_draft_model_that_would_add_nothing_is_not_fetched(
+    llm: LLM, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, with_head: bool
+) -> None:
+    if with_head:
+        heads_folder().mkdir(parents=True)
+        write_random_head(tiny.quick.target, heads_folder() / "a-head.gguf")
+    fetched: list[Entry] = []
+    monkeypatch.setattr(sources, "pull", lambda entry, **options: fetched.append(entry))
+    monkeypatch.setattr(Catalog, "draft_for", lambda self, path: None)
+    monkeypatch.setattr(late_draft, "draft_gain", lambda times: 0.98 if times(1) > 0 else 2.0)
+    late = LateDraft(llm, [DRAFT])
+    assert late.wait(SOON)
+    assert not fetched
+    assert llm.draft_names == ([*AUTOMATIC, "head"] if with_head else ["ngram"])
+    assert [note for note in late.notes if "localspec pull some-draft" in note] == late.notes != []
+    assert late.status == ""
+
+
+def test_what_a_draft_model_would_add_follows_from_the_targets_passes() -> None:
+    """As measured on two machines, and where rows cost nothing, or each as much as the first."""
+    gains = [draft_gain(PassTimes(dict(CURVES[name][0]))) for name in ("avx2", "avx512")]
+    assert gains[0] > 1 > gains[1]
+    assert draft_gain(PassTimes({1: 10.0, 64: 10.0})) > 1.3
+    assert draft_gain(PassTimes({1: 10.0, 64: 640.0})) < 1
 
 
 def test_a_head_alone_comes_too(llm: LLM, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
