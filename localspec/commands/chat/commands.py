@@ -92,7 +92,7 @@ def takes_path(name: str) -> bool:
 
 def _help(chat: Chat, argument: str) -> None:
     for name, command in COMMANDS.items():
-        chat.screen.line(f"  {f'/{name} {command.usage}':<31} {command.help}")
+        chat.screen.line(f"  {f'/{name} {command.usage}':<37} {command.help}")
     chat.screen.line('Alt-Enter, a backslash at the end, or """ around all of them: several lines.')
     chat.screen.line("Tab completes, Ctrl-R searches what was typed before.")
     print(chat.screen.legend(chat.llm.draft_names), file=chat.screen.file)
@@ -282,7 +282,7 @@ def _models() -> Iterable[str]:
 COMMANDS = {
     "view": Command("|".join(VIEWS), "how answers are shown", _view, lambda: VIEWS),
     "draft": Command(
-        "auto|none|ngram|MODEL … [only]", "who guesses; n-grams too, but for only", _draft, _models, several=True
+        "auto|none|ngram|MODEL … [only]", "who guesses; n-grams too, unless only", _draft, _models, several=True
     ),
     "project": Command("[PATH|none]", "a folder to copy guesses from, kept", _project, takes_path=True),
     "length": Command("auto|N", "how many tokens a draft has", _length, lambda: ("auto",)),
