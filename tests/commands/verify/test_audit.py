@@ -470,7 +470,7 @@ def test_penalties_blind_to_the_draft_are_found(tiny: TinyFiles, monkeypatch: py
         return VERIFY(draft, logits, tokens, params, noise)
 
     patch_verify(monkeypatch, faulty)
-    monkeypatch.setattr(verification, "greedy_token", lambda row, seen, params: greedy(row, seen[: length[0]], params))
+    monkeypatch.setattr(verification, "greedy_token", lambda row, seen, *more: greedy(row, seen[: length[0]], *more))
     options = replace(NO_LAW, greedy=SamplingParams(repeat_penalty=1.5))
     with opened(tiny, "reference") as llm:
         assert "decision" in found(audit(llm, options))
