@@ -16,8 +16,30 @@ from localspec.values import is_whole, shown
 TAP = "nextn"
 """The state that such a layer reads, as ``backends.forward`` names it."""
 
-_TENSORS = {"qwen35": (), "qwen35moe": ("ffn_gate_inp",), "qwen3next": ("ffn_gate_inp",), "glm4moe": ("ffn_gate_inp",)}
+_ROUTER = ("ffn_gate_inp",)
+_TENSORS: dict[str, tuple[str, ...]] = {
+    "qwen35": (),
+    "qwen35moe": _ROUTER,
+    "qwen3next": _ROUTER,
+    "glm4moe": _ROUTER,
+    "glm-dsa": _ROUTER,
+    "deepseek2": (*_ROUTER, "attn_q_a", "attn_q_b", "attn_k_b"),
+    "deepseek32": _ROUTER,
+    "bailingmoe3": _ROUTER,
+    "cohere2moe": _ROUTER,
+    "hy_v3": (),
+    "nemotron_h_moe": _ROUTER,
+}
 """Architectures whose layer llama.cpp feeds as it is done here -> what it has to have besides the usual."""
+
+_OTHERWISE = {
+    "step35": "are several, each for a place further ahead",
+    "mimo2": "are several, each for a place further ahead",
+    "deepseek4": "read several states side by side",
+    "glm5-next": "read several states side by side",
+    "gemma4-assistant": "read the keys and values of their target",
+}
+"""Architectures whose layers llama.cpp feeds otherwise -> in which way they differ."""
 
 
 def n_layers(file: GGUFFile) -> int:
@@ -45,6 +67,10 @@ def read(file: GGUFFile) -> PublishedHead:
     name, architecture, found = file.path.name, file.architecture, n_layers(file)
     if not found:
         raise UnsupportedModel(f"{name} has no layer for multi-token prediction (MTP)")
+    if architecture in _OTHERWISE:
+        raise UnsupportedModel(
+            f"{name} has MTP layers of {architecture}, which {_OTHERWISE[architecture]}: they are not drafted with"
+        )
     if architecture not in _TENSORS:
         raise UnsupportedModel(
             f"{name} has MTP layers of the architecture {shown(architecture)}; those of {', '.join(_TENSORS)} are read"
@@ -63,7 +89,12 @@ def read(file: GGUFFile) -> PublishedHead:
         f"{block}.hnorm.weight": (n,),
     }
     for tensor in _TENSORS[architecture]:
-        shapes[f"blk.{layer}.{tensor}.weight"] = (whole(file, "expert_count"), n)
+        if tensor in _ROUTER:
+            shapes[f"blk.{layer}.{tensor}.weight"] = (whole(file, "expert_count"), n)
+        elif f"blk.{layer}.{tensor}.weight" not in file.tensors:
+            raise UnsupportedModel(f"{name} has an MTP layer without {tensor}, which llama.cpp does not compute")
+    if file.field("attention.temperature_scale", 0.0):
+        raise UnsupportedModel(f"{name} scales its attention by place, with which llama.cpp computes no MTP layer")
     check_shapes(file, shapes)
     return PublishedHead(
         kind="mtp",

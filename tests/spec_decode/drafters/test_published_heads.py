@@ -40,6 +40,7 @@ from tests.spec_decode.drafters.test_heads import accepted
 from tests.spec_decode.test_exactness import SAMPLING
 from tests.spec_decode.test_lossless import N_CTX, RandomController, World, run
 from tests.support import ggufs
+from tests.support.mtp_ggufs import FAMILIES
 from tests.support.published_heads import write_eagle3
 
 pytestmark = pytest.mark.usefixtures("llama_cpp")
@@ -213,20 +214,32 @@ def test_a_head_reads_all_of_a_prompt(quick: ggufs.Pair, tmp_path: Path, engine:
 # -- multi-token prediction -------------------------------------------------------------------------------------------
 
 
+def write_mtp(name: str, folder: Path) -> Path:
+    """A tiny model of a family with a layer for multi-token prediction."""
+    path = folder / f"{name}.gguf"
+    if name in FAMILIES:
+        return FAMILIES[name](path)
+    return ggufs.write_glm(path) if name == "glm" else ggufs.write_hybrid(path, residual=0.3, mtp=1)
+
+
 @pytest.fixture(params=["glm", "qwen35"])
 def with_mtp(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A model with a layer for multi-token prediction; of the second the memory cannot be rewound."""
-    path = tmp_path / f"{request.param}.gguf"
-    return ggufs.write_glm(path) if request.param == "glm" else ggufs.write_hybrid(path, residual=0.3, mtp=1)
+    return write_mtp(request.param, tmp_path)
+
+
+@pytest.fixture(params=["glm on llama-cpp", "qwen35 on llama-cpp", "glm on mlx", *FAMILIES])
+def family_on(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
+    """A model with a layer for multi-token prediction, of every family whose layer is computed, and an engine."""
+    name, _, engine = request.param.partition(" on ")
+    return write_mtp(name, tmp_path), open_backend(engine or "llama-cpp").name
 
 
 @pytest.fixture(params=["glm on llama-cpp", "qwen35 on llama-cpp", "glm on mlx"])
 def mtp_on(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
     """The same, and the engines that compute them."""
     name, _, engine = request.param.partition(" on ")
-    path = tmp_path / f"{name}.gguf"
-    written = ggufs.write_glm(path) if name == "glm" else ggufs.write_hybrid(path, residual=0.3, mtp=1)
-    return written, open_backend(engine).name
+    return write_mtp(name, tmp_path), open_backend(engine).name
 
 
 def open_mtp(target: Path, draft: Any = "mtp", **options: Any) -> LLM:
@@ -234,8 +247,8 @@ def open_mtp(target: Path, draft: Any = "mtp", **options: Any) -> LLM:
     return LLM(target, draft, **({"backend": "llama-cpp"} | defaults | options))
 
 
-def test_the_text_does_not_depend_on_an_mtp_layer(mtp_on: tuple[Path, str]) -> None:
-    path, engine = mtp_on
+def test_the_text_does_not_depend_on_an_mtp_layer(family_on: tuple[Path, str]) -> None:
+    path, engine = family_on
     with open_mtp(path, backend=engine) as llm:
         assert (llm.draft_names, llm.warnings) == (["mtp"], [])
         for params in (GREEDY, SEEDED):
@@ -245,7 +258,7 @@ def test_the_text_does_not_depend_on_an_mtp_layer(mtp_on: tuple[Path, str]) -> N
             assert counts["num_accepted_tokens"] > 0.05 * counts["num_draft_tokens"] > 0
 
 
-def test_an_mtp_layer_goes_on_after_rejections_as_a_fresh_one(mtp_on: tuple[Path, str]) -> None:
+def test_an_mtp_layer_goes_on_after_rejections_as_a_fresh_one(family_on: tuple[Path, str]) -> None:
     def check(pair: Pair) -> None:
         (draft,) = pair.state.models
         used = draft.drafter
@@ -260,7 +273,7 @@ def test_an_mtp_layer_goes_on_after_rejections_as_a_fresh_one(mtp_on: tuple[Path
         assert [token for token, _ in mine] == [token for token, _ in expected]
         assert [prob for _, prob in mine] == pytest.approx([prob for _, prob in expected], rel=0.02)
 
-    path, engine = mtp_on
+    path, engine = family_on
     with open_mtp(path, backend=engine) as llm:
         text = PROMPT
         for n in (9, 16, 3, 20):
