@@ -64,6 +64,7 @@ class Capabilities:
         keeps_rows: once a pass was asked for more than ``FEW_ROWS`` rows of logits, every later one takes longer.
         hidden: contexts can return hidden states; see ``Forward.hidden``.
         nextn: contexts can return the state ``nextn``.
+        mtp: its own layer for multi-token prediction is loaded.
         float_rows: ``Context.decode_floats`` works.
         first_layers: ``Context.decode_first_layers`` works, in a context that returns hidden states.
         trees: ``Context.decode_tree`` works, in a context that was made for it (``branches``).
@@ -78,6 +79,7 @@ class Capabilities:
     keeps_rows: bool = False
     hidden: bool = False
     nextn: bool = False
+    mtp: bool = False
     float_rows: bool = False
     first_layers: bool = False
     trees: bool = False
@@ -214,7 +216,7 @@ class Model(ABC):
         if hidden and not self.capabilities.hidden:
             raise UsageError(f"{self.engine} returns no hidden states for {self.path.name}")
         if NEXTN in hidden and not self.capabilities.nextn:
-            raise UsageError(f"{self.engine} computes no MTP layer of {self.path.name}")
+            raise UsageError(f"{self.engine} returns no states of {self.path.name} for an MTP layer")
         return checked_names(hidden, self.n_layers)
 
     def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:

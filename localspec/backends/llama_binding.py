@@ -180,6 +180,10 @@ class Binding(ABC):
         """Whether a file has a layer for multi-token prediction that this engine computes."""
         return False
 
+    def has_nextn(self, architecture: str) -> bool:
+        """Whether models of an architecture hand out the state that such a layer reads."""
+        return False
+
     def defragment(self, ctx: int) -> bool:
         """Have the next pass first move rows together; False for an engine that needs no free cells side by side."""
         return False

@@ -19,7 +19,7 @@ from localspec.backends.noise import engine_log
 from localspec.backends.placement import Placement
 from localspec.backends.rpc import rpc
 from localspec.backends.state_tap import TensorFunctions
-from localspec.errors import EngineUnavailable, LocalspecError
+from localspec.errors import EngineError, EngineUnavailable
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.head_kinds import mtp
 from localspec.system.machine import default_threads, prepare_threads
@@ -82,12 +82,14 @@ class LlamaCppBinding(Binding):
         return Places([*far, *devices.values()], [*far, *usual], buffers, int(self.lib.llama_max_devices()), links)
 
     def has_mtp(self, gguf: GGUFFile) -> bool:
-        if not mtp.n_layers(gguf):
+        return mtp.has_layer(gguf) and self.has_nextn(gguf.architecture)
+
+    def has_nextn(self, architecture: str) -> bool:
+        if architecture not in mtp.ARCHITECTURES:
             return False
         try:
-            mtp.read(gguf)
             staging()
-        except LocalspecError:  # the model works without; what asks for the layer says why there is none
+        except EngineError:  # the model works without; what asks for the layer says why there is none
             return False
         return hasattr(self.lib.llama_model_default_params(), "load_mtp")
 

@@ -64,7 +64,7 @@ class LlamaHeadModel(Model):
             self.engine += f" {head.title}"  # its passes are not those of the model in the same file
             self.handle = self._handle_of(target)
             return
-        handle = self.binding.load_model(head.path, layers, None)
+        handle = self.binding.load_model(head.path, layers, None, mtp=head.has_zeroth)
         if not handle:
             raise EngineError(f"{self.engine} could not load {head.path.name}; --verbose shows the engine's own words")
         self.handle = handle
@@ -88,7 +88,7 @@ class LlamaHeadModel(Model):
                 f"the {self.head.title} layer of {self.path.name} runs on llama-cpp, and the model is on "
                 f"{target.backend}; use --backend llama-cpp"
             )
-        if not target.capabilities.nextn:
+        if not target.capabilities.mtp:
             raise EngineError(f"{self.engine} could not load the {self.head.title} layer of {self.path.name}")
         return target.handle
 
@@ -114,7 +114,7 @@ class LlamaHeadModel(Model):
         self.binding.set_context_options(params, 1)
         if other:
             params.ctx_other = other
-        if not self._own:
+        if self.head.has_zeroth:
             params.ctx_type = self.staging.mtp
         handle = api.llama_init_from_model(model, params)
         if not handle:

@@ -25,12 +25,12 @@ from localspec.backends.base import Context, FloatArray, Model
 from localspec.backends.draft_head import STATE, DraftHead
 from localspec.backends.llama_heads import LlamaBlockContext
 from localspec.backends.trust import MAX_MEAN_KL, agreement, fingerprint, verdict_key, verdicts
-from localspec.errors import EngineMismatch, ModelFileError, UsageError, VocabularyMismatch
+from localspec.errors import EngineMismatch, ModelFileError, UnsupportedModel, UsageError, VocabularyMismatch
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.head_card import TargetFacts
 from localspec.model_files.head_folders import heads_folder
-from localspec.model_files.head_kinds import names_published_head, read_mtp, read_published
+from localspec.model_files.head_kinds import mtp, names_published_head, read_mtp, read_published
 from localspec.model_files.head_kinds.base import PublishedHead
 from localspec.system.files import is_same_file
 from localspec.system.machine import default_threads
@@ -100,7 +100,7 @@ class EngineHead(DraftHead):
         self.kind = "block" if facts.block else "chained"
         self.taps, self.token_map = facts.taps, facts.ids
         self.steps = facts.block.n_guesses if facts.block else STEPS
-        self.has_zeroth, self.rate = facts.in_target, facts.rate
+        self.has_zeroth, self.rate = facts.has_zeroth, facts.rate
 
     def new_context(self, n_ctx: int, *, n_threads: int | None = None) -> Context:
         hidden = () if self.facts.block else (STATE,)
@@ -156,6 +156,8 @@ def engine_for(head: PublishedHead, target: Model, wanted: str | None = None) ->
         wanted: the engine that is asked for, of ``registry.BACKENDS``; None for none.
     """
     able = [name for name, (_, kinds) in ENGINES.items() if head.kind in kinds]
+    if head.of_model and not head.in_target:
+        del able[1:]  # no other reads MTP layers from files of their own
     if wanted in able and not head.borrows and not head.in_target:
         return wanted
     return target.backend if target.backend in able else able[0]
@@ -193,6 +195,11 @@ def load_published(
     if why := misfit(facts, target):
         wrong = VocabularyMismatch if "vocabulary" in why else UsageError
         raise wrong(f"{path.name} does not fit: {why}")
+    if mtp.TAP in facts.taps and not facts.in_target and not target.capabilities.nextn:
+        raise UnsupportedModel(
+            f"{path.name} reads states of {target.path.name} that {target.backend} does not hand out; "
+            "use --backend llama-cpp"
+        )
     load: LoadHeadModel = import_module(ENGINES[engine_for(facts, target, engine)][0]).load_head_model
     model = load(facts, target, n_threads or default_threads(), n_gpu_layers)
     head = EngineHead(facts, model)

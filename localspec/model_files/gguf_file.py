@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from localspec.errors import ModelFileError, NotGGUF, UnsupportedModel
 from localspec.model_files.gguf_parts import part_names
-from localspec.model_files.gguf_types import FILE_TYPES, NOT_GENERATORS, TENSOR_TYPES, string_offsets
+from localspec.model_files.gguf_types import FILE_TYPES, NOT_GENERATORS, TENSOR_TYPES, is_mtp_alone, string_offsets
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _UINT32, _STRING, _ARRAY = 4, 8, 9
@@ -357,8 +357,8 @@ class GGUFFile:
             raise UnsupportedModel(f"{name} does not name its architecture, so no engine can load it")
         if "tokenizer.ggml.tokens" not in self.metadata or "token_embd.weight" not in self.tensors:
             raise UnsupportedModel(f"{name} ({architecture}) has no vocabulary, so it cannot generate text")
-        if self.field("block_count") == 0:
-            raise UnsupportedModel(f"{name} has no layers, so it cannot generate text")
+        if (n := self.field("block_count")) == 0 or is_mtp_alone(self.tensors, n, self.field("nextn_predict_layers")):
+            raise UnsupportedModel(f"{name} has no layers of a whole model, so it cannot generate text")
         pooling = self.field("pooling_type", 0)
         if (isinstance(pooling, int) and pooling not in (0, -1, 0xFFFFFFFF)) or self.field("attention.causal") is False:
             raise UnsupportedModel(f"{name} is an embedding model ({architecture}), which cannot generate text")

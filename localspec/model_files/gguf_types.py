@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Container
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,7 @@ FILE_TYPES = {
 _EMBEDDING = (
     "bert nomic-bert nomic-bert-moe modern-bert neo-bert jina-bert-v2 jina-bert-v3 eurobert gemma-embedding llama-embed"
 )
+_HEADS = "localspec-head eagle3 dflash dflash-draft gemma4-assistant"
 NOT_GENERATORS = {
     **dict.fromkeys(_EMBEDDING.split(), "an embedding model"),
     "t5encoder": "an encoder",
@@ -43,9 +45,23 @@ NOT_GENERATORS = {
     "sd3": "an image model",
     "dream": "a diffusion model",
     "llada": "a diffusion model",
-    "localspec-head": "a head that drafts for another model",
+    **dict.fromkeys(_HEADS.split(), "a head that drafts for another model"),
 }
 """Architectures that cannot continue a text token by token, and what they are."""
+
+
+def is_mtp_alone(tensors: Container[str], n_blocks: object, n_extra: object) -> bool:
+    """Whether a file has a layer for multi-token prediction without the model that it is for.
+
+    Args:
+        tensors: names of what it holds.
+        n_blocks: layers that its header counts, those of the model too.
+        n_extra: how many of these are for multi-token prediction.
+    """
+    if not n_extra or not isinstance(n_blocks, int):
+        return False
+    return f"blk.{n_blocks - 1}.nextn.eh_proj.weight" in tensors and "blk.0.attn_norm.weight" not in tensors
+
 
 _WINDOW = 1 << 20
 

@@ -10,7 +10,7 @@ from localspec.errors import ModelFileError, UnsupportedModel
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.head_card import ARCHITECTURE, HeadCard
 from localspec.model_files.head_file import check_head
-from localspec.model_files.head_kinds import KINDS, is_published_head, mtp
+from localspec.model_files.head_kinds import is_published_head, mtp, read_open
 from localspec.model_files.head_kinds.base import PublishedHead
 from localspec.model_files.kv_memory import kv_shape
 from localspec.model_files.vocab import Vocab
@@ -55,7 +55,7 @@ def inspect(path: Path) -> dict[str, Any]:
             return facts | {"head": _head(check_head(gguf))}
         if is_published_head(gguf):
             try:
-                return facts | {"published_head": _published(KINDS[gguf.architecture](gguf))}
+                return facts | {"published_head": _published(read_open(gguf))}
             except UnsupportedModel as error:
                 facts["cannot_generate_text"] = str(error)
         return facts | {

@@ -112,7 +112,7 @@ class DraftMaker:
         target, free = self.before.target, [self._free(name) for name in AUTOMATIC]
         models: list[DraftModel] = []
         try:
-            for name in [MTP] if target.capabilities.nextn else []:
+            for name in [MTP] if target.capabilities.mtp else []:
                 models += self._model(name, models)
         except LocalspecError as error:
             self._go_without(error)

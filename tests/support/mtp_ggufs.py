@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from localspec.model_files.gguf_file import GGUFFile
 from tests.support.gguf_vocabs import bpe_vocab, vocab_metadata
 from tests.support.ggufs import Array, Weights, mtp_weights, write_gguf
+from tests.support.published_heads import whole
 
 N, N_FF, N_EXPERT, N_HEAD, N_KV, D_HEAD, RESIDUAL = 128, 64, 4, 4, 2, 32, 0.15
 
@@ -256,6 +258,26 @@ def write_nemotron(path: Path, seed: int = 0) -> Path:
         "ssm.group_count": n_group,
     }
     return _write(path, "nemotron_h_moe", random, layers, sizes)
+
+
+def write_apart(model: Path, trunk: Path, layer: Path) -> tuple[Path, Path]:
+    """A model without its MTP layer, and the layer in a file of its own, as they are published.
+
+    Args:
+        model: a file with one; none of its tensors has three dimensions.
+        trunk, layer: where to write them.
+    """
+    with GGUFFile(model) as file:
+        kept = {key: value for key, value in file.metadata.items() if not key.startswith(("general.", "GGUF."))}
+        metadata = {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in kept.items()}
+        weights = {name: whole(file, name) for name in file.tensors}
+        architecture, n_blocks = file.architecture, int(metadata[f"{file.architecture}.block_count"])
+    last = f"blk.{n_blocks - 1}."
+    mine = {name: weight for name, weight in weights.items() if name.startswith(last) or not name.startswith("blk.")}
+    theirs = {name: weight for name, weight in weights.items() if not name.startswith(last)}
+    write_gguf(layer, architecture, metadata, mine)
+    del metadata[f"{architecture}.nextn_predict_layers"]
+    return write_gguf(trunk, architecture, metadata | {f"{architecture}.block_count": n_blocks - 1}, theirs), layer
 
 
 FAMILIES: dict[str, Callable[[Path], Path]] = {

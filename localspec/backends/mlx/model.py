@@ -55,6 +55,7 @@ class MLXModel(Model):
             first_layers=True,
             trees=not network.recurrent,
             nextn=nextn,
+            mtp=nextn,
         )
 
     @property

@@ -265,7 +265,7 @@ class Doctor:
         with self._open(target, [NGRAM]) as llm:
             if calibrate:
                 watch.call(llm, lambda pair: pair.recalibrate(watch.report))
-            has_mtp = llm.run(lambda pair: pair.target.capabilities.nextn)
+            has_mtp = llm.run(lambda pair: pair.target.capabilities.mtp)
             heads = examined.heads or (*ranking.heads_of(target), *([MTP] if has_mtp else []))
             rank = self.found.rank = ranking.rank(llm, heads, drafts, self.options.params({}), watch, ranking.SECONDS)
         self._show(screen.ranking_parts(rank))

@@ -22,13 +22,15 @@ KINDS: dict[str, Callable[[GGUFFile], PublishedHead]] = {
     "eagle3": eagle3.read,
     "dflash": dflash.read,
     "dflash-draft": _of_a_fork,
+    "gemma4-assistant": mtp.read,
 }
-"""The architecture that a file of a published head names -> what reads and checks its header."""
+"""The architecture that a file of a published head names -> what reads and checks its header. MTP layers in files of
+their own name that of their target."""
 
 
 def is_published_head(file: GGUFFile) -> bool:
     """Whether an open file is such a head, and no model of its own."""
-    return file.architecture in KINDS
+    return file.architecture in KINDS or mtp.is_alone(file)
 
 
 def names_published_head(path: Path) -> bool:
@@ -59,4 +61,11 @@ def read_published(path: Path) -> PublishedHead:
         ModelFileError: it is damaged; says what is wrong, in a line.
     """
     with GGUFFile(path) as file:
-        return KINDS[file.architecture](file)
+        return read_open(file)
+
+
+def read_open(file: GGUFFile) -> PublishedHead:
+    """The same of an open file."""
+    if file.architecture not in KINDS and not mtp.is_alone(file):
+        raise UnsupportedModel(f"{file.path.name} is no published head")
+    return KINDS.get(file.architecture, mtp.read)(file)

@@ -59,10 +59,12 @@ class PublishedHead:
         n_vocab: width of the logits that the engine returns for it.
         ids: the target's tokens that it can guess, ascending int64 [n_out].
         fuses: whether the engine makes a state of the tapped ones first, by a pass of its own.
-        in_target: whether it is a part of its target's file; its memory then begins with the first token and no state.
+        in_target: whether it is a part of its target's file.
+        has_zeroth: whether its memory begins with the first token and no state.
         borrows: what it has not itself and the engine takes from the target: ``embeddings``, ``output``.
         vocab: its tokens; None where the file names none.
         block: of a head that guesses several tokens in one pass.
+        of_model: architecture and number of layers of the target, where its file says them.
         training: how it was made, where it was made here.
     """
 
@@ -76,9 +78,11 @@ class PublishedHead:
     ids: npt.NDArray[np.int64]
     fuses: bool = False
     in_target: bool = False
+    has_zeroth: bool = False
     borrows: tuple[str, ...] = ()
     vocab: Vocab | None = None
     block: MaskBlock | None = None
+    of_model: tuple[str, int] | None = None
     training: Training | None = None
 
     @property
@@ -105,6 +109,12 @@ class PublishedHead:
             return f"it reads the state after layer {deepest + 1}, and {target.name} has {target.n_layers} layers"
         if self.in_target:
             return ""
+        if self.of_model not in (None, (target.architecture, target.n_layers)):
+            architecture, n_layers = self.of_model or ("", 0)
+            return (
+                f"it is for a {architecture} of {n_layers} layers, and {target.name} is a {target.architecture} of "
+                f"{target.n_layers}"
+            )
         if max(int(self.ids[-1]) + 1, self.n_vocab * bool(self.borrows)) > target.n_vocab:
             return f"it is for a model with {self.n_vocab} tokens, and {target.name} has {target.n_vocab}"
         if self.borrows and self.n_embd != target.n_embd:

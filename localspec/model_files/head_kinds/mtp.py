@@ -1,7 +1,7 @@
-"""Layers for multi-token prediction inside of a model's own file (DeepSeek-AI 2024, arXiv:2412.19437, section 2.2).
+"""Layers for multi-token prediction, in a model's own file or beside it (DeepSeek-AI 2024, arXiv:2412.19437).
 
 One more block after the model's layers reads the model's last state and the embedding of the token after it, and shares
-embeddings and output matrix with the model. llama.cpp calls it NextN.
+embeddings and output matrix with the model. llama.cpp calls it NextN. A file of the layer alone has copies of them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import numpy as np
 
 from localspec.errors import ModelFileError, UnsupportedModel
 from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf_types import is_mtp_alone
 from localspec.model_files.head_kinds.base import PublishedHead, check_shapes, whole
+from localspec.model_files.vocab import Vocab
 from localspec.values import is_whole, shown
 
 TAP = "nextn"
@@ -32,6 +34,8 @@ _TENSORS: dict[str, tuple[str, ...]] = {
 }
 """Architectures whose layer llama.cpp feeds as it is done here -> what it has to have besides the usual."""
 
+ARCHITECTURES = frozenset(_TENSORS)
+
 _OTHERWISE = {
     "step35": "are several, each for a place further ahead",
     "mimo2": "are several, each for a place further ahead",
@@ -48,6 +52,11 @@ def n_layers(file: GGUFFile) -> int:
     return int(value) if is_whole(value) and value > 0 else 0
 
 
+def is_alone(file: GGUFFile) -> bool:
+    """Whether an open file is such a layer without the model that it is for."""
+    return is_mtp_alone(file.tensors, file.field("block_count"), n_layers(file))
+
+
 def has_layer(file: GGUFFile) -> bool:
     """Whether an open file has a layer that is drafted with."""
     try:
@@ -58,7 +67,7 @@ def has_layer(file: GGUFFile) -> bool:
 
 
 def read(file: GGUFFile) -> PublishedHead:
-    """What the open file of a model says of its layer for multi-token prediction.
+    """What an open file says of its layer for multi-token prediction, be it with the model or alone.
 
     Raises:
         UnsupportedModel: it has none, several, or one of another layout.
@@ -105,5 +114,8 @@ def read(file: GGUFFile) -> PublishedHead:
         n_embd=n,
         n_vocab=n_vocab,
         ids=np.arange(n_vocab),
-        in_target=True,
+        in_target=not is_alone(file),
+        has_zeroth=True,
+        vocab=Vocab.from_gguf(file) if is_alone(file) else None,
+        of_model=(architecture, layer),
     )

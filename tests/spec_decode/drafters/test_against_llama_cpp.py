@@ -23,7 +23,7 @@ from localspec.training.distill import distill
 from localspec.training.recipe import Effort, Recipe
 from tests.conftest import TinyFiles, open_backend
 from tests.support import ggufs
-from tests.support.mtp_ggufs import FAMILIES
+from tests.support.mtp_ggufs import FAMILIES, write_apart
 from tests.support.published_heads import write_dflash, write_eagle3
 from tests.support.trained_heads import trained_head
 
@@ -113,6 +113,12 @@ def qwen35(tiny: TinyFiles, folder: Path) -> tuple[Path, Path | None]:
     return ggufs.write_hybrid(folder / "qwen35.gguf", residual=0.3, mtp=1), None
 
 
+def apart(tiny: TinyFiles, folder: Path) -> tuple[Path, Path | None]:
+    """The MTP layer in a file of its own."""
+    whole = ggufs.write_hybrid(folder / "whole.gguf", residual=0.3, mtp=1)
+    return write_apart(whole, folder / "trunk.gguf", folder / "mtp.gguf")
+
+
 def family(name: str) -> Callable[[TinyFiles, Path], tuple[Path, Path | None]]:
     """A model of another family with an MTP layer."""
 
@@ -137,7 +143,9 @@ def distilled(tiny: TinyFiles, folder: Path) -> tuple[Path, Path | None]:
 @pytest.mark.real
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize("make", [eagle3, distilled, dflash, dspark, dflash2, glm, qwen35, *map(family, FAMILIES)])
+@pytest.mark.parametrize(
+    "make", [eagle3, distilled, dflash, dspark, dflash2, glm, qwen35, apart, *map(family, FAMILIES)]
+)
 def test_the_same_tokens_are_drafted_and_accepted(
     program: Path, tiny: TinyFiles, tmp_path: Path, make: Callable[..., Any]
 ) -> None:

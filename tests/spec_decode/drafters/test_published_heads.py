@@ -40,7 +40,7 @@ from tests.spec_decode.drafters.test_heads import accepted
 from tests.spec_decode.test_exactness import SAMPLING
 from tests.spec_decode.test_lossless import N_CTX, RandomController, World, run
 from tests.support import ggufs
-from tests.support.mtp_ggufs import FAMILIES
+from tests.support.mtp_ggufs import FAMILIES, write_apart
 from tests.support.published_heads import write_eagle3
 
 pytestmark = pytest.mark.usefixtures("llama_cpp")
@@ -302,6 +302,36 @@ def test_what_a_rejection_costs_counts_where_memory_cannot_be_rewound(
         rejected = [each for each in llm.run(slowly) if each.verdict.n_accepted < len(each.draft)]
         assert len(rejected) > 10
         assert all((each.ms_verify if replays else each.ms_other) >= 20 for each in rejected)
+
+
+def test_an_mtp_layer_in_a_file_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It drafts what it drafts within its model's file; auto takes it where it lies beside the model."""
+    whole, folder = write_mtp("qwen35", tmp_path), tmp_path / "apart"
+    folder.mkdir()
+    trunk, layer = write_apart(whole, folder / "trunk.gguf", folder / "mtp.gguf")
+    with open_mtp(whole) as llm:
+        within = llm.generate(PROMPT, GREEDY)
+    with open_mtp(trunk, layer) as llm:
+        assert (llm.draft_names, llm.warnings) == (["head"], [])
+        apart = llm.generate(PROMPT, GREEDY)
+        for params in (GREEDY, SEEDED):
+            reply = llm.generate(PROMPT, params)
+            assert reply.token_ids == llm.generate(PROMPT, params, speculate=False).token_ids
+    assert apart.token_ids == within.token_ids
+    assert apart.stats["by_source"]["head"] == within.stats["by_source"]["mtp"]
+    with open_mtp(trunk, "auto") as llm:
+        assert llm.draft_names == ["ngram", "head"]
+    assert inspect_command(str(layer)) == 0
+    assert "MTP" in capsys.readouterr().out
+
+
+def test_an_mtp_layer_in_a_file_of_its_own_is_for_its_model_and_none(tmp_path: Path) -> None:
+    whole = ggufs.write_glm(tmp_path / "glm.gguf")
+    _, layer = write_apart(write_mtp("qwen35", tmp_path), tmp_path / "trunk.gguf", tmp_path / "mtp.gguf")
+    with pytest.raises(LocalspecError, match=r"is for a qwen35 of 4 layers, and .* is a glm4moe of 3"):
+        open_mtp(whole, layer)
+    with pytest.raises(LocalspecError, match="has no layers of a whole model"):
+        open_mtp(layer, None)
 
 
 def test_a_model_without_a_usable_mtp_layer_answers_and_says_why_it_has_none(tmp_path: Path) -> None:
