@@ -6,8 +6,9 @@ Through ``LLM``, with an engine whose passes wait instead of computing (tests/su
 logits. Own time is the whole time of a round less what target and draft waited; handing the round to whoever reads the
 stream is in it. Each line is a way to decode: plain and with n-grams as ``auto`` does, a draft model with a fixed
 length and chosen by ``auto``, greedily and sampled. The draft model is right four times in five and takes a tenth of
-the target's pass. Medians over rounds after the first eight, by the clock and in time of the processor, which other
-programs disturb less; the share is that of the time by the clock, the passes taken to last as long as they should.
+the target's pass; *best rows* are engines that hand out the 64 largest logits of each row, as found on their device.
+Medians over rounds after the first eight, by the clock and in time of the processor, which other programs disturb less;
+the share is that of the time by the clock, the passes taken to last as long as they should.
 ``--profile`` prints where one of the ways spends its time. ``--against`` names another checkout, such as a worktree of
 an earlier commit: both measure each way in turns, in processes of their own, and of the repeats the least disturbed
 counts.
@@ -42,6 +43,7 @@ from tests.support.waiting_engine import Timing, WaitingModel, waiting
 GREEDY = SamplingParams(ignore_eos=True)
 TOP_K = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, ignore_eos=True, seed=1)
 SAMPLED = SamplingParams(temperature=0.8, ignore_eos=True)
+BEST = "best"
 WAYS: dict[str, tuple[SamplingParams, str | int, str | None]] = {
     "greedy, plain": (GREEDY, 0, None),
     "greedy, auto, n-grams": (GREEDY, "auto", "ngram"),
@@ -49,6 +51,9 @@ WAYS: dict[str, tuple[SamplingParams, str | int, str | None]] = {
     "greedy, draft of 8": (GREEDY, 8, "model"),
     "greedy, auto, draft": (GREEDY, "auto", "model"),
     "top-k 40, top-p 0.95, draft of 4": (TOP_K, 4, "model"),
+    "greedy, draft of 4, best rows": (GREEDY, 4, BEST),
+    "greedy, auto, draft, best rows": (GREEDY, "auto", BEST),
+    "top-k 40, top-p 0.95, draft of 4, best rows": (TOP_K, 4, BEST),
     "whole law, plain": (SAMPLED, 0, None),
     "whole law, draft of 4": (SAMPLED, 4, "model"),
     "whole law, auto, draft": (SAMPLED, "auto", "model"),
@@ -62,9 +67,10 @@ def loaded(ms: float, n_vocab: int, draft: str | None) -> Iterator[LLM]:
     with tempfile.TemporaryDirectory() as folder:
         shape = ggufs.Shape(n_layer=1, n_embd=8, n_head=1, n_head_kv=1, n_ff=8, n_ctx=8192)
         files = ggufs.correlated_pair(Path(folder), bpe_vocab(300), shape=shape)
-        target, small = Timing(ms, n_vocab=n_vocab), Timing(ms / 10, right=0.8, n_vocab=n_vocab)
+        best = draft == BEST
+        target, small = Timing(ms, n_vocab=n_vocab, best=best), Timing(ms / 10, right=0.8, n_vocab=n_vocab, best=best)
         with waiting({files.target: target, files.draft: small}):
-            named = files.draft if draft == "model" else draft
+            named = files.draft if draft in ("model", BEST) else draft
             with LLM(files.target, draft=named, backend="reference", idle=False, remember=False) as llm:
                 yield llm
 

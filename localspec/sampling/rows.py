@@ -1,7 +1,8 @@
 """What is looked for in a row of logits of a whole vocabulary: the most probable tokens, and how certain the first is.
 
-Both begin with the maxima of blocks, which NumPy takes in the time of reading the row. A block is every n-th logit:
-along that axis maxima are twenty times as fast as over neighbours, and tokens alike, which often are neighbours, lie in
+All begin with the largest logit, which NumPy finds in the time of reading the row: a third of what the rest takes, and
+the rest finds the row in the processor's cache then. The maxima of blocks follow. A block is every n-th logit: along
+that axis maxima are twenty times as fast as over neighbours, and tokens alike, which often are neighbours, lie in
 different ones.
 """
 
@@ -32,21 +33,15 @@ def best_and_certainty(row: Row, temperature: float = 1.0) -> tuple[int, float]:
         row: logits [n]. Where one is NaN or infinite, it is what the token is of; the certainty then means nothing.
         temperature: that they are divided by.
     """
-    n = len(row) // _FEW
-    blocks = row[: n * _FEW].reshape(_FEW, n)
-    largest: Row = np.maximum.reduce(blocks, axis=0) if len(row) >= _FEW * _BLOCK else row
-    if len(row) >= _FEW * _BLOCK and n * _FEW < len(row):
-        largest = np.concatenate([largest, row[n * _FEW :]])
-    at = int(largest.argmax())
-    top = largest[at]
-    if largest is row:
-        best = at
-    elif at >= n or np.count_nonzero(largest == top) != 1:  # behind the blocks, equals, or no number
-        best = int(row.argmax())
-    else:
-        best = at + n * int(blocks[:, at].argmax())
+    best = int(row.argmax())
+    top = row[best]
     if not np.isfinite(top):
         return best, 1.0
+    largest, n = row, len(row) // _FEW
+    if n >= _BLOCK:
+        largest = np.maximum.reduce(row[: n * _FEW].reshape(_FEW, n), axis=0)
+        if n * _FEW < len(row):
+            largest = np.concatenate([largest, row[n * _FEW :]])
     weights = largest - top
     if temperature != 1.0:
         weights /= np.float32(max(temperature, 1e-6))  # what is less makes no difference
@@ -69,16 +64,13 @@ def largest_ids(row: Row, k: int) -> Ids:
     A full partition of a 152k row costs a millisecond. The k-th largest of the maxima of blocks is a lower bound for
     the k-th largest element, so all of these are in the few blocks whose maxima reach it.
     """
-    n = len(row)
-    if n // _BLOCK > k:
+    best = int(row.argmax())  # NaN counts as the largest
+    if row[best] != row[best]:
+        return np.array([best])
+    candidates = all_ids(len(row))
+    if len(row) // _BLOCK > k:
         maxima = _maxima(row)
-        largest = np.partition(maxima, len(maxima) - k)[len(maxima) - k :]  # NaN counts as the largest
-        candidates = _at_least(row, maxima, largest[0])
-        top = largest.max() if n % _BLOCK == 0 else np.maximum(largest.max(), row[len(maxima) * _BLOCK :].max())
-    else:
-        candidates, top = all_ids(n), row.max()
-    if top != top:
-        return np.array([int(np.argmax(row))])
+        candidates = _at_least(row, maxima, np.partition(maxima, len(maxima) - k)[len(maxima) - k])
     # argsort on (-logit, id): stable, and candidates increase, so ties go to the lower id.
     return candidates[np.argsort(-row[candidates], kind="stable")[:k]]
 
@@ -90,8 +82,8 @@ def likely_ids(row: Row, depth: float) -> Ids | None:
         row: logits [n], n at least 128.
         depth: over 0.
     """
+    bound = row[row.argmax()] - np.float32(depth)
     maxima = _maxima(row)
-    bound = np.maximum(maxima.max(), row[len(maxima) * _BLOCK :].max(initial=-np.inf)) - np.float32(depth)
     if not bound > -np.inf or np.count_nonzero(maxima >= bound) > _MANY:
         return None
     return _at_least(row, maxima, bound)

@@ -239,7 +239,7 @@ def distribution(
     edited = edit_logits(row, history, params, token_ids)
     if params.top_k:
         return _top_k_law(edited, row, params, token_ids)
-    top = float(edited.max())
+    top = float(edited[edited.argmax()])  # faster than the maximum, where the row is not in the processor's cache
     _check_top(top, row)
     return _law(edited, top, params, token_ids)
 

@@ -18,10 +18,12 @@ import numpy as np
 import pytest
 
 from localspec.backends.base import Capabilities, Context, FloatArray, Forward, Model
+from localspec.backends.best_logits import LEAST
 from localspec.backends.reference_tokenizer import PythonByteLevel
 from localspec.backends.tokenizer import Tokenizer
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.runtime.model_loading import Loader
+from tests.support import best_rows
 
 N_BASE = 16
 """Rows that all others are made of: more than a processor's cache holds, of 152k logits."""
@@ -41,6 +43,7 @@ class Timing:
         right: probability that the most probable token is the target's; None is the target itself.
         second: where it is not, the probability that the second is.
         n_vocab: width of a row of logits; 0 is that of the file.
+        best: whether it hands out only the largest logits of a row where these are enough, as a device can.
     """
 
     ms: float
@@ -49,6 +52,7 @@ class Timing:
     right: float | None = None
     second: float = 0.5
     n_vocab: int = 0
+    best: bool = False
 
 
 class WaitingModel(Model):
@@ -73,6 +77,11 @@ class WaitingModel(Model):
         noise = np.random.default_rng(0).standard_normal((N_BASE, self.n_vocab), dtype=np.float32)
         self.base = 2.0 * noise
         self.masses = np.exp(self.base.astype(np.float64)).sum(axis=1)
+
+    def spent(self, started: float, busy: float) -> None:
+        """Something since these times, of the clock and of the processor, was a pass."""
+        self.cpu_seconds += time.thread_time() - busy
+        self.seconds += time.perf_counter() - started  # the last thing, as asking for the time takes some
 
     def truth(self, position: int) -> int:
         """The token that the target says at a position."""
@@ -119,6 +128,13 @@ class WaitingContext(Context):
     def __init__(self, model: WaitingModel, n_ctx: int, hidden: tuple[str, ...]) -> None:
         super().__init__(model, n_ctx, hidden)
         self._rows: FloatArray = np.empty((0, model.n_vocab), dtype=np.float32)
+        self.finds_best = model.timing.best
+
+    def _decode_best(self, tokens: Sequence[int], n_best: int, logits: Literal["all", "last"]) -> Forward:
+        whole, started, busy = self._decode(tokens, logits), time.perf_counter(), time.thread_time()
+        forward = best_rows.cut(whole, max(n_best, LEAST))
+        self.model.spent(started, busy)
+        return forward
 
     def _decode(self, tokens: Sequence[int], logits: Literal["all", "last", "none"]) -> Forward:
         model, started, busy = self.model, time.perf_counter(), time.thread_time()
@@ -134,8 +150,7 @@ class WaitingContext(Context):
         while (left := ends - time.perf_counter()) > 0:
             time.sleep(left)
         model.nominal_ms += nominal
-        model.seconds += time.perf_counter() - started
-        model.cpu_seconds += time.thread_time() - busy
+        model.spent(started, busy)
         return Forward(rows)
 
     def _truncate(self, n: int) -> None:
