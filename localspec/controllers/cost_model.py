@@ -18,9 +18,19 @@ AGREED_SHARE = 0.7
 AGREED_MOST = math.log(4.0)
 """Of what two passes in a row agree on, the share that is believed at once, and the most."""
 
-TRIM_KEPT = 0.99
-"""Of the correction of one width alone, what is left after a pass of another width: half after 69 passes. A width that
-was found slow is not used, and would otherwise be taken for slow for ever."""
+# How far passes may be from what was calibrated, as standard deviations of logarithms: all of them at once (a random
+# walk), further rows together, one width alone; and how far one pass is from what passes take. What was learned of
+# further rows and of a width fades where they are not seen, by half in 69 passes: a width that was found slow, and is
+# not used, is tried again. Chosen on answers to the tuning questions, replayed with costs that differ from those
+# calibrated: where passes over 2 and 3 tokens take 1.25 times as long, 2 to 7 of 100 ends of answers are under 0.97 of
+# plain; where a fixed share of every surprise went to each correction, 11 to 37 were.
+WALK = 0.01
+ROWS = 0.15
+ALONE = 0.05
+SPREAD = 0.05
+KEPT = 0.99
+ONCE_MORE = 0.25
+"""A pass counts at most as if it had been this much longer or shorter than expected."""
 
 
 @dataclass(slots=True)
@@ -30,17 +40,17 @@ class PassTimes:
     The calibrated curve is kept as measured, steps and dips included, and read by linear interpolation between
     measured widths. A longer context makes every pass longer, by the share that reading its keys and values has in
     reading the weights. Corrections follow what is observed. Reading the weights is bound by memory, further rows by
-    arithmetic, and other programs take of each what they will: ``scale`` moves all widths together, ``slope`` what
-    further rows cost, ``trim`` one width alone, and ``beyond`` widths that were not calibrated. Where passes of
-    the replay over 2 and 3 tokens take 1.25 times what was calibrated, 375 of 3,088 ends of answers are under 0.97 of
-    plain; without ``slope`` 448, without ``trim`` 598.
+    arithmetic, and other programs take of each what they will: where a neighbour took memory bandwidth while the costs
+    were measured, a second token seemed to cost 0.08 of the first, and cost 0.31 later. So ``scale`` moves all widths
+    together, ``rows`` all but the first, ``trim`` one width alone, and ``beyond`` widths that were not calibrated. What
+    a pass tells is divided among them by how uncertain each is (a Kalman filter without cross terms).
 
     Attributes:
         base: calibrated milliseconds by width, with ``CALIBRATED_PAST`` tokens in the memory; at least width 1. It is
             replaced as a whole, never changed.
         growth: relative increase per token in the memory: its bytes in the KV cache over the bytes of the weights.
         n_past: tokens in the memory now.
-        scale, slope, trim, beyond: the corrections; 1 is none.
+        scale, rows, trim, beyond: the corrections; 1 is none.
         noisy: whether the calibration was disturbed, and should be repeated when there is time.
         quick: whether it comes of a few passes only, see ``calibrate_quickly``.
     """
@@ -49,7 +59,7 @@ class PassTimes:
     growth: float = 0.0
     n_past: int = CALIBRATED_PAST
     scale: float = 1.0
-    slope: float = 1.0
+    rows: float = 1.0
     beyond: float = 1.0
     trim: dict[int, float] = field(default_factory=dict)
     noisy: bool = False
@@ -58,6 +68,9 @@ class PassTimes:
     _n_recent: int = 0
     _last: float = 0.0
     _drift: float = 0.0
+    _unsure: float = SPREAD**2  # variance of the logarithm of ``scale``
+    _unsure_rows: float = ROWS**2
+    _unsure_alone: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
     _read: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
     """The curve by width, as read from ``_read_of`` so far: a draft asks for it a hundred times a round."""
     _read_of: dict[int, float] | None = field(default=None, repr=False, compare=False)
@@ -67,11 +80,11 @@ class PassTimes:
         """Expected milliseconds of a pass over ``width`` tokens; 0 for no tokens."""
         if width <= 0:
             return 0.0
-        one, curve = self._read.get(1), self._read.get(width)  # not by _curve: it is asked for so often
-        if self._read_of is not self.base or one is None or curve is None:
-            one, curve = self._curve(1), self._curve(width)
+        curve = self._read.get(width)  # not by _curve: it is asked for so often
+        if self._read_of is not self.base or curve is None:
+            curve = self._curve(width)
         longer = (1.0 + self.growth * self.n_past) / (1.0 + self.growth * CALIBRATED_PAST)
-        ms = (one + self.slope * (curve - one)) * longer * self.scale
+        ms = curve * longer * self.scale * (self.rows if width > 1 else 1.0)
         return ms * (self.beyond if width > self._widest else self.trim.get(width, 1.0))
 
     def _curve(self, width: int) -> float:
@@ -122,18 +135,31 @@ class PassTimes:
             return
         self._n_observed += 1
         self._drift += (math.log(ms / self._curve(width)) - self._drift) / min(self._n_observed, 500)
-        change = max(quick, (0.1 if width == 1 else 0.08) * once, key=abs)
+        self._fade(width)
+        told = min(ONCE_MORE, max(-ONCE_MORE, surprise))
+        alone = self._unsure_alone.get(width, ALONE**2) if width > 1 else 0.0
+        rows = self._unsure_rows if width > 1 else 0.0
+        total = self._unsure + rows + alone + SPREAD**2
+        change = max(quick, told * self._unsure / total, key=abs)
         self.scale *= math.exp(change)
         self._last = surprise - change
+        self._unsure *= 1.0 - self._unsure / total
+        if width > 1 and not quick:
+            self.rows = min(2.0, max(0.5, self.rows * math.exp(told * rows / total)))
+            self.trim[width] = min(2.0, max(0.5, self.trim.get(width, 1.0) * math.exp(told * alone / total)))
+            self._unsure_rows = rows * (1.0 - rows / total)
+            self._unsure_alone[width] = alone * (1.0 - alone / total)
+
+    def _fade(self, width: int) -> None:
+        """A pass later, of what was seen before less is left."""
+        self._unsure += WALK**2
         if width == 1:
-            self.slope **= 0.98  # nothing is learned of it now, so it drifts back to what was calibrated
-        else:
-            self.slope = min(2.5, max(0.4, self.slope * math.exp(0.06 * once)))
-        for known in self.trim:
-            if known != width:  # the same
-                self.trim[known] **= TRIM_KEPT
-        if width > 1:
-            self.trim[width] = min(1.5, max(0.67, self.trim.get(width, 1.0) * math.exp(0.04 * once)))
+            self.rows **= KEPT
+            self._unsure_rows += (1.0 - KEPT**2) * (ROWS**2 - self._unsure_rows)
+        for known, unsure in self._unsure_alone.items():
+            if known != width:
+                self.trim[known] **= KEPT
+                self._unsure_alone[known] = unsure + (1.0 - KEPT**2) * (ALONE**2 - unsure)
 
     @property
     def ms_beside(self) -> float:
@@ -148,8 +174,9 @@ class PassTimes:
     def replace(self, measured: PassTimes) -> None:
         """Go on from another calibration of the same passes: what was corrected in the old one does not hold for it."""
         self.base, self.noisy, self.quick = measured.base, measured.noisy, measured.quick
-        self.scale = self.slope = self.beyond = 1.0
-        self.trim = {}
+        self.scale = self.rows = self.beyond = 1.0
+        self.trim, self._unsure_alone = {}, {}
+        self._unsure, self._unsure_rows = SPREAD**2, ROWS**2
         self._n_observed, self._drift = 0, 0.0
 
     @property

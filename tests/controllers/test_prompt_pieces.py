@@ -37,7 +37,7 @@ def test_one_of_so_many_passes_may_be_long_and_none_too_long(curve: str, n: int)
 
 
 def test_half_is_for_the_prompt_that_came_first_and_half_for_the_shortest() -> None:
-    times = PassTimes({1: 10.0, 4: 15.0, 8: 25.0, MOST: 100.0})
+    times = PassTimes({1: 10.0, 4: 15.0, 8: 22.0, MOST: 100.0})
     pieces = PromptPieces(times)
     endless(pieces, times, 4, 3)  # the next long pass has to wait
     long, middle, short = pieces.divide(4, [10**4, 60, 1], [0, 0, 0], MOST)
@@ -47,7 +47,7 @@ def test_half_is_for_the_prompt_that_came_first_and_half_for_the_shortest() -> N
 
 
 def test_nobody_else_s_prompt_keeps_the_first_from_being_read() -> None:
-    times = PassTimes({1: 10.0, 4: 15.0, 8: 25.0, MOST: 100.0})
+    times = PassTimes({1: 10.0, 4: 15.0, 8: 22.0, MOST: 100.0})
     pieces, left = PromptPieces(times), 1000
     for _ in range(400):
         first, *_ = rows = pieces.divide(4, [left, 60, 60, 60], [0, 0, 0, 0], MOST)
