@@ -7,7 +7,7 @@ embeddings go to the layer beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from localspec.backends.mlx.header import Header
 from localspec.backends.mlx.library import defer_mlx_lm
 from localspec.backends.mlx.network import Network, install_rope, rope_scaling
 from localspec.backends.mlx.placement import fill
+from localspec.backends.mlx.weights import Format
 from localspec.errors import UnsupportedModel
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.head_kinds.base import PublishedHead
@@ -195,11 +196,30 @@ def load_eagle3(head: PublishedHead, target: Network | None) -> Network:
     if not has["embeddings"]:
         module.model.embed_tokens = embedding_of(_needed(target))
     project = module.lm_head if has["output"] else output_of(_needed(target))
+    return head_network(head, module, sizes, formats, max_context, lambda hidden: project(hidden)[..., : sizes.n_out])
+
+
+def head_network(
+    head: PublishedHead,
+    module: nn.Module,
+    args: Any,
+    formats: Mapping[str, Format],
+    max_context: int | None,
+    project: Callable[[mx.array], mx.array],
+) -> Network:
+    """A head of one layer as a network that is fed with states and tokens.
+
+    Args:
+        head: its header.
+        module: with its trunk as ``model``.
+        args, formats, max_context: as for ``Network``.
+        project: the output matrix, for the tokens that it can guess.
+    """
     return Network(
         module=module,
-        args=sizes,
+        args=args,
         architecture=head.kind,
-        n_vocab=sizes.n_out,
+        n_vocab=len(head.ids),
         n_layer=1,
         n_embd=head.n_embd,
         compute_dtype=HEAD_DTYPE,
@@ -209,7 +229,7 @@ def load_eagle3(head: PublishedHead, target: Network | None) -> Network:
         size_bytes=sum(format_.n_bytes for format_ in formats.values()),
         formats=formats,
         _trunk=module.model,
-        _head=lambda hidden: project(hidden)[..., : sizes.n_out],
+        _head=project,
         reads_tokens_too=True,
     )
 

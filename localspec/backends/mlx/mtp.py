@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from localspec.backends.mlx.architecture import ARCHITECTURES, common_arguments
-from localspec.backends.mlx.eagle3 import HEAD_DTYPE, embedding_of, output_of
+from localspec.backends.mlx.eagle3 import HEAD_DTYPE, embedding_of, head_network, output_of
 from localspec.backends.mlx.header import Header
 from localspec.backends.mlx.library import defer_mlx_lm
 from localspec.backends.mlx.network import Network, install_rope, rope_scaling
@@ -115,20 +115,5 @@ def load_mtp(head: PublishedHead, target: Network | None) -> Network:
         layer.head_norm = trunk[family.norm]
     if "embed_tokens" not in layer:
         layer.embed_tokens = embedding_of(target)
-    return Network(
-        module=module,
-        args=args,
-        architecture=head.kind,
-        n_vocab=head.n_vocab,
-        n_layer=1,
-        n_embd=head.n_embd,
-        compute_dtype=HEAD_DTYPE,
-        layer_windows=(None,),
-        recurrent=False,
-        max_context=target.max_context,
-        size_bytes=sum(format_.n_bytes for format_ in formats.values()),
-        formats=formats,
-        _trunk=module.model,
-        _head=layer.head if "head" in layer else output_of(target),
-        reads_tokens_too=True,
-    )
+    project = layer.head if "head" in layer else output_of(target)
+    return head_network(head, module, args, formats, target.max_context, project)

@@ -157,11 +157,23 @@ def check_shapes(file: GGUFFile, shapes: dict[str, tuple[int, ...]], optional: S
             raise damaged(file, f"{name} is {list(tensor.shape[::-1])} and should be {list(shape)}")
 
 
-def check_heads(n_head: int, n_head_kv: int, d_head: int, n_rot: int) -> str:
-    """What an engine would assert on in the sizes of an attention; "" if it is sound."""
+def attention_sizes(file: GGUFFile, n_embd: int) -> tuple[int, int, int]:
+    """Heads of queries, heads of keys, and channels of each, of a head's own attention.
+
+    Raises:
+        ModelFileError: they are missing, or an engine would assert on them.
+    """
+    n_head = whole(file, "attention.head_count")
+    n_head_kv, usual = whole(file, "attention.head_count_kv", n_head), n_embd // n_head
+    d_head = whole(file, "attention.key_length", usual)
+    n_rot = whole(file, "rope.dimension_count", d_head)
     if n_head % n_head_kv:
-        return f"its {n_head} attention heads share {n_head_kv} of keys"
-    return f"it turns {n_rot} of {d_head} channels" if n_rot % 2 or n_rot > d_head else ""
+        raise damaged(file, f"its {n_head} attention heads share {n_head_kv} of keys")
+    if n_rot % 2 or n_rot > d_head:
+        raise damaged(file, f"it turns {n_rot} of {d_head} channels")
+    if whole(file, "attention.value_length", usual) != d_head:
+        raise damaged(file, "its keys and values differ in width")
+    return n_head, n_head_kv, d_head
 
 
 def token_map(file: GGUFFile, n_vocab: int) -> npt.NDArray[np.int64]:

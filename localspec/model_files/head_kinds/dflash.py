@@ -17,7 +17,7 @@ from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.head_kinds.base import (
     MaskBlock,
     PublishedHead,
-    check_heads,
+    attention_sizes,
     check_shapes,
     damaged,
     layers_read,
@@ -52,14 +52,8 @@ def read(file: GGUFFile) -> PublishedHead:
         raise UnsupportedModel(f"{name} is a DSpark drafter of DeepSeek-V4's layers, which localspec does not run")
     layers = layers_read(file)
     n, n_layers, n_ff = whole(file, "embedding_length"), whole(file, "block_count"), whole(file, "feed_forward_length")
-    n_head = whole(file, "attention.head_count")
-    n_head_kv = whole(file, "attention.head_count_kv", n_head)
-    d_head = whole(file, "attention.key_length", n // n_head)
-    wrong = check_heads(n_head, n_head_kv, d_head, whole(file, "rope.dimension_count", d_head))
-    if whole(file, "attention.value_length", n // n_head) != d_head:
-        wrong = "its keys and values differ in width"
-    wrong = wrong or _wrong_sections(file, d_head) or _wrong_windows(file, n_layers)
-    if wrong:
+    n_head, n_head_kv, d_head = attention_sizes(file, n)
+    if wrong := _wrong_sections(file, d_head) or _wrong_windows(file, n_layers):
         raise damaged(file, wrong)
     ids = token_map(file, vocab.n_tokens)
     shapes: dict[str, tuple[int, ...]] = {

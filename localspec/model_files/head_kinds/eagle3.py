@@ -15,7 +15,7 @@ from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.head_card import Training
 from localspec.model_files.head_kinds.base import (
     PublishedHead,
-    check_heads,
+    attention_sizes,
     check_shapes,
     damaged,
     layers_read,
@@ -43,14 +43,7 @@ def read(file: GGUFFile) -> PublishedHead:
     if len(layers) != N_TAPS:
         raise damaged(file, f"eagle3.target_layers is {shown(layers)}")
     n, n_target = whole(file, "embedding_length"), whole(file, "target_hidden_size")
-    n_head, n_ff = whole(file, "attention.head_count"), whole(file, "feed_forward_length")
-    n_head_kv = whole(file, "attention.head_count_kv", n_head)
-    d_head = whole(file, "attention.key_length", n // n_head)
-    wrong = check_heads(n_head, n_head_kv, d_head, whole(file, "rope.dimension_count", d_head))
-    if whole(file, "attention.value_length", n // n_head) != d_head:
-        wrong = "its keys and values differ in width"
-    if wrong:
-        raise damaged(file, wrong)
+    n_ff, (n_head, n_head_kv, d_head) = whole(file, "feed_forward_length"), attention_sizes(file, n)
     has_tokens = "tokenizer.ggml.tokens" in file.metadata
     vocab = Vocab.from_gguf(file) if has_tokens else None
     n_vocab = vocab.n_tokens if vocab is not None else whole(file, "vocab_size")
