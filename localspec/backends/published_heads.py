@@ -49,9 +49,9 @@ _WIDTHS = (1, 1, 2, 3, 4, 5, 8)
 """Rows of the passes that are compared with one of all these together."""
 
 ENGINES = {
-    "llama-cpp": ("localspec.backends.llama_heads", ("eagle3", "mtp", "dflash")),
-    "mlx": ("localspec.backends.mlx.heads", ("eagle3", "mtp")),
-    "reference": ("localspec.backends.reference_heads", ("eagle3",)),
+    "llama-cpp": ("localspec.backends.llama_heads", ("EAGLE-3", "MTP", "DFlash", "DSpark", "DFlash2")),
+    "mlx": ("localspec.backends.mlx.heads", ("EAGLE-3", "MTP", "DFlash")),
+    "reference": ("localspec.backends.reference_heads", ("EAGLE-3",)),
 }
 """Engine -> its module for published heads, with ``load_head_model`` (see ``LoadHeadModel``), and the kinds of them
 that it computes. The first computes all, and serves targets on engines that do not."""
@@ -155,7 +155,7 @@ def engine_for(head: PublishedHead, target: Model, wanted: str | None = None) ->
         target: what it drafts for.
         wanted: the engine that is asked for, of ``registry.BACKENDS``; None for none.
     """
-    able = [name for name, (_, kinds) in ENGINES.items() if head.kind in kinds]
+    able = [name for name, (_, kinds) in ENGINES.items() if head.title in kinds]
     if head.of_model and not head.in_target:
         del able[1:]  # no other reads MTP layers from files of their own
     if wanted in able and not head.borrows and not head.in_target:

@@ -89,7 +89,9 @@ class _SelfAttention(nn.Module):  # type: ignore[misc]
         return cast(mx.array, self.o_proj(found.swapaxes(1, 2).flatten(2)))
 
 
-class _FeedForward(nn.Module):  # type: ignore[misc]
+class FeedForward(nn.Module):  # type: ignore[misc]
+    """down(silu(gate(x)) * up(x))"""
+
     def __init__(self, n_embd: int, n_ff: int) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(n_embd, n_ff, bias=False)
@@ -108,7 +110,7 @@ class _Layer(nn.Module):  # type: ignore[misc]
         self.state_norm = nn.RMSNorm(sizes.n_embd, eps=sizes.eps)
         self.self_attn = _SelfAttention(sizes)
         self.ffn_norm = nn.RMSNorm(sizes.n_embd, eps=sizes.eps)
-        self.mlp = _FeedForward(sizes.n_embd, sizes.n_ff)
+        self.mlp = FeedForward(sizes.n_embd, sizes.n_ff)
 
     def __call__(self, state: mx.array, embedding: mx.array, mask: Any, cache: Any) -> mx.array:
         normed = self.state_norm(state)
@@ -192,10 +194,10 @@ def load_eagle3(head: PublishedHead, target: Network | None) -> Network:
         header.refuse_unread()
         formats = fill(file, EAGLE3, module, HEAD_DTYPE, None)
         if "d2t" in file.tensors:
-            _sort_rows(module.lm_head, np.argsort(file.tensor_bytes("d2t").view("<i8")))
+            sort_rows(module.lm_head, np.argsort(file.tensor_bytes("d2t").view("<i8")))
     if not has["embeddings"]:
-        module.model.embed_tokens = embedding_of(_needed(target))
-    project = module.lm_head if has["output"] else output_of(_needed(target))
+        module.model.embed_tokens = embedding_of(needed(target))
+    project = module.lm_head if has["output"] else output_of(needed(target))
     return head_network(head, module, sizes, formats, max_context, lambda hidden: project(hidden)[..., : sizes.n_out])
 
 
@@ -207,7 +209,7 @@ def head_network(
     max_context: int | None,
     project: Callable[[mx.array], mx.array],
 ) -> Network:
-    """A head of one layer as a network that is fed with states and tokens.
+    """A head as a network that is fed with states and tokens; of one layer that sees all rows before.
 
     Args:
         head: its header.
@@ -234,7 +236,8 @@ def head_network(
     )
 
 
-def _sort_rows(output: nn.Module, order: Any) -> None:
+def sort_rows(output: nn.Module, order: Any) -> None:
+    """Put an output matrix's rows into another order."""
     rows = mx.array(order)
     for name in ("weight", "scales", "biases"):
         if name in output:
@@ -242,9 +245,10 @@ def _sort_rows(output: nn.Module, order: Any) -> None:
     mx.eval(output.parameters())
 
 
-def _needed(target: Network | None) -> Network:
+def needed(target: Network | None) -> Network:
+    """The target that a head borrows from."""
     if target is None:
-        raise UnsupportedModel("an EAGLE-3 head that borrows weights needs its target on MLX")
+        raise UnsupportedModel("a head that borrows weights needs its target on MLX")
     return target
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from localspec.backends.base import Capabilities, FloatArray, Forward, Model
 from localspec.backends.mlx.context import MLXContext
+from localspec.backends.mlx.dflash import BlockTrunk, load_dflash
 from localspec.backends.mlx.eagle3 import load_eagle3
 from localspec.backends.mlx.library import NAME, binding
 from localspec.backends.mlx.model import MLXModel, building, device_for
@@ -18,7 +19,7 @@ from localspec.backends.mlx.mtp import load_mtp
 from localspec.backends.mlx.owner import owner
 from localspec.errors import EngineError, UnsupportedModel
 from localspec.model_files.gguf_file import GGUFFile
-from localspec.model_files.head_kinds.base import PublishedHead
+from localspec.model_files.head_kinds.base import MaskBlock, PublishedHead
 from localspec.model_files.vocab import Vocab
 
 
@@ -49,20 +50,20 @@ class MLXHeadModel(MLXModel):
         with GGUFFile(head.path) as file:
             self.size_bytes, self.n_ctx_train = file.n_bytes, file.n_ctx_train
             self.device = target.device if isinstance(target, MLXModel) else device_for(file, n_gpu_layers)
-        load = partial(load_mtp if head.in_target else load_eagle3, head, lender)
-        network = self.owner.run(lambda: building(head.path, self.device, load))
+        load = {"eagle3": load_eagle3, "mtp": load_mtp, "dflash": load_dflash}[head.kind]
+        network = self.owner.run(lambda: building(head.path, self.device, lambda: load(head, lender)))
         self._network = network
         self.path, self.architecture, self.chat_template = head.path, head.kind, None
         self.backend, self.engine = NAME, f"{NAME} {engine.version}"
         if head.in_target:
             self.engine += f" {head.title}"  # its passes are not those of the model in the same file
-        self.vocab, self.n_embd, self.n_layers = Vocab.none(), head.n_embd, 1
+        self.vocab, self.n_embd, self.n_layers = Vocab.none(), head.row_width, 1
         self.n_threads, self.n_vocab, self.kv_type = 1, network.n_vocab, "f16"
         on_gpu = self.device == mx.Device(mx.gpu)
         self.capabilities = Capabilities(device="gpu" if on_gpu else "cpu", hidden=True, float_rows=True)
 
     def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> MLXHeadContext:
-        return MLXHeadContext(self, n_ctx, hidden)
+        return (MLXBlockContext if self.head.block else MLXHeadContext)(self, n_ctx, hidden)
 
 
 class MLXHeadContext(MLXContext):
@@ -95,6 +96,39 @@ class MLXHeadContext(MLXContext):
 
     def _decode(self, tokens: Sequence[int], logits: Literal["all", "last", "none"]) -> Forward:
         raise EngineError(f"{self.model.path.name} is a head, which reads no text")
+
+
+class MLXBlockContext(MLXHeadContext):
+    """What a block drafter remembers; see ``backends.llama_heads.LlamaBlockContext``."""
+
+    def _decode_floats(
+        self, rows: FloatArray, tokens: Sequence[int], logits: Literal["all", "last", "none"]
+    ) -> Forward:
+        for start in range(0, len(rows), self._n_chunk):
+            part = rows[start : start + self._n_chunk]
+            self._owner.run(lambda part=part: self._remember(part))  # type: ignore[misc]
+        return Forward(np.empty((0, self.model.n_vocab), dtype=np.float32), {})
+
+    def _remember(self, rows: FloatArray) -> None:
+        memory, trunk = self._memory, cast(BlockTrunk, self.model.network.module.model)
+        mx.set_default_device(self.model.device)
+        try:
+            trunk.remember(mx.array(rows[None]), memory.layers)
+            mx.eval(memory.arrays())
+        except (RuntimeError, ValueError, MemoryError) as error:
+            memory.clear()
+            self.tokens = []
+            raise EngineError(f"{self.model.engine} failed on {len(rows)} rows: {error}") from None
+        memory.n_past += len(rows)
+
+    def guesses(self, token: int, n: int) -> tuple[FloatArray, npt.NDArray[np.int64] | None]:
+        """See ``backends.llama_heads.LlamaBlockContext.guesses``."""
+        of = cast(MaskBlock, self.model.head.block)
+        block = [token, *[of.mask] * (n + of.n_skipped - 1)]
+        self._check_room(len(block))
+        if not 0 <= token < self.model.head.n_vocab or not 0 < n <= of.n_guesses:
+            raise EngineError(f"{self.model.path.name} takes no block of {n} tokens after {token}")
+        return self._feed(block, lambda: self._pass(block, "all")).logits[of.n_skipped :], None
 
 
 def load_head_model(head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None) -> MLXHeadModel:

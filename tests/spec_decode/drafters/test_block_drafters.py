@@ -28,7 +28,7 @@ from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.drafters.parallel import BlockHead
 from localspec.spec_decode.rounds import Round
 from localspec.system.home import models_dir
-from tests.conftest import TinyFiles
+from tests.conftest import TinyFiles, open_backend
 from tests.spec_decode.drafters.test_heads import accepted
 from tests.spec_decode.drafters.test_published_heads import (
     GREEDY,
@@ -56,6 +56,19 @@ def write_block(tiny: TinyFiles, folder: Path, **options: Any) -> Path:
 
 
 # -- what is said ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {**OWN, "windows": [True, False], "n_out": 250}], ids=["borrows", "windows"])
+def test_the_text_does_not_depend_on_it_on_mlx(tiny: TinyFiles, tmp_path: Path, options: dict[str, Any]) -> None:
+    open_backend("mlx")
+    with open_llm(tiny, write_block(tiny, tmp_path, **options), "mlx") as llm:
+        assert (llm.draft_names, llm.warnings) == (["head"], [])
+        assert llm.run(lambda pair: pair.state.models[0].model.backend) == "mlx"
+        for params in (GREEDY, SEEDED):
+            reply = llm.generate(PROMPT, params)
+            assert reply.token_ids == llm.generate(PROMPT, params, speculate=False).token_ids
+            counts = reply.stats["by_source"]["head"]
+            assert counts["num_accepted_tokens"] > 0.02 * counts["num_draft_tokens"] > 0
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads and MTP layers on every engine that computes them: the draft tokens of llama.cpp, position by position.
+"""Published heads on every engine that computes them: the draft tokens of llama.cpp, position by position.
 
 Each engine computes target and head. llama.cpp itself is compared with its own program in ``test_against_llama_cpp``.
 """
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from localspec.backends.base import FloatArray
-from localspec.backends.published_heads import load_published
+from localspec.backends.published_heads import EngineHead, load_published
 from localspec.controllers.fixed import FixedPlan
 from localspec.sampling.sampling import Noise, Row, SamplingParams
 from localspec.spec_decode.drafters.head import ChainedHead
@@ -22,7 +22,7 @@ from localspec.spec_decode.proposer import SamplingProposer
 from tests.conftest import TinyFiles, open_backend
 from tests.support import ggufs
 from tests.support.mlx_ggufs import TinyFile
-from tests.support.published_heads import write_eagle3
+from tests.support.published_heads import write_dflash, write_eagle3
 
 N_DRAFT = 4
 N_PLACES = 60
@@ -148,6 +148,45 @@ def test_the_same_tokens_are_drafted(
                     break
                 n_same += 1
         assert n_same > 0.9 * N_PLACES * N_DRAFT
+
+
+def blocks_everywhere(engine: str, target_path: Path, head_path: Path, text: Sequence[int]) -> list[FloatArray]:
+    """The logits of a whole block behind each place of a text, of which the states come one by one."""
+    found = []
+    with open_backend(engine).load(target_path) as target:
+        head = load_published(head_path, target)
+        assert head.model.backend == engine
+        with target.new_context(256, hidden=head.taps) as context:
+            hidden = context.decode(text).hidden
+            states = np.concatenate([hidden[tap] for tap in head.taps], axis=1)
+        with head.new_context(256) as memory:
+            assert isinstance(head, EngineHead)
+            for n in range(1, len(text)):
+                memory.decode_floats(states[n - 1 : n], text[n - 1 : n], "none")
+                found.append(np.array(head.block_logits(memory, text[n], head.steps)[0]))
+                memory.truncate(n)
+        head.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"n_out": 300, "own_embeddings": True}, {"windows": [True, False], "block_size": 16}],
+    ids=["borrows", "token map", "windows"],
+)
+def test_the_same_blocks_are_drafted(tiny: TinyFiles, tmp_path: Path, options: dict[str, Any]) -> None:
+    """As far as two tokens are not within the noise of each other."""
+    head = write_dflash(tiny.pair.target, tmp_path / "block.gguf", **options)
+    text = np.random.default_rng(0).integers(40, 380, N_PLACES).tolist()
+    expected, found = (blocks_everywhere(engine, tiny.pair.target, head, text) for engine in ("llama-cpp", "mlx"))
+    n_same = n_all = 0
+    for theirs, mine in zip(expected, found, strict=True):
+        assert mine == pytest.approx(theirs, abs=2 * NOISE)
+        for one, two in zip(mine, theirs, strict=True):
+            first, second = np.sort(two)[[-1, -2]]
+            assert one.argmax() == two.argmax() or first - second < 4 * NOISE
+            n_same, n_all = n_same + int(one.argmax() == two.argmax()), n_all + 1
+    assert n_same > 0.9 * n_all
 
 
 def test_a_target_in_half_precision_lends_its_weights(
