@@ -30,6 +30,10 @@ NOISE, NOISE_OF_8_BITS = 0.02, 0.25
 """Of a logit, of which the deviation is 3. llama.cpp keeps the head's keys and values in 16 bits (0.006 at most here),
 and rounds what quantised matrices multiply to 8 (0.11); the other engines do neither."""
 
+NOISE_OF_BLOCKS = 0.15
+"""Their attention is sharp and their values large, and llama.cpp's products with keys and values of 16 bits are of 16
+bits throughout: 0.063 at most here."""
+
 
 @dataclass
 class Recorder(SamplingProposer):
@@ -181,10 +185,10 @@ def test_the_same_blocks_are_drafted(tiny: TinyFiles, tmp_path: Path, options: d
     expected, found = (blocks_everywhere(engine, tiny.pair.target, head, text) for engine in ("llama-cpp", "mlx"))
     n_same = n_all = 0
     for theirs, mine in zip(expected, found, strict=True):
-        assert mine == pytest.approx(theirs, abs=2 * NOISE)
+        assert mine == pytest.approx(theirs, abs=NOISE_OF_BLOCKS)
         for one, two in zip(mine, theirs, strict=True):
             first, second = np.sort(two)[[-1, -2]]
-            assert one.argmax() == two.argmax() or first - second < 4 * NOISE
+            assert one.argmax() == two.argmax() or first - second < 2 * NOISE_OF_BLOCKS
             n_same, n_all = n_same + int(one.argmax() == two.argmax()), n_all + 1
     assert n_same > 0.9 * n_all
 
