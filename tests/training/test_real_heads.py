@@ -36,7 +36,7 @@ def test_a_head_made_in_minutes_drafts(real_model: Callable[[str], Path], tmp_pa
     params = SamplingParams(max_tokens=96, ignore_eos=True)
     right = {}
     for head in (trained, untrained):
-        with LLM(target, head, draft_length=2, n_ctx=512, idle=False, remember=False) as llm:
+        with LLM(target, f"head:{head}", draft_length=2, n_ctx=512, idle=False, remember=False) as llm:
             n_first = n_accepted = 0
             for text in TEXTS:
                 rounds = list(llm.rounds(text, params))
