@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 from localspec.backends.base import ContextState, Forward, Piece, SequenceBatch
 from localspec.backends.forward import joined_states
@@ -20,17 +19,18 @@ from localspec.controllers.auto_controller import MAX_DRAFT
 from localspec.controllers.shared_rows import SharedPasses, ShareOfPass
 from localspec.errors import Cancelled, EngineError, LocalspecError
 from localspec.prompts.prompts import PromptEncoder
-from localspec.runtime.answering import AnswerRequest, answering
+from localspec.runtime.answering import answering
+from localspec.runtime.draft_steps import DraftSteps
 from localspec.runtime.jobs import FairQueue, Job
 from localspec.runtime.pair import Pair
 from localspec.runtime.seat import Seat
 from localspec.runtime.seating import Seating
 from localspec.runtime.state import DecodingState
 from localspec.runtime.stream import Reply
+from localspec.runtime.under_way import Answer, Prepared, rank
 from localspec.runtime.worker import Worker
 from localspec.spec_decode.decoder import PREFILL_CHUNK
-from localspec.spec_decode.passes import Reading, TargetPass
-from localspec.spec_decode.thinking import ThinkingReader
+from localspec.spec_decode.passes import DraftPass
 
 RECKONED = 1024
 """Tokens that an answer is reckoned with when it is let in, if it may be longer: most are not. With room for two full
@@ -38,50 +38,6 @@ contexts, 8 answers to prompts of 1,000 tokens begin at once; one that goes on f
 
 SLACK = MAX_DRAFT + 1
 """Room for the rows of a pass, of which those of rejected draft tokens are given back."""
-
-
-@dataclass(eq=False, slots=True)
-class _Answer:
-    """An answer under way.
-
-    Attributes:
-        reading: its steps.
-        sequence: where in the memory it is made.
-        needs: room that it is reckoned with [tokens].
-        wanted: the pass that it waits for.
-        n_fed: of the pass's tokens, how many it has had already.
-        forwards: what they returned.
-        served: number of the pass that it last had rows in.
-        aside: what its sequence held, where that had to make room; else None.
-    """
-
-    job: Job
-    reading: Reading[Reply]
-    sequence: int
-    needs: int
-    wanted: TargetPass
-    n_fed: int = 0
-    forwards: list[Forward] = field(default_factory=list)
-    served: int = 0
-    aside: ContextState | list[int] | None = None
-
-    @property
-    def decodes(self) -> bool:
-        """Whether its next pass makes tokens of the answer; else it reads its prompt."""
-        return self.wanted.logits == "all"
-
-
-@dataclass(eq=False, slots=True)
-class _Prepared:
-    """A request whose turn has come, and which waits for room."""
-
-    job: Job
-    asked: tuple[list[int], ThinkingReader | None]
-
-    @property
-    def request(self) -> AnswerRequest:
-        request: AnswerRequest = self.job.request
-        return request
 
 
 def serve_beside(pair: Pair, encoder: PromptEncoder, worker: Worker) -> None:
@@ -106,8 +62,8 @@ class Scheduler:
         self._encoder = encoder
         self._queue = queue
         self._running = running
-        self._answers: list[_Answer] = []
-        self._next: _Prepared | None = None
+        self._answers: list[Answer] = []
+        self._next: Prepared | None = None
         self._base: DecodingState | None = None
         self._n_passes = 0
 
@@ -140,6 +96,7 @@ class Scheduler:
         self._seating = Seating(self._batch, self._pair.prefix_cache, beside)
         self._states = {0: base}
         self._passes = SharedPasses(base.times, base.target.capabilities.device)
+        self._steps = DraftSteps(base.models)
 
     # -- joining and leaving ---------------------------------------------------------------------------------------
 
@@ -151,7 +108,7 @@ class Scheduler:
             self._is_over(job)
             return
         try:
-            self._next = _Prepared(job, job.request.read(self._encoder))
+            self._next = Prepared(job, job.request.read(self._encoder))
         except BaseException as error:
             self._end(job, _raising(error))
 
@@ -169,26 +126,26 @@ class Scheduler:
                 prepared, self._next = self._next, None
                 self._begin(prepared)
 
-    def _needs(self, prepared: _Prepared) -> int:
+    def _needs(self, prepared: Prepared) -> int:
         n_prompt, most = len(prepared.asked[0]), prepared.request.params.max_tokens or RECKONED
         return min(self._batch.n_ctx, n_prompt + min(most, RECKONED) + SLACK)
 
-    def _fits(self, prepared: _Prepared) -> bool:
+    def _fits(self, prepared: Prepared) -> bool:
         return not self._answers or self._taken() + self._needs(prepared) <= self._batch.n_cells
 
     def _taken(self) -> int:
         """Room that is taken, or reckoned with, by the answers that are not put aside."""
         return sum(max(each.needs, self._held(each) + SLACK) for each in self._answers if each.aside is None)
 
-    def _held(self, answer: _Answer) -> int:
+    def _held(self, answer: Answer) -> int:
         return self._batch[answer.sequence].n_past
 
-    def _begin(self, prepared: _Prepared) -> None:
+    def _begin(self, prepared: Prepared) -> None:
         prompt = prepared.asked[0]
         sequence = self._seating.take(prompt)
         try:
             self._seating.make_room(len(prompt) + SLACK - self._batch[sequence].n_past)
-            seat = Seat(self._state_of(sequence), ShareOfPass(self._passes))
+            seat = Seat(self._state_of(sequence), ShareOfPass(self._passes), self._steps.times())
             reading = answering(prepared.request, self._pair, prepared.job, prepared.asked, seat)
             wanted = next(reading)
         except StopIteration as end:
@@ -199,7 +156,7 @@ class Scheduler:
             self._end(prepared.job, _raising(error))
         else:
             needs = self._needs(prepared)
-            self._answers.append(_Answer(prepared.job, reading, sequence, needs, wanted))
+            self._answers.append(Answer(prepared.job, reading, sequence, needs, wanted))
 
     def _state_of(self, sequence: int) -> DecodingState:
         """What an answer in a sequence is decoded with: drafters of its own, which go on with what is said there."""
@@ -207,7 +164,7 @@ class Scheduler:
             self._states[sequence] = self._pair.state.beside(sequence)
         return self._states[sequence]
 
-    def _go_on(self, answer: _Answer, forward: Forward | Exception) -> None:
+    def _go_on(self, answer: Answer, forward: Forward | Exception) -> None:
         """Take an answer to its next pass, or to its end."""
         try:
             answer.forwards, answer.n_fed = [], 0
@@ -220,7 +177,7 @@ class Scheduler:
         except BaseException as error:
             self._leave(answer, _raising(error))
 
-    def _leave(self, answer: _Answer, make: Callable[[], Reply]) -> None:
+    def _leave(self, answer: Answer, make: Callable[[], Reply]) -> None:
         self._answers.remove(answer)
         self._seating.leave(answer.sequence)
         self._end(answer.job, make)
@@ -244,7 +201,7 @@ class Scheduler:
 
     # -- room ------------------------------------------------------------------------------------------------------
 
-    def _put_aside(self, answer: _Answer) -> None:
+    def _put_aside(self, answer: Answer) -> None:
         """Free what an answer holds; it goes on when there is room again."""
         context = self._batch[answer.sequence]
         answer.aside = list(context.tokens)
@@ -255,7 +212,7 @@ class Scheduler:
 
     def _bring_back(self) -> None:
         """Go on with answers that were put aside, first come first, where there is room."""
-        for answer in sorted(self._answers, key=_rank):
+        for answer in sorted(self._answers, key=rank):
             state = answer.aside
             if state is None:
                 continue
@@ -278,13 +235,14 @@ class Scheduler:
     # -- passes ----------------------------------------------------------------------------------------------------
 
     def _pass(self) -> None:
-        """One pass over the rows of all that are under way."""
+        """One pass over the rows of all that are under way, once what they draft is drafted."""
+        self._draft()
         pieces = self._pieces()
         while not self._seating.make_room(sum(len(piece.tokens) for _, piece in pieces)):
             there = [answer for answer in self._answers if answer.aside is None]
             if len(there) == 1:
                 break  # what one alone may hold there is room for; if not, it is told so
-            self._put_aside(max(there, key=_rank))
+            self._put_aside(max(there, key=rank))
             pieces = self._pieces()
         if not pieces:
             return
@@ -305,32 +263,40 @@ class Scheduler:
                 continue
             answer.forwards.append(forward)
             answer.n_fed += len(piece.tokens)
-            if answer.decodes or answer.n_fed == len(answer.wanted.tokens):
+            if answer.decodes or answer.n_fed == len(answer.target_pass.tokens):
                 self._go_on(answer, _joined(answer.forwards))
 
-    def _pieces(self) -> list[tuple[_Answer, Piece]]:
+    def _draft(self) -> None:
+        """Take the steps of draft models that answers wait for, those of several as one, until none does."""
+        self._steps.begin(sum(answer.aside is None for answer in self._answers))
+        while waiting := [answer for answer in self._answers if isinstance(answer.wanted, DraftPass)]:
+            wanted = [answer.wanted for answer in waiting if isinstance(answer.wanted, DraftPass)]
+            for answer, forward in zip(waiting, self._steps.take(wanted), strict=True):
+                self._go_on(answer, forward)
+
+    def _pieces(self) -> list[tuple[Answer, Piece]]:
         """What goes into the next pass."""
         there = [answer for answer in self._answers if answer.aside is None]
         # Those first that have waited longest, so that those who have to wait take turns.
         decoding = sorted((answer for answer in there if answer.decodes), key=lambda answer: answer.served)
-        reading = sorted((answer for answer in there if not answer.decodes), key=_rank)
+        reading = sorted((answer for answer in there if not answer.decodes), key=rank)
         self._passes.n_answers, self._passes.n_cells = len(decoding), self._cells(there)
-        unread = [len(answer.wanted.tokens) - answer.n_fed + answer.wanted.n_after for answer in reading]
+        unread = [len(answer.target_pass.tokens) - answer.n_fed + answer.target_pass.n_after for answer in reading]
         priorities = [answer.job.priority for answer in reading]
         lengths = self._passes.prompts.divide(len(decoding), unread, priorities, PREFILL_CHUNK)
-        pieces: list[tuple[_Answer, Piece]] = []
+        pieces: list[tuple[Answer, Piece]] = []
         for answer, length in zip(reading, lengths, strict=True):
             if not length:
                 continue
-            wanted, start = answer.wanted, answer.n_fed
+            wanted, start = answer.target_pass, answer.n_fed
             tokens = wanted.tokens[start : start + length]
             is_end = start + len(tokens) == len(wanted.tokens)
             pieces.append((answer, Piece(answer.sequence, tokens, wanted.logits if is_end else "none")))
         n_other = sum(len(piece.tokens) for _, piece in pieces)
-        n_other += sum(answer.wanted.n_needed - 1 for answer in decoding)
-        lengths = self._passes.share([_reaches(answer.wanted) for answer in decoding], n_other)
+        n_other += sum(answer.target_pass.n_needed - 1 for answer in decoding)
+        lengths = self._passes.share([answer.reaches for answer in decoding], n_other)
         for answer, length in zip(decoding, lengths, strict=False):
-            tokens = answer.wanted.tokens[: answer.wanted.n_needed + length]
+            tokens = answer.target_pass.tokens[: answer.target_pass.n_needed + length]
             pieces.append((answer, Piece(answer.sequence, tokens)))
         return pieces
 
@@ -342,7 +308,7 @@ class Scheduler:
             return error
         return _kept(forward)
 
-    def _observe(self, pieces: Sequence[tuple[_Answer, Piece]], ms: float) -> None:
+    def _observe(self, pieces: Sequence[tuple[Answer, Piece]], ms: float) -> None:
         width = sum(len(piece.tokens) for _, piece in pieces)
         n_prompt = sum(len(piece.tokens) for answer, piece in pieces if not answer.decodes)
         self._passes.prompts.observe(width - n_prompt, n_prompt, ms)
@@ -352,27 +318,11 @@ class Scheduler:
                 self._pair.times.n_past = self._held(pieces[0][0])
                 self._pair.times.observe(width, ms)
 
-    def _cells(self, answers: Sequence[_Answer]) -> int:
+    def _cells(self, answers: Sequence[Answer]) -> int:
         """Tokens that a row of one of these passes over: all in the memory, where one pass is over several."""
         if self._batch.model.capabilities.batches:
             return self._batch.n_cells - self._batch.free_cells
         return sum(self._held(answer) for answer in answers) // max(1, len(answers))
-
-
-def _rank(answer: _Answer) -> tuple[int, float]:
-    """Those first that are to go on first."""
-    return -answer.job.priority, answer.job.started
-
-
-def _reaches(wanted: TargetPass) -> list[float]:
-    """For each draft token that may be left out, how likely it and those before it are accepted."""
-    reaches: list[float] = []
-    reach = 1.0
-    for i, token in enumerate(wanted.draft or ()):
-        reach *= token.expected
-        if 1 + i >= wanted.n_needed:
-            reaches.append(reach)
-    return reaches
 
 
 def _kept(forward: Forward | Exception) -> Forward | Exception:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from localspec.backends.base import FEW_ROWS
 from localspec.controllers.acceptance import SourceAcceptance
 from localspec.controllers.auto_controller import MAX_DRAFT, AutoController
+from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.estimates import Tables
 from localspec.controllers.fixed import FixedController
 from localspec.controllers.shared_rows import ShareOfPass
@@ -33,10 +34,12 @@ class Seat:
     Attributes:
         state: its context is the target's for this answer.
         times: what a pass costs this answer; None: as the state says, which is for passes of its own.
+        step_times: what steps of draft models cost it, by source, where it is not as the state says.
     """
 
     state: DecodingState
     times: ShareOfPass | None = None
+    step_times: Mapping[str, PassTimes] = field(default_factory=dict)
 
     @property
     def n_chunk(self) -> int:
@@ -93,7 +96,7 @@ class Seat:
         if draft_length != "auto" or not drafters:
             return FixedController(0 if draft_length == "auto" else int(draft_length), target_times, drafters)
         params = params or SamplingParams()
-        times = {draft.source: draft.times for draft in state.models}
+        times = {draft.source: draft.times for draft in state.models} | dict(self.step_times)
 
         def table(drafter: Drafter, *, sampled: bool, thinks: bool) -> SourceAcceptance:
             return state.acceptance.source(

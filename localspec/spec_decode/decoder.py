@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from localspec.backends.base import Context
-from localspec.backends.forward import NORM, Forward, layer_name
+from localspec.backends.forward import NORM, layer_name
 from localspec.errors import EngineError, PromptTooLong, UsageError
 from localspec.sampling.logprobs import token_logprobs
 from localspec.sampling.sampling import Noise, NotNumbers, SamplingParams
@@ -192,7 +192,7 @@ class SpeculativeDecoder:
             may_branch = target.can_branch and constraint is None and ahead is None
             branching = controller.branching() if may_branch else None
             draft = (
-                drafters.draft(tokens, plan, proposer, end_tokens, branching)
+                (yield from drafters.drafting(tokens, plan, proposer, end_tokens, branching))
                 if ahead is None
                 else ahead.draft(tokens, plan)
             )
@@ -244,15 +244,12 @@ class SpeculativeDecoder:
             yield round_
             index += 1
 
-    def _force(
-        self, forced: Sequence[int], tokens: Sequence[int], emitter: _Emitter, index: int
-    ) -> Generator[TargetPass, Forward | None, Round]:
+    def _force(self, forced: Sequence[int], tokens: Sequence[int], emitter: _Emitter, index: int) -> Reading[Round]:
         """A round of tokens that nobody chose: target and drafters read them as they read what was accepted."""
         started = time.perf_counter()
         read = [tokens[-1], *forced[:-1]]
         forward = yield TargetPass(read)
         verified = time.perf_counter()
-        assert forward is not None
         self.drafters.process(read, forward)
         verdict = Verdict(0, forced[-1], "forced")
         emitted, spans, finish = emitter.emit([(token, "forced", "target") for token in forced], forward.logits)

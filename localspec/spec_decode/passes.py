@@ -1,4 +1,4 @@
-"""What of an answer needs a pass of the target, apart from who runs the pass.
+"""What of an answer needs a pass of a model, apart from who runs the pass.
 
 The steps of an answer are a generator: it yields the pass that it waits for, and is sent what the pass returns. One
 answer alone has its passes run here, one after the other; those of several answers can be run as one.
@@ -6,6 +6,7 @@ answer alone has its passes run here, one after the other; those of several answ
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -39,8 +40,9 @@ class TargetPass:
     n_after: int = 0
     n_best: int = 0
 
-    def run(self, target: Context) -> Forward:
+    def run(self, target: Context | None) -> Forward:
         """Run it alone."""
+        assert target is not None
         if self.parents is not None:
             return target.decode_tree(self.tokens, self.parents)
         if self.n_best:
@@ -56,14 +58,48 @@ class TargetPass:
         return len(self.tokens) - len(self.draft) + (sampled[-1] + 1 if sampled else 0)
 
 
-Reading = Generator[TargetPass, Forward, Result]
+@dataclass(slots=True)
+class DraftPass:
+    """A pass of a draft model that the next step waits for.
+
+    Attributes:
+        context: the draft model's.
+        tokens: what comes next in it.
+        logits: which rows are wanted, see ``Context.decode``.
+        n_best: as of a ``TargetPass``.
+        ms: what it took; of a pass that others shared, this one's part.
+    """
+
+    context: Context
+    tokens: Sequence[int]
+    logits: Literal["all", "last", "none"]
+    n_best: int = 0
+    ms: float = 0.0
+
+    def run(self, target: Context | None = None) -> Forward:
+        """Run it alone."""
+        started = time.perf_counter()
+        if self.n_best and self.logits != "none":
+            forward = self.context.decode_best(self.tokens, self.n_best, self.logits)
+        else:
+            forward = self.context.decode(self.tokens, self.logits)
+        self.ms = (time.perf_counter() - started) * 1e3
+        return forward
+
+
+AnyPass = TargetPass | DraftPass
+
+Reading = Generator[AnyPass, Forward, Result]
 """Yields passes, is sent what they return, and has a result."""
 
-Steps = Generator[TargetPass | Round, Forward | None, None]
+Drafting = Generator[DraftPass, Forward, Result]
+"""The same, of draft models only."""
+
+Steps = Generator[AnyPass | Round, Forward | None, None]
 """The same, with the rounds that the passes make; for a round nothing is sent."""
 
 
-def after(steps: Steps, forward: Forward | None = None) -> TargetPass | Round | None:
+def after(steps: Steps, forward: Forward | None = None) -> AnyPass | Round | None:
     """The next step; None at the end.
 
     Args:
@@ -88,12 +124,12 @@ def rounds_alone(steps: Steps, target: Context) -> Iterator[Round]:
                 try:
                     forward = step.run(target)
                 except BaseException as error:
-                    step = _thrown(steps, error)
+                    step = thrown(steps, error)
                 else:
                     step = after(steps, forward)
 
 
-def read_alone(reading: Reading[Result], target: Context) -> Result:
+def read_alone(reading: Reading[Result] | Drafting[Result], target: Context | None = None) -> Result:
     """Run the passes one by one; the result."""
     with closing(reading):
         try:
@@ -121,12 +157,12 @@ def given(steps: Steps, take: Callable[[Round], None]) -> Reading[None]:
                 try:
                     forward = yield step
                 except Exception as error:
-                    step = _thrown(steps, error)
+                    step = thrown(steps, error)
                 else:
                     step = after(steps, forward)
 
 
-def _thrown(steps: Steps, error: BaseException) -> TargetPass | Round | None:
+def thrown(steps: Steps, error: BaseException) -> AnyPass | Round | None:
     """The next step, where the pass that they wait for failed."""
     try:
         return steps.throw(error)

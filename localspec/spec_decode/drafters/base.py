@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 from localspec.backends.base import Context, Forward
 from localspec.sampling.sampling import Distribution, Ids, Noise, Row, SamplingParams
 from localspec.spec_decode.draft import Draft, DraftToken
+from localspec.spec_decode.passes import Drafting
 from localspec.system.steps import Steps
 
 
@@ -264,6 +265,11 @@ class Drafter(ABC):
         Raises:
             DrafterFailed: it cannot go on; it is not asked again.
         """
+
+    def drafting(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> Drafting[list[DraftToken]]:
+        """``draft``, passes of its own model left to the caller, who may run those of several answers as one."""
+        yield from ()
+        return self.draft(tokens, plan, proposer)
 
     def drafted(self) -> None:  # noqa: B027 - optional hook
         """The draft of this round is complete: a drafter that decoded in the target's context leaves it as it was."""
