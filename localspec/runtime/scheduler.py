@@ -27,7 +27,7 @@ from localspec.runtime.seat import Seat
 from localspec.runtime.seating import Seating
 from localspec.runtime.state import DecodingState
 from localspec.runtime.stream import Reply
-from localspec.runtime.under_way import Answer, Prepared, rank
+from localspec.runtime.under_way import OpenAnswer, Prepared, rank
 from localspec.runtime.worker import Worker
 from localspec.spec_decode.decoder import PREFILL_CHUNK
 from localspec.spec_decode.passes import DraftPass
@@ -62,7 +62,7 @@ class Scheduler:
         self._encoder = encoder
         self._queue = queue
         self._running = running
-        self._answers: list[Answer] = []
+        self._answers: list[OpenAnswer] = []
         self._next: Prepared | None = None
         self._base: DecodingState | None = None
         self._n_passes = 0
@@ -137,7 +137,7 @@ class Scheduler:
         """Room that is taken, or reckoned with, by the answers that are not put aside."""
         return sum(max(each.needs, self._held(each) + SLACK) for each in self._answers if each.aside is None)
 
-    def _held(self, answer: Answer) -> int:
+    def _held(self, answer: OpenAnswer) -> int:
         return self._batch[answer.sequence].n_past
 
     def _begin(self, prepared: Prepared) -> None:
@@ -156,7 +156,7 @@ class Scheduler:
             self._end(prepared.job, _raising(error))
         else:
             needs = self._needs(prepared)
-            self._answers.append(Answer(prepared.job, reading, sequence, needs, wanted))
+            self._answers.append(OpenAnswer(prepared.job, reading, sequence, needs, wanted))
 
     def _state_of(self, sequence: int) -> DecodingState:
         """What an answer in a sequence is decoded with: drafters of its own, which go on with what is said there."""
@@ -164,7 +164,7 @@ class Scheduler:
             self._states[sequence] = self._pair.state.beside(sequence)
         return self._states[sequence]
 
-    def _go_on(self, answer: Answer, forward: Forward | Exception) -> None:
+    def _go_on(self, answer: OpenAnswer, forward: Forward | Exception) -> None:
         """Take an answer to its next pass, or to its end."""
         try:
             answer.forwards, answer.n_fed = [], 0
@@ -177,7 +177,7 @@ class Scheduler:
         except BaseException as error:
             self._leave(answer, _raising(error))
 
-    def _leave(self, answer: Answer, make: Callable[[], Reply]) -> None:
+    def _leave(self, answer: OpenAnswer, make: Callable[[], Reply]) -> None:
         self._answers.remove(answer)
         self._seating.leave(answer.sequence)
         self._end(answer.job, make)
@@ -201,7 +201,7 @@ class Scheduler:
 
     # -- room ------------------------------------------------------------------------------------------------------
 
-    def _put_aside(self, answer: Answer) -> None:
+    def _put_aside(self, answer: OpenAnswer) -> None:
         """Free what an answer holds; it goes on when there is room again."""
         context = self._batch[answer.sequence]
         answer.aside = list(context.tokens)
@@ -274,7 +274,7 @@ class Scheduler:
             for answer, forward in zip(waiting, self._steps.take(wanted), strict=True):
                 self._go_on(answer, forward)
 
-    def _pieces(self) -> list[tuple[Answer, Piece]]:
+    def _pieces(self) -> list[tuple[OpenAnswer, Piece]]:
         """What goes into the next pass."""
         there = [answer for answer in self._answers if answer.aside is None]
         # Those first that have waited longest, so that those who have to wait take turns.
@@ -284,7 +284,7 @@ class Scheduler:
         unread = [len(answer.target_pass.tokens) - answer.n_fed + answer.target_pass.n_after for answer in reading]
         priorities = [answer.job.priority for answer in reading]
         lengths = self._passes.prompts.divide(len(decoding), unread, priorities, PREFILL_CHUNK)
-        pieces: list[tuple[Answer, Piece]] = []
+        pieces: list[tuple[OpenAnswer, Piece]] = []
         for answer, length in zip(reading, lengths, strict=True):
             if not length:
                 continue
@@ -308,7 +308,7 @@ class Scheduler:
             return error
         return _kept(forward)
 
-    def _observe(self, pieces: Sequence[tuple[Answer, Piece]], ms: float) -> None:
+    def _observe(self, pieces: Sequence[tuple[OpenAnswer, Piece]], ms: float) -> None:
         width = sum(len(piece.tokens) for _, piece in pieces)
         n_prompt = sum(len(piece.tokens) for answer, piece in pieces if not answer.decodes)
         self._passes.prompts.observe(width - n_prompt, n_prompt, ms)
@@ -318,7 +318,7 @@ class Scheduler:
                 self._pair.times.n_past = self._held(pieces[0][0])
                 self._pair.times.observe(width, ms)
 
-    def _cells(self, answers: Sequence[Answer]) -> int:
+    def _cells(self, answers: Sequence[OpenAnswer]) -> int:
         """Tokens that a row of one of these passes over: all in the memory, where one pass is over several."""
         if self._batch.model.capabilities.batches:
             return self._batch.n_cells - self._batch.free_cells

@@ -13,7 +13,7 @@ from localspec.spec_decode.thinking import ThinkingReader
 
 
 @dataclass(eq=False, slots=True)
-class Answer:
+class OpenAnswer:
     """An answer under way.
 
     Attributes:
@@ -74,6 +74,6 @@ class Prepared:
         return request
 
 
-def rank(answer: Answer) -> tuple[int, float]:
+def rank(answer: OpenAnswer) -> tuple[int, float]:
     """Those first that are to go on first."""
     return -answer.job.priority, answer.job.started
