@@ -18,12 +18,13 @@ AGREED_SHARE = 0.7
 AGREED_MOST = math.log(4.0)
 """Of what two passes in a row agree on, the share that is believed at once, and the most."""
 
-# How far passes may be from what was calibrated, as standard deviations of logarithms: all of them at once (a random
-# walk), further rows together, one width alone; and how far one pass is from what passes take. What was learned of
-# further rows and of a width fades where they are not seen, by half in 69 passes: a width that was found slow, and is
-# not used, is tried again. Chosen on answers to the tuning questions, replayed with costs that differ from those
-# calibrated: where passes over 2 and 3 tokens take 1.25 times as long, 2 to 7 of 100 ends of answers are under 0.97 of
-# plain; where a fixed share of every surprise went to each correction, 11 to 37 were.
+# How far passes may be from what was calibrated, as standard deviations of logarithms: all of them at once (and a
+# random walk from there), further rows together, one width alone; and how far one pass is from what passes take. What
+# was learned of further rows and of a width fades where they are not seen, by half in 69 passes: a width that was found
+# slow, and is not used, is tried again. Chosen on answers to the tuning questions, replayed with costs that differ from
+# those calibrated: where passes over 2 and 3 tokens take 1.25 times as long, 2 to 9 of 100 ends of answers are under
+# 0.97 of plain; where a fixed share of every surprise went to each correction, 11 to 37 were.
+ALL = 0.1
 WALK = 0.01
 ROWS = 0.15
 ALONE = 0.05
@@ -43,7 +44,8 @@ class PassTimes:
     arithmetic, and other programs take of each what they will: where a neighbour took memory bandwidth while the costs
     were measured, a second token seemed to cost 0.08 of the first, and cost 0.31 later. So ``scale`` moves all widths
     together, ``rows`` all but the first, ``trim`` one width alone, and ``beyond`` widths that were not calibrated. What
-    a pass tells is divided among them by how uncertain each is (a Kalman filter without cross terms).
+    a pass tells is divided among them by how uncertain each is (a Kalman filter): while only passes over two tokens are
+    seen, they say nothing of what one takes alone, and one such pass then moves ``scale`` and ``rows`` apart.
 
     Attributes:
         base: calibrated milliseconds by width, with ``CALIBRATED_PAST`` tokens in the memory; at least width 1. It is
@@ -68,8 +70,10 @@ class PassTimes:
     _n_recent: int = 0
     _last: float = 0.0
     _drift: float = 0.0
-    _unsure: float = SPREAD**2  # variance of the logarithm of ``scale``
+    _n_since_one: int = 0
+    _unsure: float = ALL**2  # variance of the logarithm of ``scale``
     _unsure_rows: float = ROWS**2
+    _together: float = 0.0  # covariance of the two
     _unsure_alone: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
     _read: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
     """The curve by width, as read from ``_read_of`` so far: a draft asks for it a hundred times a round."""
@@ -137,17 +141,25 @@ class PassTimes:
         self._drift += (math.log(ms / self._curve(width)) - self._drift) / min(self._n_observed, 500)
         self._fade(width)
         told = min(ONCE_MORE, max(-ONCE_MORE, surprise))
-        alone = self._unsure_alone.get(width, ALONE**2) if width > 1 else 0.0
-        rows = self._unsure_rows if width > 1 else 0.0
-        total = self._unsure + rows + alone + SPREAD**2
-        change = max(quick, told * self._unsure / total, key=abs)
+        scale, rows, alone = self._unsure, self._together, 0.0  # covariances with what is seen
+        self._n_since_one += 1
+        if width == 1:
+            self._n_since_one = 0
+        else:
+            scale, rows = scale + rows, rows + self._unsure_rows
+            alone = self._unsure_alone.get(width, ALONE**2)
+        total = (scale if width == 1 else scale + rows) + alone + SPREAD**2
+        change = max(quick, told * scale / total, key=abs)
         self.scale *= math.exp(change)
         self._last = surprise - change
-        self._unsure *= 1.0 - self._unsure / total
-        if width > 1 and not quick:
+        if not quick:
             self.rows = min(2.0, max(0.5, self.rows * math.exp(told * rows / total)))
-            self.trim[width] = min(2.0, max(0.5, self.trim.get(width, 1.0) * math.exp(told * alone / total)))
-            self._unsure_rows = rows * (1.0 - rows / total)
+        self._unsure -= scale * scale / total
+        self._together -= scale * rows / total
+        self._unsure_rows -= rows * rows / total
+        if width > 1:
+            told_alone = 0.0 if quick else told * alone / total
+            self.trim[width] = min(2.0, max(0.5, self.trim.get(width, 1.0) * math.exp(told_alone)))
             self._unsure_alone[width] = alone * (1.0 - alone / total)
 
     def _fade(self, width: int) -> None:
@@ -155,11 +167,17 @@ class PassTimes:
         self._unsure += WALK**2
         if width == 1:
             self.rows **= KEPT
+            self._together *= KEPT
             self._unsure_rows += (1.0 - KEPT**2) * (ROWS**2 - self._unsure_rows)
         for known, unsure in self._unsure_alone.items():
             if known != width:
                 self.trim[known] **= KEPT
                 self._unsure_alone[known] = unsure + (1.0 - KEPT**2) * (ALONE**2 - unsure)
+
+    @property
+    def n_since_one(self) -> int:
+        """Passes since one over one token alone was seen."""
+        return self._n_since_one
 
     @property
     def ms_beside(self) -> float:
@@ -176,7 +194,7 @@ class PassTimes:
         self.base, self.noisy, self.quick = measured.base, measured.noisy, measured.quick
         self.scale = self.rows = self.beyond = 1.0
         self.trim, self._unsure_alone = {}, {}
-        self._unsure, self._unsure_rows = SPREAD**2, ROWS**2
+        self._unsure, self._unsure_rows, self._together = ALL**2, ROWS**2, 0.0
         self._n_observed, self._drift = 0, 0.0
 
     @property

@@ -319,6 +319,44 @@ def test_some_passes_show_that_a_second_token_costs_more_than_was_measured() -> 
     assert times(3) / times(1) > 1.1 * 38.9 / 26.0  # what no pass has shown is learned of the others
 
 
+def test_a_plain_pass_tells_scale_and_further_rows_apart() -> None:
+    """While every pass has two tokens, it is not known which of the two takes less time than it did."""
+    times, rng = PassTimes({1: 25.0, 2: 28.0}), np.random.default_rng(0)
+    for _ in range(100):
+        times.observe(2, 26.0 * rng.normal(1, 0.03))
+    for _ in range(3):
+        times.observe(1, 20.0 * rng.normal(1, 0.03))
+    assert times(1) == pytest.approx(20.0, rel=0.06)
+    assert times(2) == pytest.approx(26.0, rel=0.04)
+
+
+def test_where_little_is_gained_a_round_is_plain_now_and_then() -> None:
+    """Else nothing would show that plain decoding has become faster than drafting."""
+    times = PassTimes({1: 25.0, 2: 25.5, 3: 40.0, 16: 400.0})
+    controller = AutoController(
+        times, {"head": PassTimes({1: 2.0})}, {"head": SourceAcceptance(of_a_head(GREEDY, 0.35))}
+    )
+    controller.begin(SamplingParams(), 20)
+    n_plain, n = 0, 200
+    for i in range(n):
+        plan = controller.plan(100, 64)
+        draft = Draft()
+        if plan.room and plan.more("head", 1):
+            plan.spent("head", 1, 2.0)
+            expected = plan.keep("head", 0.5)
+            if expected is not None:
+                draft.append(DraftToken(0, "head", 0.5, None, expected))
+        n_plain += not draft
+        took = 20.0 if not draft else 26.0  # a second token costs 0.3 of the first, not 0.02
+        accepted = int(bool(draft) and i % 5 == 0)
+        tokens = [EmittedToken(0, "plain")] * (accepted + 1)
+        controller.update(
+            Round(0, draft, Verdict(accepted, 0, "plain"), tokens, ms_draft=2.0 * len(draft), ms_verify=took)
+        )
+    assert times(1) == pytest.approx(20.0, rel=0.06)
+    assert n_plain > 0.8 * n
+
+
 def test_on_a_machine_that_has_become_slower_a_prompt_is_read_a_piece_first() -> None:
     """So that a draft model that suffers more than the target costs a piece, and not the prompt."""
     calm, busy = (auto(world("ik", 0.2, "stationary 0.9")) for _ in range(2))
