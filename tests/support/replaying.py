@@ -9,9 +9,12 @@ from localspec.backends.base import FloatArray
 
 
 def rows_at_width(width: int, llm: LLM, prompt: list[int], answer: list[int]) -> FloatArray:
-    """The rows [n_answer, n_vocab] that an answer is chosen from, in passes of so many tokens."""
+    """The rows [n_answer, n_vocab] that an answer is chosen from, in passes of so many tokens.
+
+    They are computed in a context of the kind that the answers have: one for branches has no flash attention.
+    """
     fed = [prompt[-1], *answer[:-1]]
-    with llm._pair.target.new_context(1024) as context:
+    with llm._pair.target.new_context(1024, branches=llm._pair.context.can_branch) as context:
         context.decode(prompt[:-1], "none")
         passes = [context.decode(fed[at : at + width]).logits.copy() for at in range(0, len(fed), width)]
     return np.concatenate(passes)

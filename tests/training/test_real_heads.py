@@ -42,12 +42,11 @@ def test_a_head_made_in_minutes_drafts(real_model: Callable[[str], Path], tmp_pa
                 rounds = list(llm.rounds(text, params))
                 n_first += sum(len(round_.draft) > 0 for round_ in rounds)
                 n_accepted += sum(round_.verdict.n_accepted > 0 for round_ in rounds)
-                # Every token is the likeliest one, to within what the width of a pass changes, or the kind of context
-                # (one for branches has no flash attention). Logits deviate by 6.
+                # Every token is the likeliest one, to within what the width of a pass changes. Logits deviate by 6.
                 prompt, answer = llm.encode(text), [token.id for round_ in rounds for token in round_.emitted]
                 single = rows_at_width(1, llm, prompt, answer)
                 off = margins(single, answer)
-                assert off.max() <= max(0.5, 2 * width_noise(llm, prompt, answer, single))
+                assert off.max() <= max(0.1, 2 * width_noise(llm, prompt, answer, single))
                 assert (off == 0).mean() >= 0.9
         assert n_first > 100
         right[head] = n_accepted / n_first
