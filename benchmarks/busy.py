@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from localspec.commands.bench.storage import read_record
-from localspec.commands.timing.answer import Sample
+from localspec.measuring.answer import Sample
 
 LEAST_TOKENS = 48
 SPIN = "import os, sys\nos.nice(int(sys.argv[1]))\nwhile True: pass"

@@ -36,10 +36,10 @@ import numpy.typing as npt
 
 from localspec import LLM, SamplingParams
 from localspec.backends.base import Context, Forward
-from localspec.commands.questions import SETS, of_categories, own_questions
 from localspec.commands.report.markdown import table
 from localspec.controllers.acceptance import CERTAINTY_EDGES, N_BINS, START, bin_of, leads_to
 from localspec.controllers.fixed import FixedController, FixedPlan
+from localspec.measuring.questions import SETS, of_categories, own_questions
 from localspec.runtime.pair import Pair
 from localspec.sampling.rows import top_probability
 from localspec.spec_decode.decoder import SpeculativeDecoder

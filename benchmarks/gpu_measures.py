@@ -9,19 +9,27 @@ WHAT is one of
 * ``noise``: how much a row's logits depend on the width of its pass;
 * ``rounds``: plain rounds and rounds of 8 draft tokens with a draft model: a draft step, the target's pass, and our own
   time, greedy and sampled;
+* ``ahead``: drafting while the target verifies, the target on the GPU and the draft on the CPU: the target's pass and a
+  draft step, each alone and beside the other; then seconds of the ordinary order over seconds of drafting ahead;
 * ``head``: a step of a random head, and of reading for it;
 * ``sequences``: one token each of 1 to 32 sequences in one pass.
 
 The engine is llama.cpp, with every layer on the GPU, or none (``--cpu``). Medians; times are in milliseconds.
+
+Two files of random weights never agree, so ``ahead`` says for both what comes: the passes are run and take what they
+take, then the logits of three tokens in each row are overwritten. At every place the target has one token that it is
+sure of, and the draft names it first in four places of five. The ordinary order has the same rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,15 +39,22 @@ import numpy as np
 
 from localspec import LLM, SamplingParams
 from localspec.backends import llama_cpp
-from localspec.backends.base import Model
+from localspec.backends.base import Context, Forward, Model
 from localspec.backends.sequence_batch import Piece
 from localspec.backends.trust import CHECK_TEXT, agreement
+from localspec.controllers.fixed import FixedController
+from localspec.spec_decode.ahead import DraftAhead
+from localspec.spec_decode.decoder import SpeculativeDecoder
+from localspec.spec_decode.detokenizer import TextAssembler
+from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from tests.support.heads import write_random_head
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 NOISE_WIDTHS = (2, 4, 8, 16, 32, 64)
 N_SEQUENCES = (1, 2, 4, 8, 16, 32)
 N_PAST, N_READ = 256, 512
+N_DRAFT, ACCEPTANCE, SECOND = 4, 0.8, 0.5
+"""Of ``ahead``: draft tokens a round, how often one is right, and how often the draft's second is where it is not."""
 
 
 def load(path: Path, args: argparse.Namespace) -> Model:
@@ -139,6 +154,136 @@ def rounds(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+class Script:
+    """What a target and its draft say at each place of a text, whatever they compute.
+
+    Args:
+        n_vocab: tokens that both have.
+        acceptance: share of the places at which the draft names the target's token first.
+    """
+
+    def __init__(self, n_vocab: int, acceptance: float) -> None:
+        self.n_vocab, self.acceptance = n_vocab, acceptance
+
+    def ranks(self, position: int, drafts: bool) -> dict[int, float]:
+        """The most probable tokens at a place, with their probabilities."""
+        chance = random.Random(position)
+        right, near = chance.random() < self.acceptance, chance.random() < SECOND
+        truth, other, third = chance.sample(range(16, min(256, self.n_vocab)), 3)
+        if not drafts:
+            return {truth: 0.9, other: 0.05, third: 0.01}
+        rest = 1 - self.acceptance
+        first, second, last = (truth, other, third) if right else (other, *((truth, third) if near else (third, truth)))
+        return {first: self.acceptance, second: rest * SECOND, last: rest * (1 - SECOND) / 2}
+
+    def play(self, context: Context, drafts: bool) -> Context:
+        """Let a context say it."""
+        decode = context.decode
+        # Logits of random weights have a deviation of about 1: so much is the logarithm of a row's sum of exponentials.
+        level = np.log(context.model.n_vocab) + 0.5
+
+        def scripted(tokens: Sequence[int], logits: Literal["all", "last", "none"] = "all") -> Forward:
+            forward = decode(tokens, logits)
+            for i, row in enumerate(forward.logits, context.n_past - len(forward.logits) + 1):
+                ranks = self.ranks(i, drafts)
+                left = 1 - sum(ranks.values())
+                for token, probability in ranks.items():
+                    row[token] = level + np.log(probability / left)
+            return forward
+
+        context.decode = scripted  # type: ignore[method-assign]
+        context.finds_best = False
+        return context
+
+
+def ahead(args: argparse.Namespace) -> dict[str, Any]:
+    n_tokens, n_ctx = 12 * args.repeats, N_PAST + 12 * args.repeats + 32
+    with load(args.file, args) as model, llama_cpp.load(args.draft, n_gpu_layers=0) as small:
+        tokens = text(model, N_PAST + n_ctx)
+        script = Script(min(model.n_vocab, small.n_vocab), ACCEPTANCE)
+        found: dict[str, Any] = {
+            "target_device": model.capabilities.device,
+            "draft_device": small.capabilities.device,
+            "draft_threads": small.n_threads,
+        }
+        with model.new_context(n_ctx) as target, small.new_context(n_ctx) as draft:
+
+            def pass_ms() -> float:
+                ms = timed(lambda: target.decode(tokens[N_PAST : N_PAST + N_DRAFT + 1]))
+                target.truncate(N_PAST)
+                return ms
+
+            def step_ms() -> float:
+                ms = timed(lambda: draft.decode(tokens[N_PAST : N_PAST + 1], "last"))
+                draft.truncate(N_PAST)
+                return ms
+
+            for context in (target, draft):
+                context.decode(tokens[:N_PAST], "none")
+            pass_ms(), step_ms()  # the first of a kind allocates, and compiles graphs
+            n = max(4, args.repeats)
+            passes, steps = [pass_ms() for _ in range(n)], [step_ms() for _ in range(n)]
+            found |= {"ms_pass": statistics.median(passes), "ms_step": statistics.median(steps)}
+            beside: list[float] = []
+            ended, begun = threading.Event(), threading.Event()
+
+            def keep_drafting() -> None:
+                try:
+                    while not ended.is_set():
+                        beside.append(step_ms())
+                        begun.set()
+                finally:
+                    begun.set()
+
+            thread = threading.Thread(target=keep_drafting)
+            thread.start()
+            begun.wait()
+            passes = [pass_ms() for _ in range(n)]
+            while len(beside) < 4 and thread.is_alive():
+                passes.append(pass_ms())
+            ended.set()
+            thread.join()
+            found |= {"ms_pass_beside": statistics.median(passes), "ms_step_beside": statistics.median(beside[1:])}
+        with model.new_context(n_ctx) as target, small.new_context(n_ctx) as draft:
+            script.play(target, drafts=False)
+            script.play(draft, drafts=True)
+
+            def answer(preparer: DraftAhead | None) -> tuple[float, list[int], dict[str, int]]:
+                draft.truncate(0)
+                drafter, controller = DraftModelDrafter(draft), FixedController(N_DRAFT)
+                decoder = SpeculativeDecoder(target, [drafter], controller, ahead=preparer)
+                decoder.prefill(tokens[:N_PAST], lambda: False)
+                params = SamplingParams(max_tokens=n_tokens, ignore_eos=True)
+                stream = decoder.rounds(tokens[:N_PAST], params, TextAssembler(model.vocab, ()))
+                seen = [next(stream)]  # in it the draft reads the prompt
+                started = time.perf_counter()
+                seen += stream
+                seconds = time.perf_counter() - started
+                counts = [each.ahead for each in seen if each.ahead is not None]
+                prepared = {
+                    "rounds": len(seen),
+                    "accepted": sum(each.verdict.n_accepted for each in seen),
+                    "drafted": sum(len(each.draft) for each in seen),
+                    "hits": sum(count.hit for count in counts),
+                    "prepared": sum(count.prepared for count in counts),
+                    "taken": sum(count.taken for count in counts),
+                }
+                return seconds, [token.id for each in seen for token in each.emitted], prepared
+
+            ways: dict[str, list[float]] = {"ordinary": [], "ahead": []}
+            said, counted = [], {}
+            for _ in range(2 if args.repeats < 10 else 3):
+                for way, samples in ways.items():
+                    seconds, ids, counts = answer(DraftAhead(cautious=False) if way == "ahead" else None)
+                    samples.append(seconds)
+                    said.append(ids)
+                    counted[way] = counts
+            assert all(ids == said[0] for ids in said), "drafting ahead changed the text"
+            medians = {way: statistics.median(samples) for way, samples in ways.items()}
+            found |= {"seconds": medians, "speedup": medians["ordinary"] / medians["ahead"], "counts": counted}
+    return found
+
+
 def head(args: argparse.Namespace) -> dict[str, Any]:
     options: dict[str, Any] = {"backend": "llama-cpp", "n_gpu_layers": 0 if args.cpu else None, "n_ctx": 1024}
     with tempfile.TemporaryDirectory() as folder:
@@ -179,6 +324,7 @@ MEASURES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "passes": passes,
     "noise": noise,
     "rounds": rounds,
+    "ahead": ahead,
     "head": head,
     "sequences": sequences,
 }
@@ -193,8 +339,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--most-rows", type=int, default=64)
     args = parser.parse_args(argv)
-    if args.what == "rounds" and args.draft is None:
-        parser.error("rounds needs --draft")
+    if args.what in ("rounds", "ahead") and args.draft is None:
+        parser.error(f"{args.what} needs --draft")
     engine = llama_cpp.binding()
     if not args.cpu and not engine.gpu:
         sys.exit("llama-cpp-python is here without a GPU; --cpu measures on the CPU")

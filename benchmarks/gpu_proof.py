@@ -5,26 +5,30 @@
     python benchmarks/gpu_proof.py run --cpu --small    the same stages on tiny files and a CPU: whether they work
 
 ``pack`` writes llama-cpp-python's source without what compiling it needs not (4 MB, see ``build_llama_cpp.py``), and
-those of localspec's requirements that are Python alone; numpy, psutil, jinja2 and pytest have to be there already.
+those of localspec's requirements that are Python alone. numpy, psutil, jinja2, pyyaml, typing_extensions, pytest,
+hypothesis, and cmake with a C++ compiler have to be there already; ``run`` looks for them first.
 
 ``run`` compiles llama-cpp-python for the GPU, runs the contract that every engine must keep, writes random weights of
 real shapes (Qwen2.5 0.5B, 1.5B, 7B, 32B; Qwen3 30B-A3B; Q4_K_M), and measures what ``gpu_measures.py`` lists: t(w) to
-64 rows, width noise, draft steps, our own time in a round, steps of a head, several sequences. Stages that are done are
+64 rows, width noise, draft steps, our own time in a round, drafting on the CPU while the target verifies on the GPU,
+steps of a head, several sequences. Stages that are done are
 not done again: a run that was cut off goes on where it was, and one with ``--minutes`` begins nothing for which too
 little is left. It needs 50 GB of disk; the minutes of the stages, 30 together, are guesses until it has run on a GPU.
 
 It writes ``gpu-proof.json`` and ``gpu-proof.md`` after every run, however far that came. Of a run with ``--cpu`` they
-say so in their first line. Random weights have no acceptance: nothing here says what drafting gains, nor what drafting
-while the target verifies does, which lives on right guesses (``ahead.py`` measures that on devices that wait).
+say so in their first line. Random weights have no acceptance: nothing here says what drafting gains. In the stages
+``ahead`` what is right is laid down (``gpu_measures.py``), as in ``ahead.py`` on devices that wait.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -43,6 +47,11 @@ SOURCE = "llama-cpp-python-slim.tar.xz"
 CARRIED = ["click", "diskcache", "filelock", "gguf", "h11", "pathspec", "platformdirs", "prompt_toolkit", "starlette",
            "uvicorn", "wcwidth"]  # fmt: skip
 """Requirements of localspec and its tests that are Python alone."""
+NEEDED = {"numpy": "numpy", "psutil": "psutil", "jinja2": "jinja2", "yaml": "pyyaml", "pytest": "pytest",
+          "typing_extensions": "typing_extensions", "hypothesis": "hypothesis"}  # fmt: skip
+"""Modules that have to be there, with the packages that they are in: what is carried and the tests import them."""
+TOOLKIT = "the CUDA toolkit"
+PROGRAMS = {"cmake": ["cmake"], "a C++ compiler": ["c++", "g++", "clang++"], TOOLKIT: ["nvcc"]}
 MOST_BYTES = 60 << 20
 MODELS = ["qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-30b-a3b", "qwen2.5-32b"]
 MINUTES = {"qwen2.5-7b": 1.0, "qwen3-30b-a3b": 1.5, "qwen2.5-32b": 1.5}
@@ -133,11 +142,23 @@ def stages(args: argparse.Namespace) -> list[Stage]:
         found.append(Stage(f"write-{model}", f"random weights of {model}", write, ready, "", minutes, here))
         found += [measure("passes", model, minutes), measure("noise", model, minutes)]
         if model in ("qwen2.5-7b", "qwen2.5-32b"):
-            found.append(measure("rounds", model, 1.5, draft="qwen2.5-0.5b"))
+            found.append(measure("rounds", model, minutes, draft="qwen2.5-0.5b"))
+        if model == "qwen2.5-7b":
+            found.append(measure("ahead", model, minutes, draft="qwen2.5-0.5b"))
         if model in ("qwen2.5-1.5b", "qwen2.5-7b"):
             found.append(measure("head", model, 1))
         if model in ("qwen2.5-7b", "qwen3-30b-a3b"):
             found.append(measure("sequences", model, minutes))
+    return found
+
+
+def missing(*, compiles: bool, gpu: bool) -> list[str]:
+    """What has to be on this machine and is not."""
+    found = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
+    folders = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"])  # where cmake looks too
+    for what, names in PROGRAMS.items() if compiles else ():
+        if (gpu or what != TOOLKIT) and not any(shutil.which(name, path=folders) for name in names):
+            found.append(what)
     return found
 
 
@@ -178,7 +199,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def page(found: dict[str, Any], work: Stages, args: argparse.Namespace) -> str:
     """All of it, in Markdown."""
     of = {what: {m: found[f"{what}-{m}"] for m in MODELS if f"{what}-{m}" in found} for what in
-          ("passes", "noise", "rounds", "head", "sequences")}  # fmt: skip
+          ("passes", "noise", "rounds", "ahead", "head", "sequences")}  # fmt: skip
     where = "**Tried on a CPU: nothing here says anything about a GPU.**" if args.cpu else "llama.cpp on CUDA."
     sizes = " Tiny shapes." if args.small else ""
     parts = [f"# The proof on a GPU\n\n{where}{sizes} Random weights; medians; milliseconds. Commit {commit(ROOT)}."]
@@ -231,6 +252,8 @@ def page(found: dict[str, Any], work: Stages, args: argparse.Namespace) -> str:
             f"Our own time is at most {share:.1%} of a pass of the 7B, {verdict} the {OWN_SHARE:.0%} it may take."
         )
 
+    parts += ["## Drafting while the target verifies", *ahead_tables(of["ahead"])]
+
     rows = [[model, f"{each['ms_step']:.2f}", f"{each['ms_pass']:.2f}", f"{each['ms_own']:.3f}"]
             for model, each in of["head"].items()]  # fmt: skip
     parts.append("## Heads\n\n" + table(["a random head, 4 draft tokens a round", "a step", "pass", "own"], rows))
@@ -242,9 +265,30 @@ def page(found: dict[str, Any], work: Stages, args: argparse.Namespace) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def ahead_tables(measured: dict[str, Any]) -> list[str]:
+    """The target on one device and the 0.5B on the CPU: each alone and beside the other, then rounds both ways."""
+    rows, answers = [], []
+    for model, each in measured.items():
+        where = f"{model} on {each['target_device']}, 0.5B on {each['draft_device']}"
+        rows.append(
+            [where, *(f"{each[name]:.2f}" for name in ("ms_pass", "ms_pass_beside", "ms_step", "ms_step_beside"))]
+        )
+        seconds, counts = each["seconds"], each["counts"]["ahead"]
+        cells = [f"{seconds['ordinary']:.3f}", f"{seconds['ahead']:.3f}", f"{each['speedup']:.2f}"]
+        accepted = f"{counts['accepted']} of {counts['drafted']}"
+        prepared = [f"{counts['hits']} of {counts['rounds']}", str(counts["prepared"]), str(counts["taken"])]
+        answers.append([where, accepted, *cells, *prepared])
+    passes = ["milliseconds of", "a pass over 5 rows", "while a draft is made", "a draft step", "during passes"]
+    rounds = ["drafts of 4, four in five right by script", "accepted", "seconds in the ordinary order",
+              "with drafting ahead", "speed-up", "rounds prepared for", "tokens prepared", "used"]  # fmt: skip
+    return [table(passes, rows), table(rounds, answers)]
+
+
 def run(args: argparse.Namespace) -> int:
     """All stages, as far as they come; then the JSON and the page."""
     known = stages(args)
+    if lacks := missing(compiles=not args.cpu or args.build, gpu=not args.cpu):
+        sys.exit(f"not on this machine, and not carried: {', '.join(lacks)}")
     unknown = set(args.only) - {stage.name for stage in known}
     if unknown:
         sys.exit(f"no such stage: {', '.join(sorted(unknown))}; there are {', '.join(s.name for s in known)}")

@@ -60,7 +60,10 @@ class Point:
 
 def read_examples(folder: Path, taps: Sequence[str], n_embd: int) -> list[Passage]:
     """The passages of a run's shards, with these states."""
-    with min(folder.glob("[0-9]*.shard")).open("rb") as file:
+    first = min(folder.glob("[0-9]*.shard"), default=None)
+    if first is None:
+        raise SystemExit(f"{folder} has no examples; localspec distill writes them into LOCALSPEC_HOME")
+    with first.open("rb") as file:
         there = json.loads(file.readline(1 << 26))["taps"]
     columns = [there.index(tap) for tap in taps]
     passages = Shards(folder, there, n_embd).passages

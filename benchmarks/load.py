@@ -1,13 +1,16 @@
 """How do several clients fare at once? Mixed work, Poisson arrivals; beside llama-server with as many slots.
 
     python benchmarks/load.py [MODEL] [--draft NAME ...] [--backend NAME] [--clients 1,2,4,8] [--parallel 1,4]
-        [--requests 6] [--gap 0.5] [--seed 0] [--llama-server [BINARY]] [--llama-draft NAME] [--json FILE]
+        [--requests 6] [--gap 0.5] [--seed 0] [--rounds 1] [--llama-server [BINARY]] [--llama-draft NAME] [--json FILE]
 
 For every number of clients each server is started anew and answers the same requests: ``localspec serve`` with each
-``--parallel``, and with ``--llama-server`` llama.cpp's own (compiled by ``build_llama_cpp.py`` unless BINARY is given)
-with as many slots as clients. A client sends so many requests, one after the other, after pauses drawn from an
-exponential law; what it asks is drawn too: chats, completions, chats with a long prompt, one that leaves after some
-pieces, one that is slow to read. Decoding is greedy, without the draft models of idle time (``--no-idle``).
+``--parallel``, and for those over 1 once more without drafts (plain), and with ``--llama-server`` llama.cpp's own
+(compiled by ``build_llama_cpp.py`` unless BINARY is given) with as many slots as clients. Of several ``--rounds`` each
+asks all of them something else, every second one in the opposite order; the table has the medians.
+
+A client sends so many requests, one after the other, after pauses drawn from an exponential law; what it asks is drawn
+too: chats, completions, chats with a long prompt, one that leaves after some pieces, one that is slow to read. Decoding
+is greedy, without the draft models of idle time (``--no-idle``).
 
 Tokens per second are those of all answers over the time from the first request to the last answer's end. Times to the
 first piece of text and between pieces are at the median and the 95th percentile of those who read at once; a piece can
@@ -20,11 +23,11 @@ import argparse
 import http.client
 import json
 import random
+import statistics
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -169,6 +172,13 @@ def quantile(values: Sequence[float], q: float) -> float:
     return sorted(values)[min(len(values) - 1, int(q * len(values)))] if values else float("nan")
 
 
+def medians(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of several runs of one server; failures of all."""
+    speed = statistics.median(run["tokens_per_second"] for run in runs)
+    pairs = {name: [statistics.median(run[name][i] for run in runs) for i in (0, 1)] for name in ("first_s", "gap_s")}
+    return {"tokens_per_second": speed} | pairs | {"failures": [failure for run in runs for failure in run["failures"]]}
+
+
 def numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
@@ -183,6 +193,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=6)
     parser.add_argument("--gap", type=float, default=0.5)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=default_threads())
     parser.add_argument("--llama-server", nargs="?", const="", metavar="BINARY")
     parser.add_argument("--llama-draft", metavar="NAME")
@@ -191,8 +202,7 @@ def main() -> None:
     catalog = Catalog.load()
     ours = [sys.executable, "-m", "localspec", "serve", options.model, "--port", "0", "--no-idle"]
     ours += ["--backend", options.backend, "--ctx", str(CONTEXT), "--threads", str(options.threads)]
-    for name in options.draft or ["auto"]:
-        ours += ["--draft", name]
+    drafts = [part for name in options.draft or ["auto"] for part in ("--draft", name)]
     theirs: dict[str, list[str]] = {}
     if options.llama_server is not None:
         built = options.llama_server or build(["llama-server"], default_folder(), options.threads)["llama-server"]
@@ -202,16 +212,21 @@ def main() -> None:
             theirs["llama-server, drafted"] = theirs["llama-server"] + more
     rows = []
     for n_clients in options.clients:
-        arms: list[tuple[str, list[str], str | None]] = [
-            (f"localspec, parallel {n}", [*ours, "--parallel", str(n)], None) for n in options.parallel
-        ]
+        arms: list[tuple[str, list[str], str | None]] = []
+        for n in options.parallel:
+            command = [*ours, "--parallel", str(n)]
+            if n > 1:
+                arms.append((f"localspec, parallel {n}, plain", [*command, "--draft", "none"], None))
+            arms.append((f"localspec, parallel {n}", command + drafts, None))
         slots = ["-np", str(n_clients), "-c", str(CONTEXT * n_clients), "--port", str(LLAMA_PORT)]
         arms += [(name, command + slots, f"http://127.0.0.1:{LLAMA_PORT}") for name, command in theirs.items()]
-        for name, command, url in arms:
-            print(f"\r\x1b[K{n_clients} clients, {name}", end="", file=sys.stderr, flush=True)
-            with ExitStack() as stack:
-                url = stack.enter_context(running(command, url))
-                rows.append(run(url, n_clients, options.requests, options.gap, options.seed) | {"arm": name})
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name, _, _ in arms}
+        for number in range(options.rounds):
+            for name, command, url in arms if number % 2 == 0 else arms[::-1]:
+                print(f"\r\x1b[K{n_clients} clients, round {number + 1}, {name}", end="", file=sys.stderr, flush=True)
+                with running(command, url) as at:
+                    found[name].append(run(at, n_clients, options.requests, options.gap, options.seed + number))
+        rows += [medians(runs) | {"clients": n_clients, "arm": name, "runs": runs} for name, runs in found.items()]
     print("\r\x1b[K", end="", file=sys.stderr)
     print(f"{cpu_name()}, {options.threads} threads; localspec {__version__}, llama.cpp of {SOURCE}; {options.model}\n")
     print("| clients | | tokens/s | first piece, s (p50, p95) | between pieces, ms (p50, p95) | failed |")

@@ -36,7 +36,7 @@ from localspec.backends import mlx
 from localspec.backends.base import Context, Model
 from localspec.backends.mlx.model import MLXModel
 from localspec.backends.trust import CHECK_TEXT
-from localspec.commands.questions import own_questions
+from localspec.measuring.questions import own_questions
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.system.machine import cpu_name

@@ -5,11 +5,13 @@
 Two servers are started on loopback, each behind a proxy that lets every byte arrive later, half of the delay each way:
 the delay is that of a round trip to one server, and a pass waits for both, one after the other. The draft runs here.
 For each delay the pair is loaded and calibrated anew, and answers the same questions plainly and with the controller's
-own choice, in turns; nothing is remembered from one delay to the next. It needs ``python -m
-localspec.backends.rpc_build`` once.
+own choice, in turns; nothing is remembered from one delay to the next. Where servers are far enough away for drafting
+while the target verifies, a third arm does without it. It needs ``python -m localspec.backends.rpc_build`` once.
 
-t(1) and t(8) are what was calibrated; "sent" is the draft tokens of a round in which any were sent, "a round" the
-tokens that a round settles, "same" how many answers, all greedy, were the same text both ways.
+t(1) and t(8) are what was calibrated; "ratio" is auto against plain, "in order" the third arm against plain; "sent" is
+the draft tokens of a round in which any were sent, "a round" the tokens that a round settles; "prepared" the draft
+tokens made while the target verified, "in vain" those of them that were not sent, "rounds prepared for" those whose
+draft, or its beginning, was there; "same" how many answers, all greedy, were the same text every way.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import queue
 import socket
 import subprocess
@@ -25,13 +28,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from localspec import LLM, EngineError, Placement, SamplingParams
 from localspec.backends.rpc_link import ask
+from localspec.runtime.draft_ahead import AheadChoice
 from localspec.system.home import home
+from localspec.system.machine import cpu_name
 
 QUESTIONS = (
     "Write a Python class for a stack with push, pop, peek, is_empty and __len__, with docstrings.",
@@ -55,13 +60,28 @@ class Delay:
         self._target, self._delay_s = address, delay_s
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._open = [self._listener]
         threading.Thread(target=self._run, daemon=True).start()
+
+    def __enter__(self) -> Delay:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for each in self._open:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)  # closing alone leaves a thread that waits for it waiting
+            each.close()
 
     def _run(self) -> None:
         while True:
-            near, _ = self._listener.accept()
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            self._open.append(near)
             host, _, port = self._target.rpartition(":")
             far = socket.create_connection((host, int(port)))
+            self._open.append(far)
             for one, other in ((near, far), (far, near)):
                 one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 waiting: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
@@ -109,62 +129,89 @@ def server(threads: int) -> Iterator[str]:
         process.wait()
 
 
+ARMS: dict[str, dict[str, Any]] = {"plain": {"speculate": False}, "auto": {}, "in order": {}}
+"""``in order`` is ``auto`` without drafting while the target verifies."""
+
+
 def measure(model: str, draft: str | None, delay_ms: float, servers: Sequence[str], max_tokens: int) -> dict[str, Any]:
     """All questions at one delay."""
-    placement = Placement(rpc=tuple(Delay(each, delay_ms / 1e3).address for each in servers), tensor_split=(1, 1))
     drafts = ["ngram"] if draft is None else ["ngram", draft]
+    options: dict[str, Any] = {"idle": False, "remember": False, "light_draft": False}
     found: dict[str, Any] = {"delay_ms": delay_ms, "same": 0, "n": len(QUESTIONS)}
-    total: dict[bool, dict[str, float]] = {}
-    with LLM(
-        model,
-        drafts,
-        placement=placement,
-        idle=False,
-        remember=False,
-        light_draft=False,
-        n_ctx=1024,
-        prefix_cache_bytes=0,
-    ) as llm:
+    with ExitStack() as stack:
+        proxies = [stack.enter_context(Delay(each, delay_ms / 1e3)) for each in servers]
+        placement = Placement(rpc=tuple(each.address for each in proxies), tensor_split=(1, 1))
+        llm = stack.enter_context(LLM(model, drafts, placement=placement, n_ctx=1024, prefix_cache_bytes=0, **options))
         found["t"] = {w: round(llm.run(lambda pair, w=w: pair.times(w)), 2) for w in (1, 2, 4, 8, 16)}  # type: ignore[misc]
+        found["ahead"] = llm.run(lambda pair: pair.state.drafting_ahead is not None)
+        arms = [name for name in ARMS if name != "in order" or found["ahead"]]
+        sums = {name: dict.fromkeys((*COUNTED, "seconds", "drafted"), 0.0) for name in arms}
         for i, question in enumerate(QUESTIONS):
             texts = set()
-            for speculate in (False, True) if i % 2 else (True, False):
-                messages = [{"role": "user", "content": question}]
-                params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-                rounds = list(stream := llm.rounds(messages, params, speculate=speculate))
-                stats, reply = stream.reply.stats, stream.reply
-                texts.add(reply.text)
-                sums = total.setdefault(
-                    speculate, dict.fromkeys(("tokens", "seconds", "rounds", "sent", "drafted"), 0.0)
-                )
-                sums["tokens"] += stats["completion_tokens"]
-                sums["seconds"] += stats["completion_tokens"] / stats["tokens_per_second"]
-                sums["rounds"] += stats["num_rounds"]
-                sums["sent"] += stats["num_draft_tokens"]
-                sums["drafted"] += sum(bool(round_.draft.ids) for round_ in rounds)
+            for name in arms[i % len(arms) :] + arms[: i % len(arms)]:
+                texts.add(answer(llm, question, name, max_tokens, sums[name]))
             found["same"] += len(texts) == 1
-    for speculate, sums in total.items():
-        found["auto" if speculate else "plain"] = {
-            "tokens_per_second": round(sums["tokens"] / sums["seconds"], 2),
-            "tokens_per_round": round(sums["tokens"] / max(1, sums["rounds"]), 2),
-            "sent_per_drafted_round": round(sums["sent"] / max(1, sums["drafted"]), 2),
-            "share_drafted": round(sums["drafted"] / max(1, sums["rounds"]), 2),
+    for name, each in sums.items():
+        found[name] = {
+            "tokens_per_second": round(each["completion_tokens"] / each["seconds"], 2),
+            "tokens_per_round": round(each["completion_tokens"] / max(1, each["num_rounds"]), 2),
+            "sent_per_drafted_round": round(each["num_draft_tokens"] / max(1, each["drafted"]), 2),
+            "share_drafted": round(each["drafted"] / max(1, each["num_rounds"]), 2),
+            "prepared": int(each["num_ahead_tokens"]),
+            "in_vain": int(each["num_ahead_tokens"] - each["num_ahead_tokens_used"]),
+            "hits": int(each["num_ahead_hits"]),
         }
     return found
 
 
+COUNTED = ("completion_tokens", "num_rounds", "num_draft_tokens", "num_ahead_tokens", "num_ahead_tokens_used",
+           "num_ahead_hits")  # fmt: skip
+
+
+def answer(llm: LLM, question: str, arm: str, max_tokens: int, sums: dict[str, float]) -> str:
+    """One answer, its statistics added to the sums."""
+    messages = [{"role": "user", "content": question}]
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    with without_ahead() if arm == "in order" else nullcontext():
+        rounds = list(stream := llm.rounds(messages, params, **ARMS[arm]))
+    stats = stream.reply.stats
+    for name in COUNTED:
+        sums[name] += stats[name]
+    sums["seconds"] += stats["completion_tokens"] / stats["tokens_per_second"]
+    sums["drafted"] += sum(bool(round_.draft.ids) for round_ in rounds)
+    return stream.reply.text
+
+
+@contextmanager
+def without_ahead() -> Iterator[None]:
+    """Within the block nothing is drafted while the target verifies: users have no such choice."""
+    kept = AheadChoice.of
+    AheadChoice.of = lambda self, target, drafts: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        AheadChoice.of = kept  # type: ignore[method-assign]
+
+
+HEAD = ("delay", "t(1)", "t(8)/t(1)", "plain tok/s", "auto tok/s", "ratio", "in order", "rounds with a draft", "sent",
+        "a round", "prepared", "in vain", "rounds prepared for", "same")  # fmt: skip
+
+
 def row(found: dict[str, Any]) -> str:
     plain, auto, times = found["plain"], found["auto"], found["t"]
+    speed = plain["tokens_per_second"]
     cells = [
         f"{found['delay_ms']:g} ms",
         f"{times[1]:.0f} ms",
         f"{times[8] / times[1]:.2f}",
-        f"{plain['tokens_per_second']:.1f}",
+        f"{speed:.1f}",
         f"{auto['tokens_per_second']:.1f}",
-        f"{auto['tokens_per_second'] / plain['tokens_per_second']:.2f}",
+        f"{auto['tokens_per_second'] / speed:.2f}",
+        f"{found['in order']['tokens_per_second'] / speed:.2f}" if found["ahead"] else "–",
         f"{auto['share_drafted']:.0%}",
         f"{auto['sent_per_drafted_round']:.1f}",
         f"{auto['tokens_per_round']:.2f}",
+        *(str(auto[name]) if found["ahead"] else "–" for name in ("prepared", "in_vain", "hits")),
         f"{found['same']} of {found['n']}",
     ]
     return f"| {' | '.join(cells)} |"
@@ -179,10 +226,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of each server")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
-    print(
-        "| delay | t(1) | t(8)/t(1) | plain tok/s | auto tok/s | ratio | rounds with a draft | sent | a round | same |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print(f"{cpu_name()}, {os.cpu_count()} cores, Python {platform.python_version()}\n")
+    print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")
     rows = []
     with ExitStack() as stack, tempfile.TemporaryDirectory() as scratch:
         servers = [stack.enter_context(server(args.threads)) for _ in range(2)]

@@ -27,7 +27,7 @@ import numpy as np
 
 from localspec import LLM, SamplingParams
 from localspec.backends.base import Context, FloatArray, Forward
-from localspec.commands.questions import in_turns, of_categories, own_questions, read_questions
+from localspec.measuring.questions import in_turns, of_categories, own_questions, read_questions
 from localspec.sampling.rows import top_probability
 from localspec.sampling.sampling import Distribution, Noise, distribution
 from localspec.spec_decode.drafters.draft_model import N_HEAD, N_TAIL
@@ -188,7 +188,8 @@ def main() -> None:
     with LLM(args.model, drafts, backend=args.backend, remember=False, idle=False) as llm:
         pair = llm._pair
         stored = {"engine": pair.target.engine, "temperature": args.temperature}
-        stored["ms"] = {"target": pair.times.base} | {draft.source: draft.times.base for draft in pair.state.models}
+        times = {"target": pair.times} | {draft.source: draft.times for draft in pair.state.models}
+        stored["ms"] = {source: each.curve.measured for source, each in times.items()}
         stored["rates"] = {draft.source: draft.drafter.rate for draft in pair.state.models}
         for question in questions:
             if question.id in known:

@@ -1,7 +1,7 @@
 """Does the server stay right, and small, under load? Thousands of short requests, cancels, disconnects, bad requests.
 
-    python benchmarks/soak.py [MODEL] [--draft NAME ...] [--backend NAME] [--seconds N | --requests N] [--clients N]
-        [--seed N] [--gap LOGITS] [--json FILE] [--markdown FILE]
+    python benchmarks/soak.py [MODEL] [--draft NAME ...] [--backend NAME] [--parallel N] [--seconds N | --requests N]
+        [--clients N] [--seed N] [--gap LOGITS] [--json FILE] [--markdown FILE]
 
 ``localspec serve`` runs as a process of its own. First every question is asked alone, decoded plainly: its *solo*
 answer, with the log-probabilities of the twenty likeliest tokens at every place. Then clients ask at random, all at
@@ -136,7 +136,7 @@ class Server:
     def __init__(self, args: argparse.Namespace) -> None:
         command = [sys.executable, "-m", "localspec", "serve", args.model, "--port", "0", "--ctx", str(args.ctx)]
         command += ["--backend", args.backend, "--queue", str(4 * args.clients)]
-        command += ["--prefix-cache", str(args.prefix_cache)]
+        command += ["--prefix-cache", str(args.prefix_cache), "--parallel", args.parallel]
         for draft in args.draft:
             command += ["--draft", draft]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -427,6 +427,7 @@ def report(args: argparse.Namespace, tally: Tally, seconds: float, totals: Json)
         "model": args.model,
         "draft": args.draft,
         "backend": args.backend,
+        "parallel": args.parallel,
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}",
         "seconds": round(seconds, 1),
         "clients": args.clients,
@@ -464,6 +465,7 @@ def markdown(found: Json) -> str:
     compared = found["greedy_equal"] + found["greedy_near_ties"]
     rows = [
         ("model, draft, engine", f"{found['model']}, {' + '.join(found['draft'])}, {found['backend']}"),
+        ("requests at a time", found["parallel"]),
         ("machine", found["machine"]),
         ("requests", f"{found['requests']} in {found['seconds']:.0f} s by {found['clients']} clients at once"),
         ("of them", kinds),
@@ -491,6 +493,7 @@ def main() -> int:
     parser.add_argument("model", nargs="?", default="smollm2-135m")
     parser.add_argument("--draft", action="append", default=[])
     parser.add_argument("--backend", default="auto")
+    parser.add_argument("--parallel", default="1", help="requests at a time: a number or auto")
     parser.add_argument("--ctx", type=int, default=1024)
     parser.add_argument("--seconds", type=float, default=170)
     parser.add_argument("--requests", type=int, default=0)

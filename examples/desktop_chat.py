@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from desktop_transcript import INKS, Legend, Transcript, is_dark, pieces
+from desktop_transcript import STYLES, Legend, Transcript, is_dark, pieces
 from PySide6 import QtCore, QtGui, QtWidgets
 from PySide6.QtCore import QObject, Qt, Signal
 from PySide6.QtWidgets import QLabel, QWidget
@@ -144,7 +144,7 @@ class ChatWindow(QWidget):
         self.send = QtWidgets.QPushButton("Send")
         self.stop = QtWidgets.QPushButton("Stop (Esc)")
         self.progress = QtWidgets.QProgressBar(accessibleName="Loading", maximum=0)
-        self.error = _plain_label(f"color: {INKS['rejected'].colours(is_dark(self))[0]}; font-weight: 600;")
+        self.error = _plain_label(f"color: {STYLES['rejected'].colours(is_dark(self))[0]}; font-weight: 600;")
         self.status = _plain_label()
         self.status.setText("loading …")
         legend = Legend()

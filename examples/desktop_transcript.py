@@ -1,4 +1,4 @@
-"""The conversation of ``desktop_chat.py``: tokens in the ink of their origin, rejected draft tokens struck through."""
+"""The conversation of ``desktop_chat.py``: every token in the style of its origin, rejected ones struck through."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Underline = QTextCharFormat.UnderlineStyle
 
 
 @dataclass(frozen=True)
-class Ink:
+class Style:
     """What tokens of one origin look like; never by colour alone."""
 
     name: str
@@ -28,20 +28,22 @@ class Ink:
         return (self.dark if dark else self.light) or ("", "")
 
 
-INKS = {
-    "model": Ink("accepted: draft model's", ("#0b5328", "#daf3e2"), ("#94e6ad", "#12361f"), Underline.SingleUnderline),
-    "ngram": Ink("accepted: n-gram's", ("#0a4a58", "#d7f0f6"), ("#8fdeed", "#0d3540"), Underline.DotLine),
-    "grammar": Ink("accepted: grammar's", ("#54219f", "#ebe3fb"), ("#cfbcff", "#2e2152"), Underline.DashUnderline),
-    "rejected": Ink("rejected", ("#b3261e", ""), ("#ff9d94", ""), struck=True),
-    "recovered": Ink("target's instead", ("#634000", "#fcedc8"), ("#f7d283", "#402f0b")),
-    "bonus": Ink("target's on top", ("#1b3f9c", "#e0e9fd"), ("#afc8ff", "#1b2d59")),
-    "plain": Ink("plain"),
-    "user": Ink("question", bold=True),
-    "note": Ink("note", ("#57606a", ""), ("#9ba6b4", "")),
+STYLES = {
+    "model": Style(
+        "accepted: draft model's", ("#0b5328", "#daf3e2"), ("#94e6ad", "#12361f"), Underline.SingleUnderline
+    ),
+    "ngram": Style("accepted: n-gram's", ("#0a4a58", "#d7f0f6"), ("#8fdeed", "#0d3540"), Underline.DotLine),
+    "grammar": Style("accepted: grammar's", ("#54219f", "#ebe3fb"), ("#cfbcff", "#2e2152"), Underline.DashUnderline),
+    "rejected": Style("rejected", ("#b3261e", ""), ("#ff9d94", ""), struck=True),
+    "recovered": Style("target's instead", ("#634000", "#fcedc8"), ("#f7d283", "#402f0b")),
+    "bonus": Style("target's on top", ("#1b3f9c", "#e0e9fd"), ("#afc8ff", "#1b2d59")),
+    "plain": Style("plain"),
+    "user": Style("question", bold=True),
+    "note": Style("note", ("#57606a", ""), ("#9ba6b4", "")),
 }
 ORIGINS = ("model", "ngram", "grammar", "rejected", "recovered", "bonus", "plain")
 Piece = tuple[str, str]
-"""A text and the name of its ink."""
+"""A text and the name of its style."""
 
 
 def is_dark(widget: QtWidgets.QWidget) -> bool:
@@ -59,7 +61,7 @@ def pieces(round_: Round) -> list[Piece]:
 def _ink_of(span: Span) -> str:
     if span.kind != "accepted":
         return span.kind
-    return span.source if span.source in INKS else "model"  # a second draft model is called model2
+    return span.source if span.source in STYLES else "model"  # a second draft model is called model2
 
 
 class Transcript(QtWidgets.QTextEdit):
@@ -80,7 +82,7 @@ class Transcript(QtWidgets.QTextEdit):
 
     def _mix_inks(self) -> None:
         dark = is_dark(self)
-        self.formats = {name: self._format(ink, dark) for name, ink in INKS.items()}
+        self.formats = {name: self._format(style, dark) for name, style in STYLES.items()}
 
     def changeEvent(self, event: QtCore.QEvent) -> None:
         super().changeEvent(event)
@@ -88,17 +90,17 @@ class Transcript(QtWidgets.QTextEdit):
             self._mix_inks()
             self.show_rejected(self._shows_rejected)
 
-    def _format(self, ink: Ink, dark: bool) -> QTextCharFormat:
+    def _format(self, style: Style, dark: bool) -> QTextCharFormat:
         made = QTextCharFormat()
-        text, ground = ink.colours(dark)
+        text, ground = style.colours(dark)
         if text:
             made.setForeground(QtGui.QColor(text))
         if ground:
             made.setBackground(QtGui.QColor(ground))
-        made.setUnderlineStyle(ink.line)
-        made.setFontStrikeOut(ink.struck)
-        made.setFontWeight(QtGui.QFont.Weight.DemiBold if ink.bold else QtGui.QFont.Weight.Normal)
-        made.setProperty(self.REJECTED, ink.struck)
+        made.setUnderlineStyle(style.line)
+        made.setFontStrikeOut(style.struck)
+        made.setFontWeight(QtGui.QFont.Weight.DemiBold if style.bold else QtGui.QFont.Weight.Normal)
+        made.setProperty(self.REJECTED, style.struck)
         return made
 
     def write(self, added: Sequence[Piece]) -> None:
@@ -110,11 +112,11 @@ class Transcript(QtWidgets.QTextEdit):
         cursor.movePosition(QTextCursor.MoveOperation.End)
         cursor.beginEditBlock()
         cursor.setBlockFormat(self._lines)
-        for text, ink in added:
-            if ink != "rejected":
-                cursor.insertText(text, self.formats[ink])
+        for text, style in added:
+            if style != "rejected":
+                cursor.insertText(text, self.formats[style])
             elif self._shows_rejected:
-                cursor.insertText(text.replace("\n", "↵"), self.formats[ink])
+                cursor.insertText(text.replace("\n", "↵"), self.formats[style])
         cursor.endEditBlock()
         if follows:
             bar.setValue(bar.maximum())
@@ -145,7 +147,7 @@ class Transcript(QtWidgets.QTextEdit):
 
 
 class Legend(Transcript):
-    """One line that says which ink is which."""
+    """One line that says which style is which."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +158,7 @@ class Legend(Transcript):
         self.viewport().setAutoFillBackground(False)
         self.document().setDocumentMargin(2)
         self.document().setDefaultFont(self.font())
-        self.write([piece for name in ORIGINS for piece in ((INKS[name].name, name), ("   ", "plain"))])
+        self.write([piece for name in ORIGINS for piece in ((STYLES[name].name, name), ("   ", "plain"))])
 
     def resizeEvent(self, event: QtGui.QResizeEvent) -> None:
         super().resizeEvent(event)

@@ -16,7 +16,7 @@ from localspec.model_files.vocab import Vocab
 from localspec.prompts.prompts import Prompt, PromptEncoder
 from localspec.prompts.templates import ChatTemplate
 from localspec.runtime import arguments
-from localspec.runtime.answering import AnswerRequest, answer, score
+from localspec.runtime.answering import answer, never_ran, score
 from localspec.runtime.arguments import DraftLength, checked_bound, checked_length, checked_spec, draft_specs
 from localspec.runtime.asking import AskingModel
 from localspec.runtime.idle import PREPARATION, IdleWork, OnMains
@@ -25,6 +25,7 @@ from localspec.runtime.load_options import PREFIX_CACHE_BYTES, LoadOptions
 from localspec.runtime.model_loading import Report, giving_way
 from localspec.runtime.pair import Pair
 from localspec.runtime.read_ahead import ReadAhead
+from localspec.runtime.request import AnswerRequest
 from localspec.runtime.scheduler import serve_beside
 from localspec.runtime.stream import Submit
 from localspec.runtime.tokenizing import Tokenizing
@@ -119,8 +120,7 @@ class LLM(Tokenizing, AskingModel):
         self._worker = Worker(bound, IdleWork(OnMains()) if options.idle else None)
         self._pair = self._load(path, drafts, options, cancel)
         target = self._pair.target
-        self.backend_name = target.backend
-        self.engine = target.engine
+        self.backend_name, self.engine = target.backend, target.engine
         self.n_ctx = self._pair.context.n_ctx
         try:
             self.template = ChatTemplate.for_vocab(target.chat_template, target.vocab)
@@ -230,8 +230,8 @@ class LLM(Tokenizing, AskingModel):
         return self._worker.n_running > 0
 
     def parallel_info(self) -> dict[str, Any]:
-        """``parallel``: how many requests may run at a time; ``running``: how many do; ``reason``: why so many may."""
-        return {"running": self._worker.n_running} | self._pair.parallel.as_dict()
+        """``parallel``: how many requests may run at a time, and ``reason``; ``running``: how many do; ``passes``."""
+        return self._pair.parallel_info() | {"running": self._worker.n_running}
 
     @property
     def max_queue(self) -> int | None:
@@ -341,7 +341,7 @@ class LLM(Tokenizing, AskingModel):
         request = AnswerRequest.checked(question, params, self._encoder, self.draft_length, self.model_name, **options)
         return self._submitter(
             lambda job: answer(request, self._pair, self._encoder, job),
-            lambda job: request.never_ran(job, self._pair),
+            lambda job: never_ran(request, job, self._pair),
             deadline=deadline,
             conversation=conversation,
             priority=priority,

@@ -55,7 +55,7 @@ def checked_whole(name: str, value: Any, least: int, most: int | None = None) ->
     """A whole number within bounds, in Python's own type.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is not a whole number, or is out of bounds.
     """
     if not is_whole(value) or value < least or (most is not None and value > most):
         bounds = f"a whole number, {least} or more" if most is None else f"a whole number in {least}..{most}"

@@ -24,24 +24,24 @@ ROOMS = {
     "controllers": "system model_files backends sampling spec_decode",
     "runtime": "system corpora model_files backends prompts sampling spec_decode controllers",
     "api": "system model_files backends prompts sampling spec_decode runtime",
+    "measuring": "system model_files backends sampling spec_decode controllers runtime api",
+    "training": "system model_files backends prompts sampling runtime api measuring",
     "commands.files": "system terminal model_files",
+    "commands.inspect": "terminal model_files",
     "commands.options": "system terminal model_files backends sampling spec_decode runtime api commands.files",
     "commands.report": "system terminal",
-    "commands.questions": "",
     "commands.chat": "system terminal model_files sampling spec_decode runtime api commands.options commands.report",
     "commands.replay": "system terminal spec_decode commands.report commands.chat",
     "commands.serve": "system terminal model_files prompts sampling spec_decode runtime api commands.options",
     "commands.verify": "system terminal backends sampling spec_decode controllers runtime api commands.options "
-    "commands.report commands.questions",
-    "commands.timing": "system model_files backends sampling spec_decode controllers runtime api commands.questions",
-    "training": "system model_files backends prompts sampling runtime api commands.questions commands.timing",
+    "commands.report measuring",
     "commands.doctor": "system terminal model_files backends sampling spec_decode controllers runtime api "
-    "commands.options commands.report commands.questions commands.timing",
+    "commands.options commands.report measuring",
     "commands.bench": "system terminal model_files backends sampling spec_decode controllers runtime api "
-    "commands.options commands.report commands.questions commands.timing commands.doctor",
+    "commands.options commands.report measuring commands.doctor",
     "commands.distill": "system terminal model_files backends api training commands.options commands.report",
-    "commands": "system terminal spec_decode runtime api commands.files commands.options commands.chat "
-    "commands.replay commands.serve commands.verify commands.doctor commands.bench commands.distill",
+    "commands": "system terminal spec_decode runtime api commands.files commands.inspect commands.options "
+    "commands.chat commands.replay commands.serve commands.verify commands.doctor commands.bench commands.distill",
     "__main__": "terminal commands",
 }
 """A folder or module of ``localspec``, and the rooms above it in this table that it may import from besides EVERYBODYS;

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from localspec import LLM, Closed, PromptTooLong, Round, SamplingParams, UsageError, VocabularyMismatch
+from localspec.controllers.cost_model import Curve
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from tests.conftest import TinyFiles, open_backend
 from tests.support import ggufs
@@ -259,7 +260,7 @@ def test_closed_means_closed(tiny: TinyFiles) -> None:
 def test_a_draft_model_is_not_fed_while_it_does_not_pay(tiny: TinyFiles) -> None:
     with LLM(tiny.pair.target, draft=tiny.pair.draft, backend="reference", n_ctx=256) as llm:
         for times in (draft.times for draft in llm._pair.state.models):
-            times.base = {1: 1e6}
+            times.curve = Curve({1: 1e6})
         llm.generate("x", GREEDY)
         assert draft_context(llm).n_past == 0
 
@@ -277,6 +278,6 @@ def test_nothing_is_drafted_behind_an_end_token(tiny: TinyFiles) -> None:
 def test_the_estimate_of_plain_speed_follows_this_answers_own_passes(tiny: TinyFiles) -> None:
     """Whatever was calibrated: where all passes were over one token, plain decoding is just these passes."""
     with LLM(tiny.pair.target, None, backend="reference", n_ctx=256) as llm:
-        llm._pair.times.base = {1: 1e5}
+        llm._pair.times.curve = Curve({1: 1e5})
         stats = llm.generate("the cat", SamplingParams(max_tokens=12, ignore_eos=True)).stats
         assert stats["estimated_plain_tokens_per_second"] == pytest.approx(12 / stats["seconds_verify"])

@@ -59,7 +59,7 @@ class Capabilities:
             (recurrent memories, wrapped windows): a rejected token then costs another pass.
         batch_invariant: logits do not depend on how many tokens share a pass. False for every fast kernel; the
             reference backend is True, and only there can exactness be asserted to the bit.
-        device: where the weights live: ``cpu``, ``gpu`` or ``mixed``.
+        device: where the weights live: ``cpu``, ``gpu`` (whatever is not this machine's processor), or ``mixed``.
         saves_state: contexts can hand out what they hold and take it back; see ``ContextState``.
         keeps_rows: once a pass was asked for more than ``FEW_ROWS`` rows of logits, every later one takes longer.
         hidden: contexts can return hidden states; see ``Forward.hidden``.
@@ -70,6 +70,7 @@ class Capabilities:
         trees: ``Context.decode_tree`` works, in a context that was made for it (``branches``).
         trees_apart: such a context computes otherwise than others do, and is to be asked for only where trees pay.
         batches: a pass over several sequences is one, see ``Model.new_batch``; else there is one for each.
+        own_cells: a row of such a pass goes over the cells of its own sequence only, and not over those of all.
     """
 
     rollback: Literal["exact", "replay"] = "exact"
@@ -85,6 +86,7 @@ class Capabilities:
     trees: bool = False
     trees_apart: bool = False
     batches: bool = False
+    own_cells: bool = False
 
 
 class Model(ABC):
@@ -203,16 +205,16 @@ class Model(ABC):
         """
         self._check_open()
         if n_sequences <= 0:
-            raise UsageError(f"the number of sequences must be over 0, not {n_sequences}")
+            raise UsageError(f"the number of sequences must be at least 1, not {n_sequences}")
         names = self._check_memory(n_cells, hidden)
         n_ctx = n_cells if n_ctx is None else min(n_ctx, n_cells)
         if n_ctx <= 0:
-            raise UsageError(f"the context size must be over 0, not {n_ctx}")
+            raise UsageError(f"the context size must be at least 1, not {n_ctx}")
         return self._new_batch(n_sequences, n_cells, n_ctx, n_threads or self.n_threads, names)
 
     def _check_memory(self, n_ctx: int, hidden: Sequence[str]) -> tuple[str, ...]:
         if n_ctx <= 0:
-            raise UsageError(f"the context size must be over 0, not {n_ctx}")
+            raise UsageError(f"the context size must be at least 1, not {n_ctx}")
         if hidden and not self.capabilities.hidden:
             raise UsageError(f"{self.engine} returns no hidden states for {self.path.name}")
         if NEXTN in hidden and not self.capabilities.nextn:
@@ -234,7 +236,7 @@ class Model(ABC):
         """
         self._check_open()
         if not self.vocab.n_tokens:
-            raise UsageError(f"{self.path.name} is a head, which reads no text")
+            raise UsageError(f"{self.path.name} is a draft head and cannot tokenize text")
         try:
             text.encode()
         except UnicodeEncodeError:

@@ -40,7 +40,7 @@ def ensure_batches(model: Model, n_gpu_layers: int | None = None) -> None:
         store.put(key, verdict)
     if not verdict["holds"]:
         raise EngineMismatch(
-            f"{model.engine} computes several conversations of {model.path.name} in one pass otherwise than one alone "
+            f"{model.engine} gives different results for batched conversations of {model.path.name} "
             f"({verdict['why']}); answer one at a time, or use another --backend"
         )
 

@@ -2,33 +2,25 @@
 
 A chain of samplers that is set for a sequence becomes part of the graph of its passes; here it is top-k alone, and the
 k largest logits and their tokens are what is copied. What is not known then is whether a logit that is not among them
-is a number, and of equals at the end the device chooses: where that would matter the pass is run again for whole rows.
+is a number; where these do not do (see ``best_rows``), the pass is run again for whole rows.
 """
 
 from __future__ import annotations
 
 import ctypes
-import time
-from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from localspec.backends.best_rows import by_token, n_looked_for
 from localspec.backends.forward import FloatArray, TokenIds
 from localspec.backends.gpus import ggml_devices, used_gpus
 from localspec.backends.llama_binding import N_UBATCH
 
-if TYPE_CHECKING:
-    from localspec.backends.llama_family import LlamaModel
-
 MOST_ROWS = 64
 """Rows of a pass of which the largest logits can be had; the engine refuses more than it was told of."""
 
-LEAST, MOST = 64, 256
-"""How many logits of a row are looked for: enough that they are nearly all of the probability, of a sure row."""
-
 _MARGIN = 256 << 20
-_N_TRIED = 6
 
 
 class BestLogits:
@@ -36,25 +28,26 @@ class BestLogits:
 
     Args:
         lib: llama-cpp-python's functions.
-        model: the weights.
         handle: the context.
+        n_vocab: width of its rows.
+        device: where its logits are computed; see ``Capabilities``.
+        n_out: how many of a row are logits of tokens, where the others are minus infinity; None for all.
 
     Attributes:
         k: how many the passes give now; 0 is whole rows.
     """
 
-    def __init__(self, lib: Any, model: LlamaModel, handle: int) -> None:
-        self._lib, self._model, self._handle = lib, model, handle
+    def __init__(self, lib: Any, handle: int, n_vocab: int, device: str, n_out: int | None = None) -> None:
+        self._lib, self._handle, self._device = lib, handle, device
+        self._n_vocab, self._n_out = n_vocab, n_out or n_vocab
         self._chain: Any = None
         self._refused = False
         self.k = 0
 
     def enter(self, n_best: int, n_rows: int) -> bool:
         """Have the passes from here on give at least so many logits of each row; returns whether they will."""
-        k = LEAST
-        while k < n_best + 1:  # one more, which shows whether there are equals at the end
-            k *= 2
-        if self._refused or n_rows > MOST_ROWS or k > min(MOST, self._model.n_vocab):
+        k = n_looked_for(n_best, self._n_out)
+        if self._refused or n_rows > MOST_ROWS or not k:
             return False
         if k > self.k:
             self.leave()
@@ -77,9 +70,9 @@ class BestLogits:
 
     def _has_room(self) -> bool:
         """Whether the device has room for the buffer that the engine makes anew, which ends the process where not."""
-        if self._model.capabilities.device == "cpu":
+        if self._device == "cpu":
             return True
-        wanted = 2 * N_UBATCH * self._model.n_vocab * 4 + _MARGIN
+        wanted = 2 * N_UBATCH * self._n_vocab * 4 + _MARGIN
         return all(gpu.free_bytes > wanted for gpu in used_gpus(ggml_devices() or []))
 
     def read(self, n_rows: int, first: int, n_best: int) -> tuple[FloatArray, TokenIds] | None:
@@ -89,7 +82,7 @@ class BestLogits:
             Logits [n_rows, k] and their tokens, increasing; None where these do not do, and whole rows are given from
             here on: the device finds none, a logit is no number, or the last of ``n_best`` has its equals.
         """
-        lib, n_vocab, k = self._lib, self._model.n_vocab, self.k
+        lib, n_vocab, k = self._lib, self._n_vocab, self.k
         values = ctypes.cast(lib.llama_get_sampled_logits_ith(self._handle, first), ctypes.c_void_p).value
         tokens = ctypes.cast(lib.llama_get_sampled_candidates_ith(self._handle, first), ctypes.c_void_p).value
         if not values or not tokens or lib.llama_get_sampled_candidates_count_ith(self._handle, first) != k:
@@ -97,39 +90,14 @@ class BestLogits:
             self.leave()
             return None
         found = np.ctypeslib.as_array((ctypes.c_float * n_vocab * n_rows).from_address(values))[:, :k]
-        ids = np.ctypeslib.as_array((ctypes.c_int32 * n_vocab * n_rows).from_address(tokens))[:, :k].astype(np.int64)
-        order = ids.argsort(axis=1)
-        logits, ids = np.take_along_axis(found, order, 1), np.take_along_axis(ids, order, 1)
-        at_end = np.partition(logits, (0, k - n_best), axis=1)
-        least, last = at_end[:, 0], at_end[:, k - n_best]
-        if np.isfinite(logits.max(axis=1)).all() and ((least < last) | (last == -np.inf)).all():
-            return logits, ids
-        self.leave()
-        return None
+        ids = np.ctypeslib.as_array((ctypes.c_int32 * n_vocab * n_rows).from_address(tokens))[:, :k]
+        best = by_token(found, ids, n_best)
+        if best is None:
+            self.leave()
+        return best
 
     def close(self) -> None:
         """Give the chain back, once no pass uses it any more."""
         if self._chain is not None:
             self._lib.llama_sampler_free(self._chain)
             self._chain, self.k = None, 0
-
-
-def best_pays(model: LlamaModel) -> bool:
-    """Whether a pass of five rows and a look at them takes less time so: a few are run both ways, in turns."""
-    times: dict[int, list[float]] = {0: [], LEAST // 2: []}
-    model.__dict__["finds_best"] = True  # of this context, while it is tried
-    try:
-        with model.new_context(64) as context:
-            for n_best in times:
-                for nth in range(_N_TRIED + 2):
-                    started = time.perf_counter()
-                    forward = context.decode_best([0] * 5, n_best) if n_best else context.decode([0] * 5)
-                    forward.best()
-                    if nth > 1:  # the first pass makes the graph
-                        times[n_best].append(time.perf_counter() - started)
-                    context.truncate(0)
-            found = forward.ids is not None
-    finally:
-        del model.__dict__["finds_best"]
-    whole, best = (median(each) for each in times.values())
-    return found and best < whole

@@ -58,7 +58,7 @@ def why_no_branches(model: Model, n_gpu_layers: int | None = None) -> str | None
         store.put(key, verdict)
     if verdict["holds"]:
         return None
-    what = f"{model.engine} computes tokens of {model.path.name} that branch otherwise than each path alone"
+    what = f"{model.engine} gives wrong results for branching drafts of {model.path.name}"
     return f"{what} ({verdict['why']})"
 
 

@@ -31,6 +31,10 @@ class Cells:
         """Tokens that would have room if a sequence were emptied, besides those that are free."""
         return sum(self._holders[cell] == 1 for cell in self._held[sequence])
 
+    def n_held(self, sequences: Iterable[int], source: int = 0, n: int = 0) -> int:
+        """Room that sequences take together, and with them one that begins with the first n tokens of another."""
+        return len(set(self._held[source][:n]).union(*(self._held[each] for each in sequences)))
+
     def take(self, sequence: int, n: int) -> None:
         """A sequence has n tokens more."""
         self._hold(sequence, range(self._next, self._next + n))

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.backends.context_state import ContextState
-from localspec.backends.forward import FloatArray, Forward, joined_states, layer_name
+from localspec.backends.forward import FloatArray, Forward, Wanted, joined_states, layer_name
 from localspec.backends.prefix import shared_prefix
 from localspec.errors import Cancelled, Closed, ContextFull, UsageError
 
@@ -32,7 +32,7 @@ class Context(ABC):
 
     Attributes:
         hidden: names of the hidden states that every pass returns; see ``Forward.hidden``.
-        finds_best: whether ``decode_best`` has the engine find the largest logits; it has ``_decode_best`` then.
+        finds_best: whether the engine can find the largest logits; it has ``_decode_best`` then, also for float rows.
         interrupted: asked between the pieces of a long input; a true answer ends the decode with ``Cancelled``.
     """
 
@@ -64,7 +64,7 @@ class Context(ABC):
         """Whether ``decode_tree`` works; see ``Model.new_context``."""
         return self.model.capabilities.trees and type(self)._decode_tree is not Context._decode_tree
 
-    def decode(self, tokens: Sequence[int], logits: Literal["all", "last", "none"] = "all") -> Forward:
+    def decode(self, tokens: Sequence[int], logits: Wanted = "all") -> Forward:
         """Feed tokens after those already in the memory.
 
         Args:
@@ -95,10 +95,10 @@ class Context(ABC):
             return self.decode(tokens, logits)
         self._check_ids(tokens)
         self._check_whole()
-        return self._feed(tokens, partial(self._decode_best, tokens, n_best, logits))
+        return self._feed(tokens, partial(self._decode_best, tokens, n_best, logits, None))
 
     def decode_floats(
-        self, rows: FloatArray, tokens: Sequence[int], logits: Literal["all", "last", "none"] = "all"
+        self, rows: FloatArray, tokens: Sequence[int], logits: Wanted = "all", n_best: int = 0
     ) -> Forward:
         """Feed rows in the place of token embeddings.
 
@@ -107,6 +107,7 @@ class Context(ABC):
             tokens: what ``Context.tokens`` is to say of each row, so that truncate and reuse work as ever; they need
                 not be ids of this model.
             logits: which rows to return, as for ``decode``.
+            n_best: how many of the largest logits of each row are enough, as for ``decode_best``; 0 wants whole rows.
 
         Raises:
             ContextFull: they do not fit; the memory is unchanged.
@@ -123,6 +124,8 @@ class Context(ABC):
             raise UsageError(f"expected rows of shape {[len(tokens), self.model.n_embd]}, not {list(rows.shape)}")
         if not np.isfinite(rows).all() or min(tokens) < 0:
             raise UsageError("rows of floats must be finite, and be named by tokens of 0 or more")
+        if n_best and self.finds_best and logits != "none" and len(tokens) <= N_UNINTERRUPTED:
+            return self._feed(tokens, partial(self._decode_best, tokens, n_best, logits, rows))
         return self._feed(tokens, partial(self._decode_floats, rows, tokens, logits))
 
     def decode_first_layers(self, tokens: Sequence[int], n_layers: int) -> Forward:
@@ -214,7 +217,7 @@ class Context(ABC):
             raise UsageError("there is no tree to keep a path of")
         tokens, parents = self._tree
         if any(not 0 <= at < len(tokens) or parents[at] != before for before, at in zip([-1, *path], path)):  # noqa: B905
-            raise UsageError(f"{list(path)} is no path of the tree")
+            raise UsageError(f"{list(path)} is not a path of the tree")
         if not path:
             self._drop_tree()
             return
@@ -356,9 +359,9 @@ class Context(ABC):
         self.close()
 
     @abstractmethod
-    def _decode(self, tokens: Sequence[int], logits: Literal["all", "last", "none"]) -> Forward: ...
+    def _decode(self, tokens: Sequence[int], logits: Wanted) -> Forward: ...
 
-    def _decode_best(self, tokens: Sequence[int], n_best: int, logits: Literal["all", "last"]) -> Forward:
+    def _decode_best(self, tokens: Sequence[int], n_best: int, logits: Wanted, rows: FloatArray | None) -> Forward:
         raise NotImplementedError
 
     @abstractmethod
@@ -368,9 +371,7 @@ class Context(ABC):
         If that fails, ``tokens`` must be left naming no more than what is still there.
         """
 
-    def _decode_floats(
-        self, rows: FloatArray, tokens: Sequence[int], logits: Literal["all", "last", "none"]
-    ) -> Forward:
+    def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
         """As ``_decode``, with contiguous rows in the place of the tokens' embeddings."""
         raise NotImplementedError
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,8 @@ from localspec.errors import UsageError
 
 FloatArray = npt.NDArray[np.float32]
 TokenIds = npt.NDArray[np.int64]
+Wanted = Literal["all", "last", "none"]
+"""Which rows of logits a pass returns."""
 
 NORM, NEXTN = "norm", "nextn"
 _NOTHING: Mapping[str, FloatArray] = MappingProxyType({})
@@ -75,6 +78,18 @@ def checked_names(names: Iterable[str], n_layers: int) -> tuple[str, ...]:
         if name not in known:
             raise UsageError(f"no hidden state is called {name!r}: it is {NORM!r} or layer:0 to layer:{n_layers - 1}")
     return tuple(dict.fromkeys(names))
+
+
+def n_wanted(logits: Wanted, n: int) -> int:
+    """How many rows of logits a pass over n tokens returns."""
+    return {"all": n, "last": 1, "none": 0}[logits]
+
+
+def joined(forwards: Sequence[Forward]) -> Forward:
+    """What passes that continued each other returned, as of one pass."""
+    if len(forwards) == 1:
+        return forwards[0]
+    return Forward(np.concatenate([forward.logits for forward in forwards]), joined_states(forwards))
 
 
 def joined_states(forwards: Sequence[Forward]) -> dict[str, FloatArray]:

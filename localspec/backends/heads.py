@@ -268,7 +268,7 @@ def load_head(
                 if model.capabilities.batch_invariant:
                     return head
                 if verdict is None:
-                    say(f"checking that {model.engine} computes {path.name} rightly (once)")
+                    say(f"checking that {model.engine} computes {path.name} correctly (once)")
                     worst = _disagreement(head)
                     verdict = {"holds": worst <= MAX_MEAN_KL, "why": f"KL {worst:.2g} nats"}
                     verdicts().put(key, verdict)
@@ -279,7 +279,7 @@ def load_head(
                 return head
             head.close()
         why = verdict["why"]
-    raise EngineMismatch(f"{backend} computes {path.name} otherwise row by row than in one pass, {why}")
+    raise EngineMismatch(f"{backend} gives different results for {path.name} row by row and in one pass: {why}")
 
 
 def _disagreement(head: Head) -> float:

@@ -73,7 +73,7 @@ def _rewritten(state: Bytes, *, transposed: bool) -> Bytes:
     cells = reader.bytes(8 * n).reshape(n, 8)
     order = np.argsort(np.ascontiguousarray(cells[:, :4]).view("<i4")[:, 0], kind="stable")
     if reader.number() != transposed:
-        raise EngineError("the saved state has its values in another order")
+        raise EngineError("the saved state stores its values in another order")
     n_layers = reader.number()
     say(n)
     found.append(cells[order].reshape(-1))

@@ -227,8 +227,15 @@ class Binding(ABC):
         """Whether the engine survives a tensor of this type and size; one that refuses the others itself says yes."""
         return True
 
-    def device(self, n_gpu_layers: int, placed: Placed | None = None) -> str:
-        """Where the weights are: ``cpu``, ``gpu``, or ``mixed``."""
+    def device(self, n_gpu_layers: int, placed: Placed | None = None, n_layers: int = 0) -> str:
+        """Where the weights are: ``cpu``, ``gpu``, or ``mixed``: there some work is left to the CPU.
+
+        Args:
+            n_gpu_layers: how many layers were asked to be on a GPU, the output counting as one; all if negative.
+            placed: what was asked of several devices. A server on this machine computes on its CPU.
+            n_layers: of the model.
+        """
         if not n_gpu_layers or not (self.gpu if placed is None else placed.on_devices):
             return "cpu"
-        return "gpu" if placed is None or not placed.keeps_some else "mixed"
+        is_shared = placed is not None and (placed.keeps_some or any(link.is_near for link in placed.links))
+        return "mixed" if is_shared or 0 < n_gpu_layers <= n_layers else "gpu"

@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
 
 from localspec.backends.base import Capabilities, Context, ContextState, FloatArray, Forward, Model, Progress
-from localspec.backends.best_logits import best_pays
-from localspec.backends.forward import layer_name
+from localspec.backends.best_rows import best_pays
+from localspec.backends.forward import Wanted, layer_name
 from localspec.backends.llama_binding import Binding, Bytes
 from localspec.backends.llama_passes import LlamaPasses
 from localspec.backends.llama_placement import Placed
@@ -31,8 +31,6 @@ from localspec.backends.soundness import check_sound
 from localspec.errors import EngineError, UnsupportedModel, UsageError
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.kv_memory import check_kv_type
-
-Wanted = Literal["all", "last", "none"]
 
 FLOAT_ROWS = frozenset(("llama", "qwen2"))
 """Architectures whose first block reads the embeddings as they are; some others scale them, and engines differ in
@@ -75,7 +73,7 @@ class LlamaModel(Model):
         rewinds = not binding.is_recurrent(handle)
         self.capabilities = Capabilities(
             rollback="exact" if rewinds else "replay",
-            device=binding.device(n_gpu_layers, self._placed),
+            device=binding.device(n_gpu_layers, self._placed, self.n_layers),
             saves_state=True,
             keeps_rows=binding.keeps_rows,
             hidden=True,
@@ -103,7 +101,7 @@ class LlamaModel(Model):
             raise EngineError(
                 self.lost
                 or f"{self.engine} could not load {path.name} (architecture {self.architecture!r}); "
-                "try another --backend, or --verbose for the engine's own words"
+                "try another --backend, or use --verbose for engine output"
             )
         return handle
 
@@ -124,7 +122,7 @@ class LlamaModel(Model):
             EngineError: one is.
         """
         if self._placed is not None and (lost := self._placed.lost) is not None:
-            raise EngineError(f"{lost}; the conversation is kept: once the server is back, ask again")
+            raise EngineError(f"{lost}; the conversation is kept: ask again once the server is back")
 
     def recover(self) -> None:
         """Load the weights again where a device that had some was gone, and is back; contexts are empty then.
@@ -153,11 +151,15 @@ class LlamaModel(Model):
         self._check_open()
         return self._handle
 
+    @property
+    def on_gpus(self) -> bool:
+        """Whether all of it lies on GPUs, as the engine would have it."""
+        return self._placed is None and self.capabilities.device == "gpu"
+
     @cached_property
     def finds_best(self) -> bool:
         """Whether ``Context.decode_best`` has the engine look for the largest logits: where that takes less time."""
-        able = self.binding.finds_best and self._placed is None and self.capabilities.rollback == "exact"
-        return able and self.capabilities.device == "gpu" and best_pays(self)
+        return self.binding.finds_best and self.on_gpus and self.capabilities.rollback == "exact" and best_pays(self)
 
     @cached_property
     def n_snapshots(self) -> int:
@@ -273,8 +275,8 @@ class LlamaContext(Context):
             self._rollback.end_pass()
         return forward
 
-    def _decode_best(self, tokens: Sequence[int], n_best: int, logits: Wanted) -> Forward:
-        return self._compute(tokens, self.n_past, logits, n_best=n_best)
+    def _decode_best(self, tokens: Sequence[int], n_best: int, logits: Wanted, rows: FloatArray | None) -> Forward:
+        return self._compute(tokens if rows is None else rows, self.n_past, logits, n_best=n_best)
 
     def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
         return self._compute(rows, self.n_past, logits)

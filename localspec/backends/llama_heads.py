@@ -8,14 +8,17 @@ either all rows are wanted or none; and states come back for every row, in the o
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from localspec.backends.base import Capabilities, Context, FloatArray, Forward, Model
+from localspec.backends.best_logits import BestLogits
+from localspec.backends.best_rows import best_pays, head_pass
 from localspec.backends.draft_head import STATE
+from localspec.backends.forward import TokenIds, Wanted
 from localspec.backends.llama_cpp import binding, gpu_layers
 from localspec.backends.llama_family import LlamaModel
 from localspec.backends.llama_passes import KV_TYPES
@@ -28,6 +31,8 @@ from localspec.model_files.vocab import Vocab
 
 ROWS = 64
 """Rows that are computed together. Room for the logits of each is set aside, 39 MB for 152k tokens."""
+
+Result = TypeVar("Result")
 
 
 class LlamaHeadModel(Model):
@@ -60,13 +65,15 @@ class LlamaHeadModel(Model):
         self.vocab, self.n_embd, self.n_layers = Vocab.none(), head.row_width, 1
         self.n_threads, self.n_vocab, self.kv_type = n_threads, len(head.ids), "f16"
         self.capabilities = Capabilities(device=self.binding.device(layers), hidden=True, float_rows=True)
+        lends = head.in_target or bool(head.borrows)
+        self._lender_on_gpus = not lends or (isinstance(target, LlamaModel) and target.on_gpus)
         if head.in_target:
             self.engine += f" {head.title}"  # its passes are not those of the model in the same file
             self.handle = self._handle_of(target)
             return
         handle = self.binding.load_model(head.path, layers, None, mtp=head.has_zeroth)
         if not handle:
-            raise EngineError(f"{self.engine} could not load {head.path.name}; --verbose shows the engine's own words")
+            raise EngineError(f"{self.engine} could not load {head.path.name}; use --verbose for engine output")
         self.handle = handle
         try:
             self._check_width()
@@ -76,10 +83,19 @@ class LlamaHeadModel(Model):
             self.close()
             raise
 
+    @cached_property
+    def finds_best(self) -> bool:
+        """As of a ``LlamaModel``. A head that scores candidates looks for the best itself."""
+        scores = self.head.block is not None and self.head.block.n_candidates
+        able = self.binding.finds_best and not scores and self.capabilities.device == "gpu" and self._lender_on_gpus
+        return able and best_pays(self, head_pass)
+
     def _check_width(self) -> None:
         n_vocab = self.binding.n_vocab(self.handle)
         if n_vocab != self.head.n_vocab:
-            raise UnsupportedModel(f"{self.path.name} says {self.head.n_vocab} tokens, and the engine finds {n_vocab}")
+            raise UnsupportedModel(
+                f"{self.path.name} declares {self.head.n_vocab} tokens, but the engine finds {n_vocab}"
+            )
 
     def _handle_of(self, target: Model) -> int:
         """The target's own weights, of which the head is a part."""
@@ -118,7 +134,7 @@ class LlamaHeadModel(Model):
             params.ctx_type = self.staging.mtp
         handle = api.llama_init_from_model(model, params)
         if not handle:
-            raise EngineError(f"{self.engine} made no context of {n_ctx} rows for {self.path.name}")
+            raise EngineError(f"{self.engine} could not create a context of {n_ctx} rows for {self.path.name}")
         return int(handle)
 
     def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> LlamaHeadContext:
@@ -126,7 +142,7 @@ class LlamaHeadModel(Model):
         return kind(self, n_ctx, n_threads, hidden, self._anchor)
 
     def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
-        raise EngineError(f"{self.path.name} is a head, which reads no text")
+        raise EngineError(f"{self.path.name} is a draft head and cannot tokenize text")
 
     def _close(self) -> None:
         if self._anchor:
@@ -145,6 +161,9 @@ class LlamaHeadContext(Context):
         self._binding, self._functions = model.binding, model.staging
         self._handle = model.new_handle(model.handle, n_ctx, ROWS, n_threads, anchor)
         self._batch = self._functions.batch_init(self._handle)
+        self.finds_best, head = model.finds_best, model.head
+        device = model.capabilities.device
+        self._best = BestLogits(self._binding.lib, self._handle, head.n_vocab, device, len(head.ids))
         self._position = (ctypes.c_int32 * 4)()
         self._prepare()
 
@@ -166,34 +185,83 @@ class LlamaHeadContext(Context):
             made.append(self._states(ENCODE, len(part)))
         return np.concatenate(made)
 
-    def _decode_floats(
-        self, rows: FloatArray, tokens: Sequence[int], logits: Literal["all", "last", "none"]
-    ) -> Forward:
+    def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
+        return self._decode_rows(rows, tokens, logits, 0)
+
+    def _decode_best(self, tokens: Sequence[int], n_best: int, logits: Wanted, rows: FloatArray | None) -> Forward:
+        assert rows is not None  # it reads no others
+        return self._decode_rows(rows, tokens, logits, n_best)
+
+    def _decode_rows(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted, n_best: int) -> Forward:
         if max(tokens) >= self.model.head.n_vocab:
             raise EngineError(f"{self.model.path.name} has no token {max(tokens)}")
         n_before = len(tokens) - 1 if logits == "last" else len(tokens) * (logits == "none")
+        if len(tokens) - n_before > ROWS:  # several passes, whose rows have to be alike
+            n_best = 0
         found: list[FloatArray] = []
         states: list[FloatArray] = []
-        start = 0
+        start, ids = 0, None
         while start < len(tokens):
             wanted = start >= n_before
             end = min(start + ROWS, len(tokens) if wanted else n_before)
-            self._functions.clear(self._batch)
-            for i in range(start, end):
-                at = self._functions.add_token(self._batch, 0, tokens[i])
-                if at < 0 or not self._functions.set_floats(self._batch, at, self._functions.floats(rows[i])):
-                    raise EngineError(f"{self.model.engine} takes no row of {rows.shape[1]} for {self.model.path.name}")
-                self._place(at, self.n_past + i, wanted=wanted)
-            states.append(self._states(DECODE, end - start))
-            if wanted:
-                found.append(self._logits(end - start))
-            start = end
-        n_out = self.model.n_vocab
-        values = np.concatenate(found) if found else np.empty((0, n_out), dtype=np.float32)
-        return Forward(values, {STATE: np.concatenate(states)} if STATE in self.hidden else {})
 
-    def _decode(self, tokens: Sequence[int], logits: Literal["all", "last", "none"]) -> Forward:
-        raise EngineError(f"{self.model.path.name} is a head, which reads no text")
+            def compute(start: int = start, end: int = end, wanted: bool = wanted) -> FloatArray:
+                return self._compute(rows[start:end], tokens[start:end], self.n_past + start, wanted)
+
+            if wanted:
+                state, values, ids = self._with_logits(compute, self.n_past + start, end - start, n_best)
+                found.append(values)
+            else:
+                state = compute()
+            states.append(state)
+            start = end
+        values = np.concatenate(found) if found else np.empty((0, self.model.n_vocab), dtype=np.float32)
+        return Forward(values, {STATE: np.concatenate(states)} if STATE in self.hidden else {}, ids)
+
+    def _compute(self, rows: FloatArray, tokens: Sequence[int], position: int, wanted: bool) -> FloatArray:
+        """A pass; the states that it left."""
+        self._functions.clear(self._batch)
+        for i, token in enumerate(tokens):
+            at = self._functions.add_token(self._batch, 0, token)
+            if at < 0 or not self._functions.set_floats(self._batch, at, self._functions.floats(rows[i])):
+                raise EngineError(
+                    f"{self.model.engine} does not accept rows of width {rows.shape[1]} for {self.model.path.name}"
+                )
+            self._place(at, position + i, wanted=wanted or self.model.head.states_need_logits)
+        return self._states(DECODE, len(tokens))
+
+    def _with_logits(
+        self, compute: Callable[[], Result], position: int, n: int, n_best: int
+    ) -> tuple[Result, FloatArray, TokenIds | None]:
+        """Run a pass of n rows, all of which have logits.
+
+        Args:
+            compute: the pass; run again where the largest logits do not do.
+            position: of its first row.
+            n: how many rows it has.
+            n_best: how many of the largest logits of each are enough; 0 wants whole rows.
+
+        Returns:
+            What it returned, logits, and the columns that they are of where rows are not whole.
+        """
+        if n_best and self._best.enter(n_best, n):
+            result = compute()
+            if (best := self._columns(self._best.read(n, 0, n_best))) is not None:
+                return result, *best
+            self._truncate(position)
+        self._best.leave()
+        return compute(), self._logits(n), None
+
+    def _columns(self, best: tuple[FloatArray, TokenIds] | None) -> tuple[FloatArray, TokenIds] | None:
+        """Largest logits with their columns, which increase as their tokens do; None where one is of no column."""
+        ids = self.model.head.ids
+        if best is None or len(ids) == self.model.head.n_vocab:
+            return best
+        columns = np.searchsorted(ids, best[1])
+        return (best[0], columns) if (ids.take(columns, mode="clip") == best[1]).all() else None
+
+    def _decode(self, tokens: Sequence[int], logits: Wanted) -> Forward:
+        raise EngineError(f"{self.model.path.name} is a draft head and cannot tokenize text")
 
     def _place(self, at: int, position: int, *, wanted: bool) -> None:
         if at < 0:
@@ -232,6 +300,7 @@ class LlamaHeadContext(Context):
     def _close(self) -> None:
         self._functions.batch_free(self._batch)
         self._binding.free_context(self._handle)
+        self._best.close()
 
 
 class LlamaBlockContext(LlamaHeadContext):
@@ -248,9 +317,7 @@ class LlamaBlockContext(LlamaHeadContext):
             super()._prepare()
         self._binding.lib.llama_set_causal_attn(self._handle, block.causal)
 
-    def _decode_floats(
-        self, rows: FloatArray, tokens: Sequence[int], logits: Literal["all", "last", "none"]
-    ) -> Forward:
+    def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
         for start in range(0, len(rows), ROWS):
             part = rows[start : start + ROWS]
             self._functions.clear(self._batch)
@@ -260,7 +327,7 @@ class LlamaBlockContext(LlamaHeadContext):
             self._process(DECODE, len(part))
         return Forward(np.empty((0, self.model.n_vocab), dtype=np.float32), {})
 
-    def guesses(self, token: int, n: int) -> tuple[FloatArray, npt.NDArray[np.int64] | None]:
+    def guesses(self, token: int, n: int, n_best: int = 0) -> tuple[FloatArray, TokenIds | None]:
         """What follows a text whose states are in the memory, by one pass over its last token and masks.
 
         The block's rows stay in the memory until they are truncated.
@@ -268,9 +335,10 @@ class LlamaBlockContext(LlamaHeadContext):
         Args:
             token: the last token; its state is not in the memory.
             n: how many tokens to guess, 1 to ``MaskBlock.n_guesses``.
+            n_best: how many of the largest logits of each row are enough, where ``finds_best``; 0 wants whole rows.
 
         Returns:
-            Logits by position [n, n_out], or [n, n_candidates] and the tokens that they are of, ascending by row.
+            Logits by position [n, n_out], or fewer of each row and the tokens that they are of, ascending by row.
 
         Raises:
             ContextFull: the block does not fit; the memory is unchanged.
@@ -280,11 +348,14 @@ class LlamaBlockContext(LlamaHeadContext):
         block = [token, *[self._block.mask] * (n + self._block.n_skipped - 1)]
         self._check_room(len(block))
         if not 0 <= token < self.model.head.n_vocab or not 0 < n <= self._block.n_guesses:
-            raise EngineError(f"{self.model.path.name} takes no block of {n} tokens after {token}")
-        logits = self._feed(block, lambda: self._guess(block)).logits[self._block.n_skipped :]
-        return self._selected(logits) if self._block.n_candidates else (logits, None)
+            raise EngineError(f"{self.model.path.name} cannot decode a block of {n} tokens after {token}")
+        forward = self._feed(block, lambda: self._guess(block, n_best if self.finds_best else 0))
+        guessing = slice(self._block.n_skipped, None)
+        if self._block.n_candidates:
+            return self._selected(forward.logits[guessing])
+        return forward.logits[guessing], None if forward.ids is None else self.model.head.ids[forward.ids[guessing]]
 
-    def _selected(self, lattice: FloatArray) -> tuple[FloatArray, npt.NDArray[np.int64]]:
+    def _selected(self, lattice: FloatArray) -> tuple[FloatArray, TokenIds]:
         """Of rows of candidates, and then the scores of each behind each candidate of the row before, those on the way.
 
         The way is that of the best candidate of each row, as in llama.cpp's own program.
@@ -299,15 +370,19 @@ class LlamaBlockContext(LlamaHeadContext):
         order = ids.argsort(axis=1)
         return np.take_along_axis(found, order, 1), np.take_along_axis(ids, order, 1)
 
-    def _guess(self, block: Sequence[int]) -> Forward:
-        self._functions.clear(self._batch)
-        for i, token in enumerate(block):
-            at = self._functions.add_token(self._batch, 0, token)
-            self._place(at, self.n_past + i, wanted=not self._block.n_candidates)
-        self._process(DECODE, len(block))
+    def _guess(self, block: Sequence[int], n_best: int) -> Forward:
+        def compute() -> None:
+            self._functions.clear(self._batch)
+            for i, token in enumerate(block):
+                at = self._functions.add_token(self._batch, 0, token)
+                self._place(at, self.n_past + i, wanted=not self._block.n_candidates)
+            self._process(DECODE, len(block))
+
         if self._block.n_candidates:
+            compute()
             return Forward(self._functions.nextn(self._handle, len(block), self.model.head.n_embd))
-        return Forward(self._logits(len(block)))
+        _, logits, ids = self._with_logits(compute, self.n_past, len(block), n_best)
+        return Forward(logits, ids=ids)
 
 
 def load_head_model(head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None) -> LlamaHeadModel:

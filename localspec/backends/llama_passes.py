@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from localspec.backends.best_logits import BestLogits
-from localspec.backends.forward import NEXTN, FloatArray, Forward, joined_states
+from localspec.backends.forward import NEXTN, FloatArray, Forward, joined
 from localspec.backends.llama_binding import MAX_SEQUENCES, N_BATCH, N_UBATCH
 from localspec.backends.llama_staging import staging
 from localspec.backends.state_tap import Flags, StateTap
@@ -75,7 +75,7 @@ class LlamaPasses:
         handle = new_context(n_snapshots=n_snapshots) or (new_context() if n_snapshots else None)
         if not handle:
             raise EngineError(
-                f"{model.engine} has not enough memory for a context of {n_ctx} tokens; use a smaller --ctx"
+                f"{model.engine} does not have enough memory for a context of {n_ctx} tokens; use a smaller --ctx"
             )
         self.handle: int = handle
         self.n_snapshots = self._binding.n_snapshots(handle) if n_snapshots else 0
@@ -145,16 +145,15 @@ class LlamaPasses:
             if len(rows) > size:
                 forward.logits = forward.logits.copy()
             forwards.append(forward)
-        if len(forwards) == 1:
-            return forwards[0]
-        return Forward(np.concatenate([forward.logits for forward in forwards]), joined_states(forwards))
+        return joined(forwards)
 
     def _best_of(
         self, rows: Sequence[int] | FloatArray, positions: Sequence[int], wanted_rows: Flags, n_best: int
     ) -> Forward | None:
         """The pass with the largest logits of its rows; None, and the memory as before, where they have to be whole."""
         if self._best is None:
-            self._best = BestLogits(self._binding.lib, self._model, self.handle)
+            model = self._model
+            self._best = BestLogits(self._binding.lib, self.handle, model.n_vocab, model.capabilities.device)
         n_rows = int(np.count_nonzero(wanted_rows))
         if len(rows) > N_UBATCH or not self._best.enter(n_best, n_rows):
             return None

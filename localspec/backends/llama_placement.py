@@ -82,7 +82,7 @@ class Placed:
         for pattern, buffer in overrides:
             if buffer not in places.buffers or buffer not in reached:
                 names = ", ".join(name for name in places.buffers if name in reached)
-                raise UsageError(f"--override-tensor {pattern}={buffer}: the memory that the model uses is {names}")
+                raise UsageError(f"--override-tensor {pattern}={buffer}: the model uses the buffers {names}")
         self._devices = self._overrides = self._shares = None
         if placement.device is not None or placement.rpc:
             handles = [place.handle for place in self.used]
@@ -129,14 +129,16 @@ def _used(placement: Placement, places: Places, engine: str) -> list[Place]:
         by_name = {place.name: place for place in places.devices}
         for name in placement.device:
             if name not in by_name and name != "none":
-                raise UsageError(f"--device {name}: {engine} has {', '.join(by_name) or 'no device but the CPU'} here")
+                raise UsageError(f"--device {name}: {engine} only has {', '.join(by_name) or 'the CPU'} here")
         used = [by_name[name] for name in placement.device if name != "none"]
     splits = [each for each in placement.asked if each in ("--split-mode", "--tensor-split", "--main-gpu")]
     if splits and not used:
-        raise UsageError(f"{' and '.join(splits)}: {engine} has no device but the CPU here to put weights on")
+        raise UsageError(f"{' and '.join(splits)}: {engine} only has the CPU here")
     if len(placement.tensor_split or ()) > len(used):
         names = ", ".join(place.name for place in used)
-        raise UsageError(f"--tensor-split has {len(placement.tensor_split or ())} shares for {len(used)}: {names}")
+        raise UsageError(
+            f"--tensor-split has {len(placement.tensor_split or ())} shares for {len(used)} devices: {names}"
+        )
     if placement.split_mode == "row" and (stiff := [place.name for place in used if not place.splits_rows]):
         raise UsageError(f"--split-mode row: {stiff[0]} cannot divide matrices; use --split-mode layer")
     if placement.split_mode == "none" and (placement.main_gpu or 0) >= len(used):

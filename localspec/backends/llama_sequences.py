@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from localspec.backends.context_state import ContextState
-from localspec.backends.forward import NORM, FloatArray, Forward, layer_name
+from localspec.backends.forward import NORM, FloatArray, Forward, Wanted, layer_name, n_wanted
 from localspec.backends.llama_binding import MAX_SEQUENCES, Bytes
 from localspec.backends.llama_passes import LlamaPasses
 from localspec.backends.llama_state import restore, save, saved_sequence, state_bytes
-from localspec.backends.sequence_batch import Piece, SequenceBatch, Wanted
+from localspec.backends.sequence_batch import Piece, SequenceBatch
 from localspec.backends.state_tap import Flags
 from localspec.errors import UsageError
 
@@ -139,7 +139,7 @@ def _divided(forward: Forward, pieces: Sequence[Piece], n_layers: int) -> list[F
     found: list[Forward] = []
     row, token = 0, 0
     for _, tokens, logits in pieces:
-        end, after = row + {"all": len(tokens), "last": 1, "none": 0}[logits], token + len(tokens)
+        end, after = row + n_wanted(logits, len(tokens)), token + len(tokens)
         hidden = {
             name: states[row:end] if name in last_names else states[token:after]
             for name, states in forward.hidden.items()

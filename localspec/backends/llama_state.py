@@ -52,7 +52,7 @@ def restore_recurrent(model: LlamaModel, ctx: int, state: Bytes, n: int) -> None
         return
     fits = binding.lib.llama_state_seq_set_data_ext(ctx, _address(state), state.nbytes, 0, _RECURRENT)
     if not fits or not binding.remove(ctx, n):  # the keys and values after it
-        raise EngineError(f"{model.engine} refuses the saved state of a context")
+        raise EngineError(f"{model.engine} rejected the saved state of a context")
     model.check_devices()
 
 
@@ -84,7 +84,7 @@ def restore(model: LlamaModel, ctx: int, state: Bytes, sequence: int = 0) -> Non
     """
     binding = model.binding
     if not binding.lib.llama_state_seq_set_data(ctx, _address(state), state.nbytes, sequence, *binding.state_flags):
-        raise EngineError(f"{model.engine} refuses the saved state of a context")
+        raise EngineError(f"{model.engine} rejected the saved state of a context")
     model.check_devices()
 
 

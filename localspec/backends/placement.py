@@ -67,11 +67,11 @@ class Placement:
         if self.main_gpu is not None:
             object.__setattr__(self, "main_gpu", checked_whole("--main-gpu", self.main_gpu, 0, MAX_COUNT))
             if self.split_mode != "none":
-                raise UsageError("--main-gpu names the one GPU of --split-mode none; --device chooses among several")
+                raise UsageError("--main-gpu needs --split-mode none; use --device to choose several GPUs")
         if self.n_cpu_moe is not None:
             object.__setattr__(self, "n_cpu_moe", checked_whole("--n-cpu-moe", self.n_cpu_moe, 0, MAX_COUNT))
             if self.cpu_moe:
-                raise UsageError("--cpu-moe means all layers and --n-cpu-moe some of them: use one of the two")
+                raise UsageError("use either --cpu-moe (all layers) or --n-cpu-moe (some layers)")
         if not isinstance(self.cpu_moe, bool):
             raise UsageError(f"--cpu-moe is on or off, not {shown(self.cpu_moe)}")
         if self.device is not None:
@@ -86,7 +86,7 @@ class Placement:
         if self.device == ("none",) and (self.tensor_split or self.split_mode or self.main_gpu is not None):
             raise UsageError("--device none leaves nothing to split")
         if self.split_mode == "none" and self.tensor_split:
-            raise UsageError("--tensor-split says how to split, and --split-mode none that nothing is")
+            raise UsageError("--tensor-split cannot be combined with --split-mode none")
 
     def _check_rpc(self) -> None:
         texts = [part.strip() for each in _texts("--rpc", self.rpc) for part in each.split(",")]
@@ -94,9 +94,9 @@ class Placement:
         if len(set(addresses)) < len(addresses) or len(addresses) > MAX_SERVERS:
             raise UsageError(f"--rpc takes up to {MAX_SERVERS} servers, each once")
         if self.allow_insecure_rpc and not addresses:
-            raise UsageError("--allow-insecure-rpc is about --rpc, which was not given")
+            raise UsageError("--allow-insecure-rpc needs --rpc")
         if addresses and self.device == ("none",):
-            raise UsageError("--device none leaves the RPC servers out")
+            raise UsageError("--device none cannot be combined with --rpc")
         object.__setattr__(self, "rpc", addresses)
 
     def __bool__(self) -> bool:
@@ -153,7 +153,7 @@ class Placement:
         names = list(gguf.tensors)
         if (self.cpu_moe or self.n_cpu_moe) and not any(re.search(EXPERTS, name) for name in names):
             option = "--cpu-moe" if self.cpu_moe else "--n-cpu-moe"
-            raise UsageError(f"{option}: {gguf.path.name} has no experts, so there is nothing to keep on the CPU")
+            raise UsageError(f"{option}: {gguf.path.name} is not a mixture of experts")
         for pattern, buffer in map(_checked_override, self.override_tensor):
             found = [name for name in names if re.search(pattern, name)]
             if not found:
@@ -201,7 +201,7 @@ def _names(value: Any) -> tuple[str, ...]:
     if len(set(texts)) < len(texts):
         raise UsageError(f"--device names {next(name for name in texts if texts.count(name) > 1)} twice")
     if "none" in texts and len(texts) > 1:
-        raise UsageError("--device none stands alone")
+        raise UsageError("--device none cannot be combined with other devices")
     return tuple(texts)
 
 
@@ -212,9 +212,9 @@ def _checked_override(text: str) -> tuple[str, str]:
     try:
         re.compile(pattern)
     except (re.error, RecursionError) as error:
-        raise UsageError(f"--override-tensor {shown(pattern)} is no regular expression: {error}") from None
+        raise UsageError(f"--override-tensor {shown(pattern)} is not a valid regular expression: {error}") from None
     if _FOREIGN_GROUP.search(pattern):
-        raise UsageError(f"--override-tensor {shown(pattern)} uses what regular expressions of C++ do not have")
+        raise UsageError(f"--override-tensor {shown(pattern)} uses syntax that C++ regular expressions do not support")
     return pattern, buffer
 
 

@@ -21,8 +21,11 @@ from typing import Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
+from localspec.backends import llama_cpp
 from localspec.backends.base import Context, FloatArray, Model
 from localspec.backends.draft_head import STATE, DraftHead
+from localspec.backends.head_trial import check_survives, lends
+from localspec.backends.llama_family import LlamaModel
 from localspec.backends.llama_heads import LlamaBlockContext
 from localspec.backends.trust import MAX_MEAN_KL, agreement, fingerprint, verdict_key, verdicts
 from localspec.errors import EngineMismatch, ModelFileError, UnsupportedModel, UsageError, VocabularyMismatch
@@ -32,6 +35,7 @@ from localspec.model_files.head_card import TargetFacts
 from localspec.model_files.head_folders import heads_folder
 from localspec.model_files.head_kinds import mtp, names_published_head, read_mtp, read_published
 from localspec.model_files.head_kinds.base import PublishedHead
+from localspec.model_files.vocab import Vocab
 from localspec.system.files import is_same_file
 from localspec.system.machine import default_threads
 
@@ -49,12 +53,12 @@ _WIDTHS = (1, 1, 2, 3, 4, 5, 8)
 """Rows of the passes that are compared with one of all these together."""
 
 ENGINES = {
-    "llama-cpp": ("localspec.backends.llama_heads", ("EAGLE-3", "MTP", "DFlash", "DSpark", "DFlash2")),
-    "mlx": ("localspec.backends.mlx.heads", ("EAGLE-3", "MTP", "DFlash")),
-    "reference": ("localspec.backends.reference_heads", ("EAGLE-3",)),
+    "llama-cpp": "localspec.backends.llama_heads",
+    "mlx": "localspec.backends.mlx.heads",
+    "reference": "localspec.backends.reference_heads",
 }
-"""Engine -> its module for published heads, with ``load_head_model`` (see ``LoadHeadModel``), and the kinds of them
-that it computes. The first computes all, and serves targets on engines that do not."""
+"""Engine -> its module for published heads, with ``load_head_model`` (see ``LoadHeadModel``). Which kinds it computes
+the kinds say: ``PublishedHead.engines``."""
 
 
 class LoadHeadModel(Protocol):
@@ -117,9 +121,11 @@ class EngineHead(DraftHead):
     def chained_rows(self, state: FloatArray, tokens: Sequence[int]) -> FloatArray:
         return state
 
-    def block_logits(self, context: Context, token: int, n: int) -> tuple[FloatArray, npt.NDArray[np.int64] | None]:
+    def block_logits(
+        self, context: Context, token: int, n: int, n_best: int = 0
+    ) -> tuple[FloatArray, npt.NDArray[np.int64] | None]:
         """Of one with a block, what follows the last token; see ``LlamaBlockContext.guesses``."""
-        return cast(LlamaBlockContext, context).guesses(token, n)
+        return cast(LlamaBlockContext, context).guesses(token, n, n_best)
 
     def close(self) -> None:
         self.model.close()
@@ -131,20 +137,39 @@ def misfit(head: PublishedHead, target: Model) -> str:
         return head.misfit(TargetFacts.of(file, ""), target.vocab)
 
 
-def heads_beside(target: Model) -> list[Path]:
+def heads_beside(target: Path, backend: str | None) -> list[Path]:
     """Published heads that can draft for a target here: those that the catalogue has for it, those trained here, and
-    others in the folder of its file, by name."""
+    others in the folder of its file, by name.
+
+    Args:
+        target: its file.
+        backend: the engine that it runs on; None where that is open: then heads that borrow from it are left out.
+
+    Raises:
+        ModelFileError: the target is no usable model.
+    """
     found: list[Path] = []
-    folders = (heads_folder(), target.path.parent)
+    with GGUFFile(target) as file:
+        facts, vocab = TargetFacts.of(file, ""), Vocab.from_gguf(file)
+    folders = (heads_folder(), target.parent)
     for path in [path for folder in folders for path in sorted(folder.glob("*.gguf"))[:_MOST_BESIDE]]:
         if names_published_head(path):
             try:
                 head = read_published(path)
             except ModelFileError:
                 continue
-            if not misfit(head, target) and (not head.borrows or engine_for(head, target) == target.backend):
+            is_lent = not head.borrows or (backend is not None and _engine_for(head, backend) == backend)
+            if is_lent and not head.misfit(facts, vocab):
                 found.append(path)
-    return Catalog.load().sort_heads(found, target.path)
+    return Catalog.load().sort_heads(found, target)
+
+
+def computes_mtp(target: Path, backend: str) -> bool:
+    """Whether an engine computes the MTP layer in a model's file, as far as that can be said before it is loaded."""
+    try:
+        return backend in read_mtp(target).engines
+    except ModelFileError:
+        return False
 
 
 def engine_for(head: PublishedHead, target: Model, wanted: str | None = None) -> str:
@@ -155,12 +180,13 @@ def engine_for(head: PublishedHead, target: Model, wanted: str | None = None) ->
         target: what it drafts for.
         wanted: the engine that is asked for, of ``registry.BACKENDS``; None for none.
     """
-    able = [name for name, (_, kinds) in ENGINES.items() if head.title in kinds]
-    if head.of_model and not head.in_target:
-        del able[1:]  # no other reads MTP layers from files of their own
-    if wanted in able and not head.borrows and not head.in_target:
+    return _engine_for(head, target.backend, wanted)
+
+
+def _engine_for(head: PublishedHead, backend: str, wanted: str | None = None) -> str:
+    if wanted in head.engines and not head.borrows and not head.in_target:
         return wanted
-    return target.backend if target.backend in able else able[0]
+    return backend if backend in head.engines else head.engines[0]
 
 
 def load_published(
@@ -189,7 +215,7 @@ def load_published(
         VocabularyMismatch: it is for a model with other tokens.
         UsageError: it is for another model.
         ModelFileError: the file is damaged, or the engine cannot compute it.
-        EngineError: the engine is not there, is too old, refuses the file, or is wrong about it.
+        EngineError: the engine is not there, is too old, would end the process, refuses the file, or is wrong about it.
     """
     facts = read_mtp(path) if is_same_file(path, target.path) else read_published(path)
     if why := misfit(facts, target):
@@ -200,8 +226,12 @@ def load_published(
             f"{path.name} reads states of {target.path.name} that {target.backend} does not hand out; "
             "use --backend llama-cpp"
         )
-    load: LoadHeadModel = import_module(ENGINES[engine_for(facts, target, engine)][0]).load_head_model
-    model = load(facts, target, n_threads or default_threads(), n_gpu_layers)
+    name, threads = engine_for(facts, target, engine), n_threads or default_threads()
+    if name == "llama-cpp" and (not lends(facts) or (isinstance(target, LlamaModel) and not target.reloads)):
+        version = f"{name} {llama_cpp.binding().version}"
+        check_survives(facts, target.path, version, threads, lambda: say(f"trying {path.name} with {version} (once)"))
+    load: LoadHeadModel = import_module(ENGINES[name]).load_head_model
+    model = load(facts, target, threads, n_gpu_layers)
     head = EngineHead(facts, model)
     if model.capabilities.batch_invariant:
         return head
@@ -210,13 +240,13 @@ def load_published(
         key = verdict_key(model.backend, options, f"{fingerprint(path)} for {fingerprint(target.path)}")
         verdict = verdicts().get(key)
         if verdict is None:
-            say(f"checking that {model.engine} computes {path.name} rightly (once)")
-            worst = _disagreement(head)
+            say(f"checking that {model.engine} computes {path.name} correctly (once)")
+            worst = disagreement(head)
             verdict = {"holds": worst <= MAX_MEAN_KL, "why": f"KL {worst:.2g} nats"}
             verdicts().put(key, verdict)
         if not verdict["holds"]:
             raise EngineMismatch(
-                f"{model.engine} computes {path.name} otherwise row by row than in one pass, {verdict['why']}"
+                f"{model.engine} gives different results for {path.name} row by row and in one pass: {verdict['why']}"
             )
     except BaseException:
         head.close()
@@ -224,7 +254,7 @@ def load_published(
     return head
 
 
-def _disagreement(head: EngineHead) -> float:
+def disagreement(head: EngineHead) -> float:
     """The worst mean KL divergence [nats] between rows in one pass and the same rows in narrow ones."""
     rng, n = np.random.default_rng(0), sum(_WIDTHS)
     tokens = rng.integers(0, head.facts.n_vocab, n).tolist()

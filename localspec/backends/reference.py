@@ -17,13 +17,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from localspec.backends.base import Capabilities, Context, ContextState, FloatArray, Forward, Model, Progress
-from localspec.backends.forward import NORM, layer_name
+from localspec.backends.forward import NORM, Wanted, layer_name, n_wanted
 from localspec.backends.reference_tokenizer import PythonByteLevel
 from localspec.backends.reference_weights import BIASES, Array, Hyperparameters, Layer, read_tensor
 from localspec.backends.tokenizer import Tokenizer
@@ -31,8 +30,6 @@ from localspec.errors import EngineError, UnsupportedModel, UsageError
 from localspec.model_files.gguf_file import GGUFFile
 
 NAME = "reference"
-
-Wanted = Literal["all", "last", "none"]
 
 
 class ReferenceModel(Model):
@@ -145,7 +142,7 @@ class ReferenceContext(Context):
         ``parents``: which of the rows each follows, -1 being the memory; None is the one before.
         """
         model, n_all = self.model, self.model.n_layers
-        n_rows = {"all": len(rows), "last": 1, "none": 0}[logits]
+        n_rows = n_wanted(logits, len(rows))
         first = len(rows) - n_rows
         found: FloatArray = np.empty((n_rows, model.n_vocab), dtype=np.float32)
         whole = [layer_name(i) for i in range(n_layers or n_all - 1)]

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from localspec.backends.base import Capabilities, FloatArray, Forward, Model
-from localspec.backends.reference import NAME, ReferenceContext, ReferenceModel, Wanted
+from localspec.backends.forward import Wanted
+from localspec.backends.reference import NAME, ReferenceContext, ReferenceModel
 from localspec.backends.reference_weights import Array, Hyperparameters, Layer, read_tensor
 from localspec.errors import EngineError, UnsupportedModel
 from localspec.model_files.gguf_file import GGUFFile
@@ -100,7 +101,7 @@ class ReferenceHeadContext(ReferenceContext):
         return self._pass(np.concatenate([self.model.embedding[list(tokens)], rows], axis=1), logits)
 
     def _decode(self, tokens: Sequence[int], logits: Wanted) -> Forward:
-        raise EngineError(f"{self.model.path.name} is a head, which reads no text")
+        raise EngineError(f"{self.model.path.name} is a draft head and cannot tokenize text")
 
     def _attention_input(self, x: Array) -> Array:
         embedding, state = x.reshape(2, -1)

@@ -50,13 +50,15 @@ class Hyperparameters:
         def number(key: str, default: float | None = None) -> float:
             value = get(key, default)
             if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-                raise UnsupportedModel(f"the file says {architecture}.{key} = {_short(value)}, which is no size")
+                raise UnsupportedModel(
+                    f"the file says {architecture}.{key} = {_short(value)}, which is not a valid size"
+                )
             return value
 
         def size(key: str, default: int | None = None) -> int:
             value = number(key, default)
             if value != int(value):
-                raise UnsupportedModel(f"the file says {architecture}.{key} = {value}, which is no size")
+                raise UnsupportedModel(f"the file says {architecture}.{key} = {value}, which is not a valid size")
             return int(value)
 
         scaling = get("rope.scaling.type", "none")
@@ -71,7 +73,7 @@ class Hyperparameters:
         n_head_kv = size("attention.head_count_kv", n_head)
         if not n_embd or not n_head or not n_head_kv or n_head % n_head_kv:
             raise UnsupportedModel(
-                f"the file says {n_embd} channels, {n_head} heads, {n_head_kv} of keys: that is no model"
+                f"the file says {n_embd} channels, {n_head} heads, {n_head_kv} key heads, which do not fit together"
             )
         d_head = size("attention.key_length", n_embd // n_head)
         if size("rope.dimension_count", d_head) != d_head:

@@ -53,7 +53,7 @@ class Rpc:
                 )
             registry = ggml.bind("ggml_backend_load", [text], pointer)(bytes(path))
             if not registry:
-                raise EngineUnavailable(f"{path} does not load; delete it and compile it anew: {BUILD_COMMAND}")
+                raise EngineUnavailable(f"{path} does not load; delete it and compile it again: {BUILD_COMMAND}")
         self._registry = registry
         self._add = self._function("ggml_backend_rpc_add_server", [text], pointer)
         self._count = ggml.bind("ggml_backend_reg_dev_count", [pointer], ctypes.c_size_t)
@@ -83,6 +83,7 @@ class Rpc:
                 raise EngineUnavailable(link.lost or f"the RPC server {address} has no devices")
             devices = [self.ggml.describe(self._device(registry, i)) for i in range(self._count(registry))]
             known = self._servers[address] = link, devices
+        known[0].is_near = facts.is_near
         return *known, facts
 
     def serve(self, endpoint: str, n_threads: int, devices: list[int]) -> None:

@@ -52,7 +52,7 @@ def build(source: Path) -> Path:
     command += [f"-I{ggml / 'include'}", f"-I{ggml / 'src'}", *files, str(base), "-pthread", "-o", str(scratch)]
     try:
         if subprocess.run(command, check=False).returncode:
-            raise EngineUnavailable("compiling llama.cpp's RPC backend failed; what the compiler says is above")
+            raise EngineUnavailable("compiling llama.cpp's RPC backend failed; see the compiler output above")
         scratch.replace(path)
     finally:
         scratch.unlink(missing_ok=True)

@@ -38,6 +38,9 @@ _ANSWERS = {0: 16, 1: 8, 2: 8, 3: 8, 7: 1, 9: 1, _DEVICE_MEMORY: 16, 13: 8, _HEL
 _MOST_DEVICES = 64
 _PIECE = 1 << 20
 _CONNECT_S = 5.0
+_NEAR_MS = 1.0
+"""A server at this machine's own address that answers faster than this is on this machine: on loopback that takes 0.1
+ms. A tunnel ends on loopback too, and what is at its other end takes longer, but for the fastest of local networks."""
 _SILENT_S = 20
 """After so many seconds without a sign of life from the other machine's system it counts as gone."""
 
@@ -49,16 +52,16 @@ def checked_address(text: str, allow_insecure: bool) -> str:
     """``HOST:PORT``, on loopback unless any is allowed.
 
     Raises:
-        UsageError: it is none, or leads over an open network.
+        UsageError: it is not a HOST:PORT address, or is not on loopback.
     """
     host, _, port = text.rpartition(":")
     if not _ADDRESS.fullmatch(text) or not 0 < int(port) < 65536:
         raise UsageError(f"--rpc takes HOST:PORT, such as 127.0.0.1:50052, not {text[:80]!r}")
     if not allow_insecure and not is_loopback(host):
         raise UsageError(
-            f"--rpc {text}: llama.cpp's protocol has no protection at all, so only addresses on loopback are taken: "
+            f"--rpc {text}: the RPC protocol is unencrypted and unauthenticated, so only loopback is accepted: "
             f"use a tunnel (ssh -N -L {port}:127.0.0.1:{port} {host}) and --rpc 127.0.0.1:{port}; --allow-insecure-rpc "
-            "takes any address, and lets whoever is on the way read the conversation and change the answers"
+            "accepts any address, and lets anyone on the network path read the conversation and alter the answers"
         )
     return text
 
@@ -86,20 +89,29 @@ class ServerFacts:
     Attributes:
         devices: what it computes on.
         round_trip_ms: the shortest time of a request and its answer.
+        own_address: whether it is reached at an address of this machine, where a tunnel can begin too.
     """
 
     devices: tuple[RemoteDevice, ...]
     round_trip_ms: float
+    own_address: bool = False
+
+    @property
+    def is_near(self) -> bool:
+        """Whether it computes on this machine, as far as can be seen from here."""
+        return self.own_address and self.round_trip_ms < _NEAR_MS
 
 
 def ask(address: str) -> ServerFacts:
     """What a server at ``HOST:PORT`` has; it serves one client at a time, so not while a model is loaded on it.
 
     Raises:
-        EngineError: there is none, it speaks another version, or does not answer.
+        EngineError: no server is there, it speaks another version, or does not answer.
     """
     try:
         with _connected(address, _CONNECT_S) as server:
+            here, there = server.getsockname()[0], server.getpeername()[0]
+            own_address = here == there or is_loopback(there)
             hello = _request(server, _HELLO, bytes(_CAPABILITIES))
             if hello[0] != PROTOCOL:
                 version = ".".join(map(str, hello[:3]))
@@ -117,15 +129,14 @@ def ask(address: str) -> ServerFacts:
                 raise ValueError(f"it says that it has {n_devices} devices")
             memory = [_request(server, _DEVICE_MEMORY, struct.pack("<I", i)) for i in range(n_devices)]
     except TimeoutError:
-        raise EngineError(
-            f"the RPC server {address} does not answer: it serves one client at a time, or is none"
-        ) from None
+        raise EngineError(f"the RPC server {address} is busy with another client, or is not an RPC server") from None
     except (OSError, ValueError, struct.error) as error:
         why = getattr(error, "strerror", None) or error
         raise EngineError(
             f"no RPC server answers at {address} ({why}); docs/devices.md says how to start one"
         ) from None
-    return ServerFacts(tuple(RemoteDevice(*struct.unpack("<QQ", each)) for each in memory), min(times))
+    devices = tuple(RemoteDevice(*struct.unpack("<QQ", each)) for each in memory)
+    return ServerFacts(devices, min(times), own_address)
 
 
 class Link:
@@ -137,6 +148,7 @@ class Link:
     Attributes:
         endpoint: where the client connects to.
         lost: why the server is gone; None while it answers. Set until the client connects anew.
+        is_near: whether the server computes on this machine; see ``ServerFacts``.
         n_requests: how many that are answered were sent.
         n_bytes: sent and received.
     """
@@ -144,6 +156,7 @@ class Link:
     def __init__(self, address: str) -> None:
         self.address = address
         self.lost: str | None = None
+        self.is_near = False
         self._lock, self._n_clients = threading.Lock(), 0
         self.n_requests = self.n_bytes = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -293,7 +306,7 @@ def _request(server: socket.socket, what: int, request: bytes) -> bytes:
     try:
         (size,) = struct.unpack("<Q", _exactly(server, 8))
         if size != _ANSWERS[what]:
-            raise ValueError("it is no RPC server, or one of another version")
+            raise ValueError("it is not an RPC server, or its version differs")
         return _exactly(server, size)
     except EOFError:
-        raise ValueError("it is no RPC server, or one of another version") from None
+        raise ValueError("it is not an RPC server, or its version differs") from None

@@ -40,9 +40,9 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # it never comes back to Python, which would raise
-    print(f"serving {', '.join(names)} at {endpoint}, without any protection", file=sys.stderr, flush=True)
+    print(f"serving {', '.join(names)} at {endpoint}, unencrypted and unauthenticated", file=sys.stderr, flush=True)
     rpc().serve(endpoint, args.threads, [found[name].handle for name in names])
-    print(f"it ended: is port {args.port} free?", file=sys.stderr)
+    print(f"the server stopped; check that port {args.port} is free", file=sys.stderr)
     return 1
 
 

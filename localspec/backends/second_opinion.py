@@ -88,8 +88,8 @@ class SecondOpinion:
             self._settle(verdict)
         if not verdict["holds"]:
             self.refuse(
-                f"{self.model.engine} computes {self.path.name} wrongly ({verdict['why']}): its answers may be wrong. "
-                "Start again: another engine, or a copy of the file that comes out right, is used then"
+                f"{self.model.engine} gives wrong results for {self.path.name} ({verdict['why']}): "
+                "answers may be wrong. Start again to use another engine or a repacked copy of the file"
             )
         elif not self.measured:
             yield from self.measure(self.model)

@@ -12,20 +12,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy.typing as npt
 
 from localspec.backends.cells import Cells
 from localspec.backends.context import Context
 from localspec.backends.context_state import ContextState
-from localspec.backends.forward import FloatArray, Forward
+from localspec.backends.forward import FloatArray, Forward, Wanted
 from localspec.errors import Cancelled, Closed, ContextFull, EngineError, UsageError
 
 if TYPE_CHECKING:
     from localspec.backends.base import Model
-
-Wanted = Literal["all", "last", "none"]
 
 
 class Piece(NamedTuple):
@@ -78,7 +76,7 @@ class SequenceBatch(ABC):
         """
         self._check_open()
         if not 0 <= sequence < self.n_sequences:
-            raise UsageError(f"there are sequences 0 to {self.n_sequences - 1}, and no {sequence}")
+            raise UsageError(f"the sequence must be in 0..{self.n_sequences - 1}, not {sequence}")
         return self._sequences[sequence]
 
     @property
@@ -299,14 +297,17 @@ class SequencesInTurn(SequenceBatch):
     def _decode(self, pieces: Sequence[Piece]) -> list[Forward]:
         forwards: list[Forward] = []
         for sequence, tokens, logits in pieces:
+            self._check_held(sequence)
             context = self._contexts[sequence]
             context.interrupted = self.interrupted
-            if context.n_past != self._sequences[sequence].n_past:
-                raise EngineError(f"the memory of sequence {sequence} was lost with a device; read its text again")
             if forwards and self.interrupted is not None and self.interrupted():
                 raise Cancelled("decoding was stopped")
             forwards.append(context.decode(tokens, logits))
         return forwards
+
+    def _check_held(self, sequence: int) -> None:
+        if self._contexts[sequence].n_past != self._sequences[sequence].n_past:
+            raise EngineError(f"the memory of sequence {sequence} was lost with a device; read its text again")
 
     def _decode_floats(self, sequence: int, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
         return self._contexts[sequence].decode_floats(rows, tokens, logits)

@@ -42,7 +42,7 @@ def check_sound(gguf: GGUFFile, vocab: Vocab, computes: Callable[[TensorInfo], b
 
     for key in ("general.file_type", "general.alignment"):
         if gguf.kinds.get(key, _UINT32) != _UINT32:
-            raise damaged(f"{key} is no 32-bit number")
+            raise damaged(f"{key} is not a 32-bit number")
     _check_experts(gguf, damaged)
     for tensor in gguf.tensors.values():
         if tensor.offset % alignment:

@@ -41,7 +41,7 @@ def ggml_library(library: ctypes.CDLL) -> ctypes.CDLL:
     for name in ("ggml-base.dll", "ggml.dll"):
         if (folder / name).is_file() and hasattr(found := ctypes.CDLL(str(folder / name)), "ggml_get_name"):
             return found
-    raise OSError(f"no library in {folder} has ggml's functions")
+    raise OSError(f"no library in {folder} exports ggml's functions")
 
 
 class TensorFunctions:

@@ -39,7 +39,7 @@ class Tokenizer:
     def __init__(self, file: GGUFFile, vocab: Vocab, byte_level: ByteLevelMaker) -> None:
         if vocab.kind not in ("llama", "gpt2", "none"):
             raise UnsupportedModel(
-                f"{file.path.name} has a tokenizer of the kind {vocab.kind!r}, which is not known here; "
+                f"{file.path.name} has a tokenizer of the kind {vocab.kind!r}, which is not supported; "
                 "use --backend llama-cpp"
             )
 

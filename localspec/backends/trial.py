@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from localspec.backends.base import Progress
@@ -23,7 +24,7 @@ from localspec.system.json_store import JsonStore
 _FORMAT = 1
 _POLL_S = 0.1
 
-_KILLED_FROM_OUTSIDE = {-int(each) for each in (signal.SIGINT, signal.SIGTERM)} | {-9, 0xC000013A}
+KILLED_FROM_OUTSIDE = {-int(each) for each in (signal.SIGINT, signal.SIGTERM)} | {-9, 0xC000013A}
 """Says nothing about the file: the user stopped it (the last is Windows' Ctrl-C), or the machine ran out of memory."""
 
 
@@ -53,25 +54,42 @@ def survives(
     status = _run(path, kv_type, n_threads, progress, several)
     # An exception (1) is no reason to refuse: the same one will be raised here, in the engine's own words.
     found = status in (0, 1)
-    if status not in _KILLED_FROM_OUTSIDE:
+    if status not in KILLED_FROM_OUTSIDE:
         store.put(key, {"survives": found})
     return found
 
 
 def _run(path: Path, kv_type: str, n_threads: int, progress: Progress | None, several: bool) -> int:
+    def tick() -> None:
+        if progress is not None and not progress(0.0):
+            raise Cancelled(f"loading {path.name} was stopped")
+
+    arguments = [str(path), kv_type, str(n_threads), "several" if several else "one"]
+    return run_child("from localspec.backends import trial_child; trial_child.main()", arguments, tick)
+
+
+def run_child(code: str, arguments: Sequence[str], tick: Callable[[], None]) -> int:
+    """Run some of our code in another process, and wait for its end.
+
+    Args:
+        code: what it runs.
+        arguments: its ``sys.argv`` from 1 on.
+        tick: called while it runs; what it raises ends the process, and is raised here.
+
+    Returns:
+        Its exit status; negative where a signal ended it.
+    """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     if sys.platform == "linux":
         environment["PATH"] = os.devnull  # an abort would call a debugger first, which takes seconds
-    command = [sys.executable, "-c", "from localspec.backends import trial_child; trial_child.main()"]
+    command = [sys.executable, "-c", code, *arguments]
     quiet = subprocess.DEVNULL
-    command += [str(path), kv_type, str(n_threads), "several" if several else "one"]
     with subprocess.Popen(command, env=environment, stdin=quiet, stdout=quiet, stderr=quiet) as child:
         try:
             while True:
                 try:
                     return child.wait(_POLL_S)
                 except subprocess.TimeoutExpired:
-                    if progress is not None and not progress(0.0):
-                        raise Cancelled(f"loading {path.name} was stopped") from None
+                    tick()
         finally:
             child.kill()

@@ -264,7 +264,7 @@ def load_checked(
         if model.capabilities.batch_invariant:
             return model
         if verdict is None:
-            say(f"checking that {model.engine} computes {path.name} rightly (once per file)")
+            say(f"checking that {model.engine} computes {path.name} correctly (once per file)")
             verdict = _examine_alone(model)
             store.put(key(source), verdict)
         if "waits" in verdict:
@@ -284,12 +284,15 @@ def load_checked(
             found = _compare(copy, path, options, _examine_alone(copy))
             store.put(key(digest), found)
         if found["holds"]:
-            warn(f"{copy.engine} computes {path.name} wrongly in batches ({verdict['why']}): using {repacked.name}")
+            warn(
+                f"{copy.engine} gives wrong results for batches of {path.name} ({verdict['why']}): "
+                f"using {repacked.name}"
+            )
             return copy
         copy.close()
         repacked.unlink(missing_ok=True)
     raise EngineMismatch(
-        f"{backend} computes {path.name} wrongly ({verdict['why']}); use --backend llama-cpp "
+        f"{backend} gives wrong results for {path.name} ({verdict['why']}); use --backend llama-cpp "
         "(pip install 'localspec[llama-cpp]') or another quantisation of the model"
     )
 

@@ -12,6 +12,7 @@ from localspec.commands.cli_options import (
     Backend,
     Json,
     Model,
+    Names,
     Think,
     ThinkBudget,
     Threads,
@@ -50,7 +51,7 @@ def parse(argv: Sequence[str]) -> Run | str:
 def _with_help(message: str, ctx: Any) -> str:
     line = " ".join(message.split()).rstrip(".")
     path = ctx.command_path if ctx is not None else "localspec"
-    return f"{line} ({path} --help lists what there is)"
+    return f"{line} (see {path} --help)"
 
 
 @command()
@@ -60,21 +61,19 @@ def chat(
         str | None,
         typer.Option(
             metavar="PATH|none",
-            help="Copy guesses from the text of this folder too; kept for chats that are started here.",
-            show_default="what was kept",
+            help="Also draft from the text files of this folder; remembered for chats started here.",
+            show_default="as remembered",
         ),
     ] = None,
     think: Think = "auto",
     think_budget: ThinkBudget = None,
-    resume: Annotated[
-        bool, typer.Option("--continue", help="Go on with the last conversation, and its model.")
-    ] = False,
+    resume: Annotated[bool, typer.Option("--continue", help="Continue the last conversation, with its model.")] = False,
     keep: Annotated[
-        bool, typer.Option("--keep/--no-keep", help="Keep the conversation in LOCALSPEC_HOME, among the last 50.")
+        bool, typer.Option("--keep/--no-keep", help="Save the conversation in LOCALSPEC_HOME; the last 50 are kept.")
     ] = True,
     **options: Any,
 ) -> int:
-    """Chat, and watch the guesses. Without a terminal on standard input each line is a turn."""
+    """Chat with a model in the terminal. If standard input is not a terminal, each line is one turn."""
     from localspec.commands.chat.command import chat_command
 
     known = run_options(model, options)
@@ -85,16 +84,19 @@ def chat(
 def generate(
     model: Model = None,
     prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Default: standard input.")
+        str | None,
+        typer.Option("--prompt", "-p", metavar="TEXT", help="Prompt to answer.", show_default="standard input"),
     ] = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
+        bool, typer.Option("--raw", help="Continue the prompt verbatim, without the chat template.")
     ] = False,
-    format: Annotated[str, typer.Option(metavar="text|json|events", help="What is printed.")] = "text",
+    format: Annotated[str, typer.Option(metavar="text|json|events", help="Output format.")] = "text",
     json_schema: Annotated[
-        str | None, typer.Option("--json-schema", metavar="FILE", help="Answer in JSON that follows this schema.")
+        str | None, typer.Option("--json-schema", metavar="FILE", help="Constrain the answer to this JSON schema.")
     ] = None,
-    grammar: Annotated[str | None, typer.Option(metavar="FILE", help="Answer as this GBNF grammar has it.")] = None,
+    grammar: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Constrain the answer to this GBNF grammar.")
+    ] = None,
     think: Think = "auto",
     think_budget: ThinkBudget = None,
     **options: Any,
@@ -114,55 +116,68 @@ def bench(
         list[str] | None,
         typer.Argument(
             metavar="[MODEL] | show FILE | compare A B",
-            help="The model to measure; or a file of bench --json to show again, or two to compare.",
+            help="Model to measure; or one bench --json file to show, or two to compare.",
             show_default=False,
         ),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Two minutes: short answers.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="Long answers, fixed lengths too, no time limit.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Two-minute run with short answers.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Long answers, also fixed draft lengths, no time limit.")
+    ] = False,
     arm: Annotated[
         list[str] | None,
         typer.Option(
             metavar="auto|N|ngram:N|head+model:N",
-            help="What to measure against plain decoding; repeatable, or with commas.",
+            help="Configurations to compare with plain decoding; repeatable or comma-separated.",
             show_default="auto",
         ),
     ] = None,
     prompts: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Questions in Spec-Bench's or SPEED-Bench's format, as JSON lines."),
+        typer.Option(metavar="FILE", help="Questions in Spec-Bench or SPEED-Bench JSON Lines format."),
     ] = None,
     which: Annotated[
-        str | None, typer.Option("--set", metavar="report|tuning", help="Which of our own questions.")
+        str | None, typer.Option("--set", metavar="report|tuning", help="Built-in question set to use.")
     ] = None,
-    category: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this kind; repeatable.")] = None,
-    minutes: Annotated[float | None, typer.Option(help="Time budget.", show_default="15, or 2 if --quick")] = None,
-    repeats: Annotated[int | None, typer.Option(help="Ask each question so often.")] = None,
+    category: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Use only questions of this category; repeatable.")
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Time budget in minutes.", show_default="15, or 2 if --quick")
+    ] = None,
+    repeats: Annotated[int | None, typer.Option(help="Times to ask each question.")] = None,
     slice_tokens: Annotated[
         int | None,
         typer.Option(
-            "--slice", metavar="TOKENS", help="Take turns after so many tokens; 0: after answers.", show_default="4"
+            "--slice",
+            metavar="TOKENS",
+            help="Tokens to decode before switching configurations; 0: whole answers.",
+            show_default="4",
         ),
     ] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Let answers go on to --max-tokens.")] = False,
-    json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Keep everything measured.")] = None,
-    markdown: Annotated[str | None, typer.Option(metavar="FILE|-", help="A report.")] = None,
-    html: Annotated[str | None, typer.Option(metavar="FILE", help="A page with plots.")] = None,
-    svg: Annotated[str | None, typer.Option(metavar="FILE", help="The plot of speed-ups.")] = None,
-    resume: Annotated[str | None, typer.Option(metavar="FILE", help="Go on with a file of --json.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Ignore end-of-text tokens and continue to --max-tokens.")
+    ] = False,
+    json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write all measurements as JSON.")] = None,
+    markdown: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write a Markdown report.")] = None,
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write an HTML report with plots.")] = None,
+    svg: Annotated[str | None, typer.Option(metavar="FILE", help="Write the speed-up plot as SVG.")] = None,
+    resume: Annotated[str | None, typer.Option(metavar="FILE", help="Resume the run saved in a --json file.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
     backend: Annotated[
         list[str] | None,
         typer.Option(
             metavar="auto|llama-cpp|ik-llama|reference",
-            help="The engine; repeatable, or with commas: side by side.",
+            help="Inference engines to compare; repeatable or comma-separated.",
             show_default="auto",
         ),
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer.", show_default="by the mode")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Maximum answer tokens.", show_default="depends on the mode")
+    ] = None,
     **options: Any,
 ) -> int:
-    """Measure a pair: the same questions plainly and with guesses, in turns. Ctrl-C keeps what is done."""
+    """Measure the speed-up over plain decoding, interleaved on the same questions. Ctrl-C keeps finished answers."""
     from localspec.commands.bench.command import Outputs, bench_command
 
     named = list(words or ())
@@ -188,11 +203,11 @@ def bench(
 def verify(
     model: Model = None,
     as_json: Json = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer and shorter answers.")] = False,
-    prompts: Annotated[int | None, typer.Option(help="Questions to answer.", show_default="8, or 3 if --quick")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Ask fewer questions, with shorter answers.")] = False,
+    prompts: Annotated[int | None, typer.Option(help="Number of questions.", show_default="8, or 3 if --quick")] = None,
     **options: Any,
 ) -> int:
-    """Audit a pair: is it lossless, here, with these kernels? Exit status 1 if not."""
+    """Check that decoding with these drafters is lossless on this machine. Exit status 1 if not."""
     from localspec.commands.verify.command import verify_command
 
     return verify_command(run_options(model, options), prompts=prompts, quick=quick, as_json=as_json)
@@ -202,13 +217,15 @@ def verify(
 def doctor(
     model: Model = None,
     as_json: Json = False,
-    calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure anew what passes cost, and keep it.")] = False,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure forward-pass costs again and save them.")
+    ] = False,
     rank: Annotated[
-        bool, typer.Option("--rank", help="Try the drafts on this disk for a minute, and rank them.")
+        bool, typer.Option("--rank", help="Try the drafts on this disk for a minute and rank them by speed.")
     ] = False,
     **options: Any,
 ) -> int:
-    """Examine this machine and a pair: does it fit, does it match, does it pay?"""
+    """Diagnose this machine and a model pair: memory, compatibility, expected speed-up."""
     from localspec.commands.doctor.command import doctor_command
 
     return doctor_command(run_options(model, options), as_json=as_json, calibrate=calibrate, rank=rank)
@@ -217,42 +234,47 @@ def doctor(
 @command()
 def serve(
     model: Model = None,
-    host: Annotated[str, typer.Option(help="Address to listen at; any but a loopback one needs a key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 finds a free one.")] = 8642,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; a non-loopback address requires --api-key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8642,
     api_key: Annotated[
         str | None,
         typer.Option(
             metavar="KEY",
-            help="What clients must send.",
+            help="API key that clients must send.",
             envvar="LOCALSPEC_API_KEY",
             show_envvar=False,
             show_default="$LOCALSPEC_API_KEY",
         ),
     ] = None,
-    queue: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are told to come back.")] = 32,
+    queue: Annotated[int, typer.Option(min=0, help="Maximum waiting requests; further ones get HTTP 429.")] = 32,
     parallel: Annotated[
-        str, typer.Option(metavar="auto|N", help="Requests that are answered at a time, in passes that they share.")
+        str, typer.Option(metavar="auto|N", help="Requests to answer concurrently, in batched passes.")
     ] = "1",
     prefix_cache: Annotated[
-        int, typer.Option(min=0, max=1 << 20, metavar="MB", help="Memory for conversations that are put aside.")
+        int, typer.Option(min=0, max=1 << 20, metavar="MB", help="Memory for cached conversation prefixes.")
     ] = 512,
     time_limit: Annotated[
-        float, typer.Option(min=1, max=1e6, metavar="SECONDS", help="From a request to its answer's end.")
+        float, typer.Option(min=1, max=1e6, metavar="SECONDS", help="Time limit per request, including its answer.")
     ] = 3600.0,
-    alias: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Another name of the model.")] = None,
+    alias: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Additional model name to accept; repeatable.")
+    ] = None,
     allow_origin: Annotated[
-        list[str] | None, typer.Option(metavar="URL", help="Let the web pages of this origin in; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="URL", help="Allow requests from web pages of this origin (CORS); repeatable."),
     ] = None,
     allow_corpus: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATH|chats", help="Let requests have guesses copied from this text; repeatable."),
+        typer.Option(metavar="PATH|chats", help="Allow requests to draft from this text; repeatable."),
     ] = None,
     allow_host: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Another name of this computer; repeatable.")
+        list[str] | None, typer.Option(metavar="NAME", help="Additional Host header to accept; repeatable.")
     ] = None,
     **options: Any,
 ) -> int:
-    """Serve OpenAI's, Anthropic's and Ollama's APIs, and a chat page, to the programs on this computer."""
+    """Serve OpenAI, Anthropic and Ollama compatible APIs, and a web chat."""
     from localspec.commands.serve.command import serve_command
     from localspec.commands.serve.settings import ServerSettings
 
@@ -278,19 +300,17 @@ def replay(
         str,
         typer.Argument(
             metavar="FILE",
-            help="What generate --format events printed, or a chat that /save wrote; - is standard input.",
+            help="Output of generate --format events, or a chat saved by /save; - is standard input.",
             show_default=False,
         ),
     ],
     html: Annotated[
         str | None,
-        typer.Option(
-            metavar="OUT", help="Where the page goes; - is standard output.", show_default="FILE with .html instead"
-        ),
+        typer.Option(metavar="OUT", help="Page to write; - is standard output.", show_default="FILE with suffix .html"),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite OUT if it exists.")] = False,
 ) -> int:
-    """Make a web page of a recording: the answer, and every guess as it was made and checked."""
+    """Make a web page from a recording: the answer, with every drafted token and its verification."""
     from localspec.commands.replay.command import replay_command
 
     return replay_command(file, html, force=force)
@@ -299,49 +319,52 @@ def replay(
 @command()
 def distill(
     model: Model = None,
-    minutes: Annotated[
-        float | None, typer.Option(help="Work in all, testing and measuring included.", show_default="60")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that was begun.")] = False,
+    minutes: Annotated[float | None, typer.Option(help="Total time budget in minutes.", show_default="60")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the interrupted run.")] = False,
     prompts: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Questions to answer besides, as for bench --prompts.")
+        list[str] | None,
+        typer.Option(metavar="FILE", help="Additional questions, in the format of bench --prompts; repeatable."),
     ] = None,
     text: Annotated[
-        list[str] | None, typer.Option(metavar="PATH", help="A file or folder of text to learn from; repeatable.")
+        list[str] | None, typer.Option(metavar="PATH", help="File or folder of text to train on; repeatable.")
     ] = None,
-    chats: Annotated[bool, typer.Option("--chats", help="Learn from the chats saved in LOCALSPEC_HOME.")] = False,
-    kind: Annotated[str, typer.Option(metavar="chained|parallel|medusa|eagle3", help="What kind of head.")] = "chained",
-    seed: Annotated[int, typer.Option(help="Of every random choice.")] = 0,
-    html: Annotated[str | None, typer.Option(metavar="FILE", help="A page with the learning curve.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Begin anew where a run was begun.")] = False,
+    chats: Annotated[bool, typer.Option("--chats", help="Train on the chats saved in LOCALSPEC_HOME.")] = False,
+    kind: Annotated[str, typer.Option(metavar="chained|parallel|medusa|eagle3", help="Kind of head.")] = "chained",
+    seed: Annotated[
+        int | None, typer.Option(help="Random seed.", show_default="0, or the seed of the starting head plus one")
+    ] = None,
+    begin_with: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|none",
+            help="Head to start from; none starts with a linear one.",
+            show_default="the head that --draft head would use",
+        ),
+    ] = None,
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a page with the learning curve.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Start over, discarding an existing run.")] = False,
     backend: Backend = "auto",
     threads: Threads = None,
     verbose: Verbose = False,
 ) -> int:
-    """Train a head for a model here, which guesses its next tokens quickly. Ctrl-C stops it, --resume goes on."""
+    """Train a draft head for a model on this machine. Ctrl-C stops it; --resume continues."""
     from localspec.commands.distill.command import DistillRequest, distill_command
 
+    asked, texts = tuple(prompts or ()), tuple(text or ())
     request = DistillRequest(
-        model, minutes, kind, seed, resume, force, prompts, tuple(text or ()), chats, html, backend, threads, verbose
+        model, minutes, kind, seed, begin_with, resume, force, asked, texts, chats, html, backend, threads, verbose
     )
     return distill_command(request)
 
 
 @command()
 def pull(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="NAME...",
-            help="Catalogue names, or hf:OWNER/REPO/FILE.gguf. Default: the default pair.",
-            show_default=False,
-        ),
-    ] = None,
+    names: Names = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Fetch nothing: ask the hub whether it still has them (default: all).")
+        bool, typer.Option("--check", help="Check that models (default: all) still exist on the hub; download nothing.")
     ] = False,
 ) -> int:
-    """Fetch models, check their digests, print their paths."""
+    """Download models, verify their digests, and print their paths."""
     from localspec.commands.files import check_command, pull_command
 
     return check_command(names or ()) if check else pull_command(names or ())
@@ -349,7 +372,7 @@ def pull(
 
 @command()
 def list_(as_json: Json = False) -> int:
-    """List the models known by name, and which are on this disk."""
+    """List the models of the catalogue and whether they are on this disk."""
     from localspec.commands.files import list_command
 
     return list_command(as_json)
@@ -367,10 +390,10 @@ def rm(
 
 @command()
 def inspect(
-    model: Annotated[str, typer.Argument(metavar="FILE", help="A model file, or a name.", show_default=False)],
+    model: Annotated[str, typer.Argument(metavar="FILE", help="Path or name of a model file.", show_default=False)],
     as_json: Json = False,
 ) -> int:
-    """Say what is in a model file: sizes, vocabulary, template, memory."""
-    from localspec.commands.files import inspect_command
+    """Show what is in a model file: sizes, vocabulary, chat template, memory use."""
+    from localspec.commands.inspect import inspect_command
 
     return inspect_command(model, as_json)

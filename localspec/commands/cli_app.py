@@ -15,7 +15,7 @@ Run = Callable[[], int]
 
 app = typer.Typer(
     name="localspec",
-    help="A large local model, answering faster with the same words: a small draft guesses, the model checks.",
+    help="Faster local LLM answers by lossless speculative decoding.",
     no_args_is_help=False,
     add_completion=False,
     rich_markup_mode=None,

@@ -25,80 +25,88 @@ Draft = Annotated[
     list[str] | None,
     typer.Option(
         metavar="auto|none|ngram|head|corpus:PATH|MODEL",
-        help="Who guesses, n-grams besides; repeat for several together. MODEL may be an EAGLE-3 or DFlash file. "
-        "Also head:FILE, mtp (the model's own layer for it), early-exit[:LAYERS].",
+        help="Drafters to use, in addition to n-grams; repeatable. MODEL may be an EAGLE-3 or DFlash file. "
+        "Also head:FILE, mtp (the model's own multi-token-prediction layer), early-exit[:LAYERS].",
         show_default="auto",
     ),
 ]
-DraftOnly = Annotated[bool, typer.Option("--draft-only", help="Only those that --draft names: no n-grams besides.")]
-DraftLength = Annotated[str, typer.Option(metavar="auto|N", help="Guesses per round.")]
-Backend = Annotated[str, typer.Option(metavar="auto|llama-cpp|ik-llama|mlx|reference", help="The engine.")]
+DraftOnly = Annotated[bool, typer.Option("--draft-only", help="Use only the drafters named by --draft.")]
+DraftLength = Annotated[str, typer.Option(metavar="auto|N", help="Tokens to draft per round.")]
+Backend = Annotated[str, typer.Option(metavar="auto|llama-cpp|ik-llama|mlx|reference", help="Inference engine.")]
 DraftBackend = Annotated[
-    str | None, typer.Option(metavar="auto|llama-cpp|…", help="The engine of draft models.", show_default="--backend")
+    str | None,
+    typer.Option(metavar="auto|llama-cpp|…", help="Inference engine for draft models.", show_default="--backend"),
 ]
 Temperature = Annotated[
-    float | None, typer.Option(help="0 always takes the likeliest token.", show_default="the model's")
+    float | None, typer.Option(help="Sampling temperature; 0 is greedy.", show_default="the model's")
 ]
-TopK = Annotated[int | None, typer.Option(min=0, help="Keep the N likeliest tokens; 0 keeps all.")]
-TopP = Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this total probability.")]
-MinP = Annotated[float | None, typer.Option(help="Drop tokens less likely than this share of the likeliest.")]
-RepeatPenalty = Annotated[float | None, typer.Option(help="Over 1 makes recent tokens less likely.")]
-Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text again.")]
-MaxTokens = Annotated[int | None, typer.Option(min=1, help="Longest answer.", show_default="what the context holds")]
-Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End the answer before this text; repeatable.")]
-Ctx = Annotated[int | None, typer.Option(min=1, max=MAX_COUNT, help="Context size in tokens, answer included.")]
+TopK = Annotated[int | None, typer.Option(min=0, help="Sample from the N most likely tokens; 0 disables.")]
+TopP = Annotated[float | None, typer.Option(help="Sample from the most likely tokens up to this total probability.")]
+MinP = Annotated[float | None, typer.Option(help="Minimum probability, relative to the most likely token.")]
+RepeatPenalty = Annotated[
+    float | None, typer.Option(help="Penalty for repeating recent tokens; values above 1 discourage it.")
+]
+Seed = Annotated[int | None, typer.Option(help="Random seed; the same seed reproduces the same text.")]
+MaxTokens = Annotated[
+    int | None, typer.Option(min=1, help="Maximum answer tokens.", show_default="what fits the context")
+]
+Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Stop before this text; repeatable.")]
+Ctx = Annotated[int | None, typer.Option(min=1, max=MAX_COUNT, help="Context size in tokens, including the answer.")]
 Threads = Annotated[
     int | None,
     typer.Option(min=1, max=MAX_THREADS, help="CPU threads.", show_default="the physical cores"),
 ]
-KVCache = Annotated[str, typer.Option(metavar="f16|f32|q8_0|q4_0", help="Type of the attention cache.")]
+KVCache = Annotated[str, typer.Option(metavar="f16|f32|q8_0|q4_0", help="Data type of the KV cache.")]
 GpuLayers = Annotated[
     int | None,
-    typer.Option(min=0, max=MAX_COUNT, help="Layers on the GPU.", show_default="all, if the engine can"),
+    typer.Option(min=0, max=MAX_COUNT, help="Layers to place on the GPU.", show_default="all, if supported"),
 ]
 SplitMode = Annotated[
     str | None,
-    typer.Option(metavar="none|layer|row", help="How the target is split over devices.", show_default="layer"),
+    typer.Option(metavar="none|layer|row", help="How to split the target model across devices.", show_default="layer"),
 ]
 TensorSplit = Annotated[
     str | None,
-    typer.Option(metavar="N,N…", help="Shares of the devices, e.g. 3,1.", show_default="by free memory"),
+    typer.Option(
+        metavar="N,N…", help="Fraction of the model for each device, e.g. 3,1.", show_default="by free memory"
+    ),
 ]
-MainGpu = Annotated[int | None, typer.Option(min=0, metavar="N", help="The one GPU of --split-mode none.")]
+MainGpu = Annotated[int | None, typer.Option(min=0, metavar="N", help="GPU to use with --split-mode none.")]
 Device = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME,NAME…|none", help="Devices for the target, as doctor names them; none: the CPU."),
+    typer.Option(metavar="NAME,NAME…|none", help="Devices for the target model, as listed by doctor; none: CPU only."),
 ]
 OverrideTensor = Annotated[
     list[str] | None,
-    typer.Option(metavar="PATTERN=BUFFER", help="Put tensors whose name matches into that memory; repeatable."),
+    typer.Option(metavar="PATTERN=BUFFER", help="Place matching tensors in BUFFER; repeatable."),
 ]
-CpuMoe = Annotated[bool, typer.Option("--cpu-moe", help="Keep all experts of a MoE target on the CPU.")]
+CpuMoe = Annotated[bool, typer.Option("--cpu-moe", help="Keep all MoE experts of the target model on the CPU.")]
 NCpuMoe = Annotated[
-    int | None, typer.Option(min=0, max=MAX_COUNT, metavar="N", help="Keep the experts of the first N layers there.")
+    int | None,
+    typer.Option(min=0, max=MAX_COUNT, metavar="N", help="Keep the MoE experts of the first N layers on the CPU."),
 ]
 Rpc = Annotated[
     list[str] | None,
-    typer.Option(metavar="HOST:PORT", help="An RPC server of llama.cpp, on loopback or a tunnel's end; repeatable."),
+    typer.Option(metavar="HOST:PORT", help="llama.cpp RPC server, on loopback or through a tunnel; repeatable."),
 ]
 AllowInsecureRpc = Annotated[
-    bool, typer.Option("--allow-insecure-rpc", help="Take other addresses: anyone on the way can read and change all.")
+    bool, typer.Option("--allow-insecure-rpc", help="Allow non-loopback addresses; traffic can be read and altered.")
 ]
-System = Annotated[str | None, typer.Option(metavar="TEXT", help="The system prompt.")]
+System = Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")]
 LightDraft = Annotated[
     bool,
-    typer.Option(help="On a CPU, draft with a lighter copy of the draft model where that is faster; made once."),
+    typer.Option(help="On a CPU, draft with a requantized copy of the draft model where that is faster."),
 ]
 Idle = Annotated[
     bool,
-    typer.Option(help="Measure, copy and read ahead while nobody waits (never on battery), not before an answer."),
+    typer.Option(help="Do background work while idle, but never on battery."),
 ]
 
 
 def _known_think(value: str) -> str:
     words = ("auto", "on", "off", "low", "medium", "high")  # thinking.THINK, whose imports take their time
     if value not in words:
-        raise typer.BadParameter(f"it is one of {', '.join(words)}, not {value!r}")
+        raise typer.BadParameter(f"must be one of {', '.join(words)}, not {value!r}")
     return value
 
 
@@ -107,14 +115,22 @@ Think = Annotated[
     typer.Option(
         metavar="auto|on|off|low|medium|high",
         callback=_known_think,
-        help="Whether the model thinks before it answers, where its chat template leaves the choice.",
+        help="Whether the model thinks before answering, if its chat template supports the choice.",
     ),
 ]
 ThinkBudget = Annotated[
     int | None,
-    typer.Option(min=0, max=MAX_COUNT, metavar="N", help="Longest thinking in tokens, then it answers."),
+    typer.Option(min=0, max=MAX_COUNT, metavar="N", help="Maximum thinking tokens."),
 ]
-Verbose = Annotated[bool, typer.Option("--verbose", help="Show what the engine logs.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Show engine logs.")]
+Names = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="NAME...",
+        help="Catalogue names, or hf:OWNER/REPO/FILE.gguf. Default: the default pair.",
+        show_default=False,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -128,7 +144,7 @@ LOADING = {
     "light_draft": "light_draft",
     "idle": "idle",
 }
-"""What an option of loading is called in ``LoadOptions``."""
+"""Names of loading options on the command line and in ``LoadOptions``."""
 
 PLACEMENT = (
     "split_mode",

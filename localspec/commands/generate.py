@@ -6,7 +6,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from localspec.commands.chat.views import TextView
+from localspec.commands.chat.views import TextView, only_thought
 from localspec.commands.options import RunOptions, check_text
 from localspec.errors import UsageError
 from localspec.system.interrupts import on_interrupt
@@ -48,15 +48,15 @@ def generate_command(
     if format not in FORMATS:
         raise UsageError(f"--format must be one of {', '.join(FORMATS)}, not {format!r}")
     if raw and options.system is not None:
-        raise UsageError("--system is part of the chat template, which --raw leaves out: drop one of them")
+        raise UsageError("--system needs the chat template and cannot be combined with --raw")
     if raw and (think != "auto" or thinking_budget is not None):
-        raise UsageError("--think and --think-budget go with the chat template, which --raw leaves out")
+        raise UsageError("--think and --think-budget need the chat template and cannot be combined with --raw")
     asked: dict[str, Any] = {} if raw else {"think": think, "thinking_budget": thinking_budget}
     if prompt is None:
         prompt = read_all()
     check_text(prompt, "the prompt")
     if not prompt.strip() and not (raw and prompt):
-        raise UsageError("the prompt is empty: give -p TEXT, or text on standard input")
+        raise UsageError("the prompt is empty: use -p TEXT or standard input")
     with options.opened() as llm:
         params = options.params({} if raw else llm.chat_defaults)
         stream = llm.rounds(_messages(llm, options, prompt, raw), params, **asked)
@@ -82,6 +82,8 @@ def _print_answer(stream: RoundStream, format: str) -> None:
         for round_ in stream:
             view.round(round_)
         view.finish()
+        if said := only_thought(stream.reply.text, stream.reply.stats.thinking_tokens):
+            print(f"localspec: {said}; --format json has it", file=sys.stderr)
         return
     for round_ in stream:
         if format == "events":

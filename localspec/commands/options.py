@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localspec.backends.heads import heads_for
 from localspec.backends.noise import engine_log
 from localspec.backends.placement import Placement, read_shares
 from localspec.errors import DownloadError, ModelFileError, UsageError
 from localspec.model_files.catalog import Catalog, Entry
 from localspec.runtime.arguments import DraftLength, checked_length, draft_specs, with_free
+from localspec.runtime.at_hand import heads_at_hand
 from localspec.runtime.load_options import LoadOptions
 from localspec.runtime.model_loading import Report
 from localspec.sampling.sampling import CHAT_SETTINGS, SamplingParams
@@ -113,7 +113,7 @@ class RunOptions:
         self.set_up_logging()
         corpora = self.corpora()
         drafters = self.drafters() if late is None else [*AUTOMATIC, *corpora]
-        model = ensure_model(self.model, drafters)
+        model = ensure_model(self.model, drafters, sparing=True)
         if late is not None and self.model is None and not offline():
             late += [entry for entry in Catalog.load().default_pair()[1:] if not entry.present]
         return LLM(model, drafters, draft_length=self.length(), progress=report, **self.load.as_arguments())
@@ -163,7 +163,7 @@ def _read(path: str, option: str) -> str:
     except OSError as error:
         raise UsageError(f"{option} {path} cannot be read: {error.strerror or error}") from None
     except ValueError:
-        raise UsageError(f"{option} {path} is not a text file in UTF-8") from None
+        raise UsageError(f"{option} {path} is not a UTF-8 text file") from None
 
 
 def placement(given: Mapping[str, Any]) -> Placement:
@@ -187,15 +187,15 @@ def check_text(text: str | None, name: str) -> None:
         raise UsageError(f"{name} is not valid UTF-8")
 
 
-def ensure_model(model: str | None, drafters: Sequence[str]) -> str:
+def ensure_model(model: str | None, drafters: Sequence[str], *, sparing: bool = False) -> str:
     """The model to load; without a name the default pair, which is fetched where it is not on the disk yet.
-
-    Its draft model is fetched although a head ships: where further rows are cheap it adds much, elsewhere nothing
-    (benchmarks/RESULTS.md, machines A and B), and only passes of it tell where one is.
 
     Args:
         model: what was named.
         drafters: see ``RunOptions.drafters``.
+        sparing: the draft model is not fetched where a head for the target is on this disk. Where further rows are
+            cheap it adds much to that, elsewhere nothing (benchmarks/RESULTS.md, machines A and B), and only passes
+            tell where one is: ``LateDraft`` measures that before it fetches one.
 
     Raises:
         ModelFileError: it is not there and may not be fetched.
@@ -213,14 +213,25 @@ def ensure_model(model: str | None, drafters: Sequence[str]) -> str:
                 "name a .gguf file, or pull it elsewhere and set LOCALSPEC_HOME"
             )
         return target.name
+    others = [entry for entry in missing if entry is not target]
+    if sparing and others:
+        if target in missing:
+            _fetch(target, [target])
+        if _has_head(target):
+            if target in missing:
+                names, size = " ".join(entry.name for entry in others), sum(entry.bytes for entry in others) / 1e9
+                line = f"a head drafts for it; localspec pull {names} fetches the draft model ({size:.1f} GB) as well"
+                print(line, file=sys.stderr, flush=True)
+            return target.name
+        missing = others
     if missing:
         _fetch(target, missing)
     return target.name
 
 
-def has_head(target: Path) -> bool:
-    """Whether there is a head for a model on this disk."""
-    return bool(heads_for(target))
+def _has_head(target: Entry) -> bool:
+    """Whether there is a head on this disk that can draft for a model whatever engine runs it."""
+    return next(heads_at_hand(target.path, None, mtp=False), None) is not None
 
 
 def _fetch(target: Entry, missing: Sequence[Entry]) -> None:
@@ -235,4 +246,4 @@ def _fetch(target: Entry, missing: Sequence[Entry]) -> None:
         except DownloadError as error:
             if entry is target:
                 raise
-            print(f"going on without {entry.name}: {error}", file=sys.stderr, flush=True)
+            print(f"continuing without {entry.name}: {error}", file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Set
 
 from localspec.controllers.acceptance import SourceAcceptance
 from localspec.controllers.auto_plan import AutoPlan
-from localspec.controllers.cost_model import PassTimes
+from localspec.controllers.cost_model import PassCost
 from localspec.controllers.estimates import NEVER, Estimates, Tables
 from localspec.controllers.explainer import explain
 from localspec.controllers.prefill_gate import PrefillGate
@@ -20,6 +20,7 @@ from localspec.sampling.rows import Row, top_probability
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.controller import Controller
 from localspec.spec_decode.drafters.base import Branching, Plan
+from localspec.spec_decode.drafters.names import kind_of
 from localspec.spec_decode.rounds import Round
 
 MAX_DRAFT = 16
@@ -52,7 +53,7 @@ WATCHED_TOKENS = 32
 replay is as fast with every other round from the beginning, with a tenth more answers under 0.97 of plain."""
 
 
-def row_ms(times: PassTimes) -> float:
+def row_ms(times: PassCost) -> float:
     """What a further row of a pass over a few costs [ms]."""
     return (times(8) - times(2)) / 6
 
@@ -85,8 +86,8 @@ class AutoController(Controller):
 
     def __init__(
         self,
-        times: PassTimes,
-        draft_times: Mapping[str, PassTimes],
+        times: PassCost,
+        draft_times: Mapping[str, PassCost],
         acceptance: Mapping[str, SourceAcceptance],
         sampled: Mapping[str, SourceAcceptance] | None = None,
         max_draft: int = MAX_DRAFT,
@@ -110,7 +111,8 @@ class AutoController(Controller):
 
     def begin(self, params: SamplingParams, n_prompt: int) -> None:
         self._temperature = params.temperature or 1.0
-        self.time_budget.begin(predicted=self.predicted)
+        reads_states = any(kind_of(source) != "model" for source in self.estimates.draft_times)
+        self.time_budget.begin(predicted=self.predicted, reads_states=reads_states)
         self.estimates.begin(takes_samples=not params.greedy and params.seed is None)
 
     def enter(self, *, thinks: bool) -> None:
@@ -207,7 +209,7 @@ class AutoController(Controller):
         for source, times in estimates.draft_times.items():
             if source not in self._at_work:
                 # What slows the target's passes slows those of a draft model that is not running too.
-                times.scale *= estimates.times.scale / before
+                times.slow_down(estimates.times.scale / before)
                 if source not in stepped and source not in estimates.unprofitable:
                     estimates.acceptance[source].idle(len(round_.emitted), self._certainties(round_))
 

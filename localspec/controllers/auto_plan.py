@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 from localspec.controllers.acceptance import START, leads_to
 from localspec.controllers.estimates import Estimates
@@ -39,8 +40,11 @@ class AutoPlan:
         self.room = min(room, estimates.max_draft)
         self.ms_spent = self.ms_invested = 0.0
         self.stepped: set[str] = set()
-        self._budget = budget
         self._gate = gate
+        # What holds until the round is over: asked for twice for every draft token.
+        self._one_ms = estimates.times(1)
+        self._most_ms = budget.for_drafts * (self._one_ms + estimates.ms_other)
+        self._pass_ms: dict[int, float] = {}
         self._answer_room = room
         self._index = index
         self._n = 0  # tokens drafted
@@ -187,16 +191,18 @@ class AutoPlan:
 
         A wider pass can be shorter, so the widths after the next are looked at too.
         """
-        times, one = self.estimates.times, self.estimates.times(1)
-        most = share * self._budget.for_drafts * (one + self.estimates.ms_other)
-        left = most - self.ms_spent - step_ms + one
-        # A loop, as it is left at the first as a rule; asked twice for every draft token.
-        for width in range(self._n + 2, self._n + 2 + self.room):  # noqa: SIM110
-            if times(width) <= left:
+        left = share * self._most_ms - self.ms_spent - step_ms + self._one_ms
+        known = self._pass_ms
+        for width in range(self._n + 2, self._n + 2 + self.room):  # left at the first as a rule
+            ms = known.get(width)
+            if ms is None:
+                ms = known[width] = self.estimates.times(width)
+            if ms <= left:
                 return True
         return False
 
 
+@lru_cache(maxsize=64)
 def _share(source: str) -> float:
     """Of what drafts may lose, what one of this source may."""
     return 1.0 if kind_of(source) == "model" else ONE_SHARE

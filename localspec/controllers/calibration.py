@@ -10,7 +10,7 @@ from pathlib import Path
 
 from localspec.backends.base import FEW_ROWS, Context, Model
 from localspec.backends.trust import fingerprint
-from localspec.controllers.cost_model import CALIBRATED_PAST, PassTimes
+from localspec.controllers.cost_model import CALIBRATED_PAST, Curve, PassTimes
 from localspec.controllers.passes import WHOLE, PassKind
 from localspec.errors import ModelFileError
 from localspec.model_files.gguf_file import GGUFFile
@@ -32,8 +32,8 @@ REPEATS = 3
 """Timed passes per width; up to three times as many where they differ much."""
 
 NOISY = 1.15
-"""PassKind whose median is this many times the shortest were disturbed: another program had the CPU. Undisturbed passes
-spread by 5 to 10 %."""
+"""Timings whose median exceeds the minimum by this factor were disturbed: another program had the CPU. Undisturbed
+timings spread by 5 to 10 %."""
 
 ENOUGH_S = 45.0
 """After so many seconds nothing is timed again: engines that exist for tests take minutes otherwise."""
@@ -173,8 +173,9 @@ class CalibrationCache:
             n_disturbed = 1
             if known is not None and known.noisy and not known.quick:
                 n_disturbed += int((self._store.get(key) or {})["disturbed"])
-                times.base = {width: min(ms, known.base.get(width, ms)) for width, ms in times.base.items()}
-        curve = {str(w): round(ms, 4) for w, ms in times.base.items()}
+                best = {w: min(ms, known.curve.measured.get(w, ms)) for w, ms in times.curve.measured.items()}
+                times.curve = Curve(best)
+        curve = {str(w): round(ms, 4) for w, ms in times.curve.measured.items()}
         self._store.put(key, {"ms": curve, "disturbed": n_disturbed, "quick": times.quick})
 
     def drop(self, key: Key) -> None:

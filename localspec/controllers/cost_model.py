@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
+from typing import Protocol
 
 CALIBRATED_PAST = 64
 """Tokens in the context where passes are timed."""
@@ -34,133 +35,147 @@ ONCE_MORE = 0.25
 """A pass counts at most as if it had been this much longer or shorter than expected."""
 
 
-@dataclass(slots=True)
-class PassTimes:
-    """t(w) of one model in one engine, in milliseconds.
+class PassCost(Protocol):
+    """What passes cost one answer, as its controller sees it.
 
-    The calibrated curve is kept as measured, steps and dips included, and read by linear interpolation between
-    measured widths. A longer context makes every pass longer, by the share that reading its keys and values has in
-    reading the weights. Corrections follow what is observed. Reading the weights is bound by memory, further rows by
-    arithmetic, and other programs take of each what they will: where a neighbour took memory bandwidth while the costs
-    were measured, a second token seemed to cost 0.08 of the first, and cost 0.31 later. So ``scale`` moves all widths
-    together, ``rows`` all but the first, ``trim`` one width alone, and ``beyond`` widths that were not calibrated. What
-    a pass tells is divided among them by how uncertain each is (a Kalman filter): while only passes over two tokens are
-    seen, they say nothing of what one takes alone, and one such pass then moves ``scale`` and ``rows`` apart.
+    Either the passes are its own (``PassTimes``), or several answers share them (``shared_rows.ShareOfPass``).
 
     Attributes:
-        base: calibrated milliseconds by width, with ``CALIBRATED_PAST`` tokens in the memory; at least width 1. It is
-            replaced as a whole, never changed.
-        growth: relative increase per token in the memory: its bytes in the KV cache over the bytes of the weights.
         n_past: tokens in the memory now.
-        scale, rows, trim, beyond: the corrections; 1 is none.
-        noisy: whether the calibration was disturbed, and should be repeated when there is time.
-        quick: whether it comes of a few passes only, see ``calibrate_quickly``.
+        n_since_one: passes since one over one token alone was seen.
     """
 
-    base: dict[int, float]
-    growth: float = 0.0
-    n_past: int = CALIBRATED_PAST
-    scale: float = 1.0
-    rows: float = 1.0
-    beyond: float = 1.0
-    trim: dict[int, float] = field(default_factory=dict)
-    noisy: bool = False
-    quick: bool = False
-    _n_observed: int = 0
-    _n_recent: int = 0
-    _last: float = 0.0
-    _drift: float = 0.0
-    _n_since_one: int = 0
-    _unsure: float = ALL**2  # variance of the logarithm of ``scale``
-    _unsure_rows: float = ROWS**2
-    _together: float = 0.0  # covariance of the two
-    _unsure_alone: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
-    _read: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
-    """The curve by width, as read from ``_read_of`` so far: a draft asks for it a hundred times a round."""
-    _read_of: dict[int, float] | None = field(default=None, repr=False, compare=False)
-    _widest: int = field(default=1, repr=False, compare=False)
+    n_past: int
+    n_since_one: int
 
     def __call__(self, width: int) -> float:
         """Expected milliseconds of a pass over ``width`` tokens; 0 for no tokens."""
-        if width <= 0:
-            return 0.0
-        curve = self._read.get(width)  # not by _curve: it is asked for so often
-        if self._read_of is not self.base or curve is None:
-            curve = self._curve(width)
-        longer = (1.0 + self.growth * self.n_past) / (1.0 + self.growth * CALIBRATED_PAST)
-        ms = curve * longer * self.scale * (self.rows if width > 1 else 1.0)
-        return ms * (self.beyond if width > self._widest else self.trim.get(width, 1.0))
 
-    def _curve(self, width: int) -> float:
-        if self._read_of is not self.base:
-            self._read, self._read_of, self._widest = {}, self.base, max(self.base)
-        if (ms := self._read.get(width)) is None:
-            ms = self._read[width] = self._interpolated(width)
+    def begin(self) -> None:
+        """Another answer begins."""
+
+    def observe(self, width: int, ms: float) -> None:
+        """Correct what is expected by one measured pass."""
+
+    def slow_down(self, factor: float) -> None:
+        """Expect all passes to take so many times as long, as those of another model were found to."""
+
+    @property
+    def scale(self) -> float:
+        """How many times as long as calibrated passes of all widths take now."""
+
+    @property
+    def is_recent(self) -> bool:
+        """Whether passes of this answer have shown what they cost now."""
+
+    @property
+    def ms_beside(self) -> float:
+        """How long a draft model may read in one round: others may be waiting for the passes [ms]."""
+
+
+@dataclass(slots=True)
+class Curve:
+    """t(w) as calibrated, in milliseconds.
+
+    It is kept as measured, steps and dips included, and read by linear interpolation between measured widths.
+
+    Attributes:
+        measured: milliseconds by width, with ``CALIBRATED_PAST`` tokens in the memory; at least width 1. Not changed.
+        widest: the widest of them.
+        read: milliseconds by width, as read so far: a draft asks for them a hundred times a round.
+    """
+
+    measured: dict[int, float]
+    widest: int = field(init=False, repr=False, compare=False)
+    read: dict[int, float] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.widest, self.read = max(self.measured), {}
+
+    def __call__(self, width: int) -> float:
+        """Milliseconds of a pass over ``width`` tokens, at least one."""
+        if (ms := self.read.get(width)) is None:
+            ms = self.read[width] = self._interpolated(width)
         return ms
 
     def _interpolated(self, width: int) -> float:
-        known = self.base
+        known = self.measured
         if width in known:
             return known[width]
         widths = sorted(known)
         if width > widths[-1]:
             if len(widths) == 1:
                 return known[widths[-1]] * width / widths[-1]
-            # Beyond what was measured: the mean slope of the whole curve; the last step alone may be a plateau.
-            slope = (known[widths[-1]] - known[widths[0]]) / (widths[-1] - widths[0])
+            # Beyond what was measured: the mean slope of the whole curve; the last step alone may be a plateau. A curve
+            # that falls was disturbed while it was measured: going on so, wide passes would take less than no time.
+            slope = max(0.0, (known[widths[-1]] - known[widths[0]]) / (widths[-1] - widths[0]))
             return known[widths[-1]] + slope * (width - widths[-1])
         above = next(w for w in widths if w > width)
         below = max(w for w in widths if w < width)
         share = (width - below) / (above - below)
         return known[below] * (1 - share) + known[above] * share
 
-    def begin(self) -> None:
-        """Another answer begins."""
-        self._n_recent, self._last = 0, 0.0
 
-    def observe(self, width: int, ms: float) -> None:
-        """Correct the curve by one measured pass.
+@dataclass(slots=True)
+class Corrections:
+    """What passes take now, as factors of what was calibrated; 1 is no correction.
 
-        One pass says little: it moves the estimate by a tenth of the difference, and an outlier counts as a factor of
-        two at most. Two in a row that both differ by more than noise are another machine, as when a neighbour has taken
-        the CPU, and what they agree on is believed at once.
+    Reading the weights is bound by memory, further rows by arithmetic, and other programs take of each what they will:
+    where a neighbour took memory bandwidth while the costs were measured, a second token seemed to cost 0.08 of the
+    first, and cost 0.31 later. What a pass tells is divided among the factors by how uncertain each is (a Kalman
+    filter): while only passes over two tokens are seen, they say nothing of what one takes alone, and one such pass
+    then moves ``scale`` and ``rows`` apart.
+
+    Attributes:
+        scale: of all widths together.
+        rows: of all but the first.
+        trim: of one width alone, by width.
+        beyond: of widths that were not calibrated, in place of ``trim``; it is no part of the filter.
+    """
+
+    scale: float = 1.0
+    rows: float = 1.0
+    beyond: float = 1.0
+    trim: dict[int, float] = field(default_factory=dict)
+    _unsure: float = ALL**2  # variance of the logarithm of ``scale``
+    _unsure_rows: float = ROWS**2
+    _together: float = 0.0  # covariance of the two
+    _unsure_alone: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
+
+    def observe(self, width: int, surprise: float, believed: float) -> float:
+        """Correct by one pass over a calibrated width.
+
+        Args:
+            surprise: logarithm of the time it took over the expected one.
+            believed: of that, what is believed at once, to be the machine's speed; 0: the filter decides.
+
+        Returns:
+            By how much the logarithm of ``scale`` changed.
         """
-        expected = self(width)
-        if expected <= 0 or ms <= 0:
-            return
-        wide = width > self._widest
-        surprise = math.log(ms / expected)
-        agreed = min(abs(surprise), abs(self._last), AGREED_MOST) if surprise * self._last > 0 else 0.0
-        quick = math.copysign(AGREED_SHARE * agreed, surprise) if agreed > NOISE else 0.0
-        once = min(ONCE_MOST, max(-ONCE_MOST, surprise))
-        self._n_recent += 1
-        if wide:
-            self.beyond = min(3.0, max(0.33, self.beyond * math.exp(0.3 * once)))
-            return
-        self._n_observed += 1
-        self._drift += (math.log(ms / self._curve(width)) - self._drift) / min(self._n_observed, 500)
         self._fade(width)
         told = min(ONCE_MORE, max(-ONCE_MORE, surprise))
         scale, rows, alone = self._unsure, self._together, 0.0  # covariances with what is seen
-        self._n_since_one += 1
-        if width == 1:
-            self._n_since_one = 0
-        else:
+        if width > 1:
             scale, rows = scale + rows, rows + self._unsure_rows
             alone = self._unsure_alone.get(width, ALONE**2)
         total = (scale if width == 1 else scale + rows) + alone + SPREAD**2
-        change = max(quick, told * scale / total, key=abs)
+        change = max(believed, told * scale / total, key=abs)
         self.scale *= math.exp(change)
-        self._last = surprise - change
-        if not quick:
+        if not believed:
             self.rows = min(2.0, max(0.5, self.rows * math.exp(told * rows / total)))
         self._unsure -= scale * scale / total
         self._together -= scale * rows / total
         self._unsure_rows -= rows * rows / total
         if width > 1:
-            told_alone = 0.0 if quick else told * alone / total
+            told_alone = 0.0 if believed else told * alone / total
             self.trim[width] = min(2.0, max(0.5, self.trim.get(width, 1.0) * math.exp(told_alone)))
             self._unsure_alone[width] = alone * (1.0 - alone / total)
+        return change
+
+    def observe_beyond(self, surprise: float) -> None:
+        """Correct by one pass over a width that was not calibrated."""
+        once = min(ONCE_MOST, max(-ONCE_MOST, surprise))
+        self.beyond = min(3.0, max(0.33, self.beyond * math.exp(0.3 * once)))
 
     def _fade(self, width: int) -> None:
         """A pass later, of what was seen before less is left."""
@@ -174,28 +189,104 @@ class PassTimes:
                 self.trim[known] **= KEPT
                 self._unsure_alone[known] = unsure + (1.0 - KEPT**2) * (ALONE**2 - unsure)
 
-    @property
-    def n_since_one(self) -> int:
-        """Passes since one over one token alone was seen."""
-        return self._n_since_one
+
+@dataclass(slots=True)
+class PassTimes:
+    """t(w) of one model in one engine, in milliseconds: a ``PassCost``.
+
+    The calibrated curve, times the corrections that follow what is observed. A longer context makes every pass longer,
+    by the share that reading its keys and values has in reading the weights.
+
+    Args:
+        measured: see ``Curve``.
+
+    Attributes:
+        growth: relative increase per token in the memory: its bytes in the KV cache over the bytes of the weights.
+        n_past: tokens in the memory now.
+        n_since_one: passes since one over one token alone was seen.
+        noisy: whether the calibration was disturbed, and should be repeated when there is time.
+        quick: whether it comes of a few passes only, see ``calibrating_quickly``.
+        curve: as calibrated.
+        corrections: of the curve.
+    """
+
+    measured: InitVar[dict[int, float]]
+    growth: float = 0.0
+    n_past: int = CALIBRATED_PAST
+    n_since_one: int = 0
+    noisy: bool = False
+    quick: bool = False
+    curve: Curve = field(init=False)
+    corrections: Corrections = field(init=False, default_factory=Corrections)
+    _n_observed: int = 0  # since the calibration
+    _drift: float = 0.0  # mean logarithm of the time that passes took over the calibrated one
+    _n_recent: int = 0  # in this answer
+    _left: float = 0.0  # of the last surprise in this answer, what was not believed
+
+    def __post_init__(self, measured: dict[int, float]) -> None:
+        self.curve = Curve(measured)
+
+    def __call__(self, width: int) -> float:
+        """Expected milliseconds of a pass over ``width`` tokens; 0 for no tokens."""
+        if width <= 0:
+            return 0.0
+        curve, now = self.curve, self.corrections
+        if (ms := curve.read.get(width)) is None:  # first without a call: it is asked for so often
+            ms = curve(width)
+        longer = (1.0 + self.growth * self.n_past) / (1.0 + self.growth * CALIBRATED_PAST)
+        ms = ms * longer * now.scale * (now.rows if width > 1 else 1.0)
+        return ms * (now.beyond if width > curve.widest else now.trim.get(width, 1.0))
+
+    def begin(self) -> None:
+        """Another answer begins."""
+        self._n_recent, self._left = 0, 0.0
+
+    def observe(self, width: int, ms: float) -> None:
+        """Correct the curve by one measured pass.
+
+        One pass moves each correction by as much as that is uncertain, and an outlier counts as ``ONCE_MORE`` at most
+        (beyond the calibrated widths ``ONCE_MOST``). Two in a row that both differ by more than noise are another
+        machine, as when a neighbour has taken the CPU, and what they agree on is believed at once.
+        """
+        expected = self(width)
+        if expected <= 0 or ms <= 0:
+            return
+        surprise = math.log(ms / expected)
+        self._n_recent += 1
+        if width > self.curve.widest:
+            self.corrections.observe_beyond(surprise)
+            return
+        self._n_observed += 1
+        self._drift += (math.log(ms / self.curve(width)) - self._drift) / min(self._n_observed, 500)
+        self.n_since_one = 0 if width == 1 else self.n_since_one + 1
+        agreed = min(abs(surprise), abs(self._left), AGREED_MOST) if surprise * self._left > 0 else 0.0
+        believed = math.copysign(AGREED_SHARE * agreed, surprise) if agreed > NOISE else 0.0
+        self._left = surprise - self.corrections.observe(width, surprise, believed)
+
+    def slow_down(self, factor: float) -> None:
+        """Expect all passes to take so many times as long."""
+        self.corrections.scale *= factor
+
+    def replace(self, measured: PassTimes) -> None:
+        """Go on from another calibration of the same passes: what was corrected in the old one does not hold for it."""
+        self.curve, self.noisy, self.quick = measured.curve, measured.noisy, measured.quick
+        self.corrections = Corrections()
+        self._n_observed, self._drift = 0, 0.0
 
     @property
-    def ms_beside(self) -> float:
-        """How long a draft model may read in one round: others may be waiting for the passes [ms]."""
-        return math.inf
+    def scale(self) -> float:
+        """How many times as long as calibrated passes of all widths take now."""
+        return self.corrections.scale
 
     @property
     def is_recent(self) -> bool:
         """Whether passes of this answer have shown what they cost now: two, see ``observe``."""
         return self._n_recent >= 2
 
-    def replace(self, measured: PassTimes) -> None:
-        """Go on from another calibration of the same passes: what was corrected in the old one does not hold for it."""
-        self.base, self.noisy, self.quick = measured.base, measured.noisy, measured.quick
-        self.scale = self.rows = self.beyond = 1.0
-        self.trim, self._unsure_alone = {}, {}
-        self._unsure, self._unsure_rows, self._together = ALL**2, ROWS**2, 0.0
-        self._n_observed, self._drift = 0, 0.0
+    @property
+    def ms_beside(self) -> float:
+        """No limit: nobody else waits for these passes."""
+        return math.inf
 
     @property
     def fits(self) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 
 from localspec.controllers.acceptance import EDGES, SourceAcceptance, leads_to
 from localspec.controllers.break_even import lowest_break_even, with_block
-from localspec.controllers.cost_model import PassTimes
+from localspec.controllers.cost_model import PassCost
 from localspec.controllers.stopping import Continuation, Prospects
 
 NEVER = 0.995
@@ -43,8 +43,8 @@ class Estimates:
 
     def __init__(
         self,
-        times: PassTimes,
-        draft_times: Mapping[str, PassTimes],
+        times: PassCost,
+        draft_times: Mapping[str, PassCost],
         acceptance: Mapping[str, SourceAcceptance],
         sampled: Mapping[str, SourceAcceptance],
         max_draft: int,

@@ -20,11 +20,11 @@ def explain(estimates: Estimates, needs: Mapping[str, float], *, has_begun: bool
 
 def _state(estimates: Estimates, source: str, needed: float, has_begun: bool) -> str:
     if needed > NEVER:
-        return f"not drafting with {source}: here even guesses that are always right cost more than they save"
+        return f"not drafting with {source}: even perfect drafts would cost more than they save"
     mean = estimates.acceptance[source].mean()
     if estimates.solve(source).rate * estimates.ms_plain <= 1.001:  # alone, and at its best
-        needs = f"needs {needed:.0%} acceptance to break even here, this text gives {mean:.0%}"
+        needs = f"break-even is {needed:.0%} acceptance; this text has {mean:.0%}"
         return f"not drafting with {source}: {needs}"
     if has_begun and source in estimates.lagging:
         return f"not drafting with {source}: reading the text so far would cost more than it is expected to save"
-    return f"drafting with {source}: {needed:.0%} acceptance breaks even here, this text gives {mean:.0%}"
+    return f"drafting with {source}: break-even is {needed:.0%} acceptance; this text has {mean:.0%}"

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from localspec.controllers.cost_model import PassTimes
+from localspec.controllers.cost_model import PassCost
 from localspec.errors import UsageError
 from localspec.spec_decode.controller import Controller
 from localspec.spec_decode.draft import Draft
 from localspec.spec_decode.drafters.base import Drafter, Plan
-from localspec.spec_decode.drafters.free_plan import FreePlan
+from localspec.spec_decode.drafters.free_plan import SURE_COPY, FreePlan
 from localspec.spec_decode.rounds import Round
 from localspec.values import shown
 
 MAX_FIXED_DRAFT = 64
-FLOOR = 0.7
-"""Confidence of a copy under which a draft model is asked instead."""
 
 
 @dataclass(slots=True)
@@ -24,13 +22,13 @@ class FixedPlan(FreePlan):
     """Draft up to a number of tokens, whatever they cost.
 
     Attributes:
-        copying: sources of copies; one under ``FLOOR`` gives way to a draft model's token.
+        copying: sources of copies; one under ``SURE_COPY`` gives way to a draft model's token.
     """
 
     copying: Collection[str] = ()
 
     def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
-        if source in self.copying and confidence < FLOOR:
+        if source in self.copying and confidence < SURE_COPY:
             return None
         return FreePlan.keep(self, source, confidence)
 
@@ -59,7 +57,7 @@ class FixedController(Controller):
     """
 
     def __init__(
-        self, length: int, times: PassTimes | None = None, drafters: Sequence[Drafter] = (), *, beside: int = 0
+        self, length: int, times: PassCost | None = None, drafters: Sequence[Drafter] = (), *, beside: int = 0
     ) -> None:
         if not 0 <= length <= MAX_FIXED_DRAFT:
             raise UsageError(f"the draft length must be auto or 0..{MAX_FIXED_DRAFT}, not {shown(length)}")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 import numpy as np
 
 from localspec.backends.base import Context, FloatArray, Model
+from localspec.backends.forward import Wanted
 from localspec.backends.heads import Head
 from localspec.backends.published_heads import EngineHead
 from localspec.backends.trust import CHECK_TEXT
@@ -17,24 +17,24 @@ from localspec.backends.trust import CHECK_TEXT
 
 @dataclass(frozen=True, slots=True)
 class PassKind:
-    """PassKind of a model over tokens."""
+    """A kind of pass that is timed; this one: a model over tokens."""
 
     def context(self, model: Model, n_ctx: int) -> Context:
-        """A context for them."""
+        """A context for such passes."""
         return model.new_context(n_ctx)
 
     def tokens(self, model: Model) -> list[int]:
-        """What they read: an ordinary text."""
+        """The tokens that the passes read: an ordinary text."""
         return model.tokenize(CHECK_TEXT, add_special=True) or [0]
 
-    def feed(self, context: Context, tokens: Sequence[int], logits: Literal["all", "last", "none"] = "all") -> None:
-        """One of them; ``logits`` as in ``Context.decode``."""
+    def feed(self, context: Context, tokens: Sequence[int], logits: Wanted = "all") -> None:
+        """Run one pass; ``logits`` as in ``Context.decode``."""
         context.decode(tokens, logits)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadPasses(PassKind):
-    """PassKind of a head over rows of floats.
+    """Passes of a head over rows of floats.
 
     Attributes:
         hidden: the states that they return.
@@ -48,13 +48,13 @@ class HeadPasses(PassKind):
     def tokens(self, model: Model) -> list[int]:
         return [0]  # names of rows; which does not matter
 
-    def feed(self, context: Context, tokens: Sequence[int], logits: Literal["all", "last", "none"] = "all") -> None:
+    def feed(self, context: Context, tokens: Sequence[int], logits: Wanted = "all") -> None:
         context.decode_floats(_rows(len(tokens), context.model.n_embd), tokens, logits)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPasses(PassKind):
-    """PassKind of a block drafter: over so many states of the target, and then over a whole block.
+    """Passes of a block drafter: over a number of target states, then over a whole block.
 
     Attributes:
         head: the drafter.
@@ -68,7 +68,7 @@ class BlockPasses(PassKind):
     def tokens(self, model: Model) -> list[int]:
         return [0]  # names of rows; which does not matter
 
-    def feed(self, context: Context, tokens: Sequence[int], logits: Literal["all", "last", "none"] = "all") -> None:
+    def feed(self, context: Context, tokens: Sequence[int], logits: Wanted = "all") -> None:
         n = context.n_past + len(tokens)
         context.decode_floats(_rows(len(tokens), context.model.n_embd), tokens, "none")
         if logits != "none":
@@ -78,7 +78,7 @@ class BlockPasses(PassKind):
 
 @dataclass(frozen=True, slots=True)
 class ChainedPasses(HeadPasses):
-    """PassKind of a head that reads true rows: made of states, computed, and the logits of the last.
+    """Passes of a head that reads true rows: building the rows from states, computing them, and the last row's logits.
 
     Attributes:
         head: the head.
@@ -88,7 +88,7 @@ class ChainedPasses(HeadPasses):
     head: Head
     n_embd: int
 
-    def feed(self, context: Context, tokens: Sequence[int], logits: Literal["all", "last", "none"] = "all") -> None:
+    def feed(self, context: Context, tokens: Sequence[int], logits: Wanted = "all") -> None:
         states = _rows(len(tokens), len(self.head.taps) * self.n_embd)
         rows = self.head.true_rows(context, states, tokens)
         context.decode_floats(rows, tokens, "none" if logits == "none" else "last")
@@ -96,7 +96,7 @@ class ChainedPasses(HeadPasses):
 
 @dataclass(frozen=True, slots=True)
 class EarlyExits(PassKind):
-    """PassKind of a target's first layers over tokens, and of an output matrix over the last state.
+    """Passes of a target's first layers over tokens, then of an output matrix over the last state.
 
     Attributes:
         target: the target.
@@ -114,7 +114,7 @@ class EarlyExits(PassKind):
     def tokens(self, model: Model) -> list[int]:
         return WHOLE.tokens(self.target)
 
-    def feed(self, context: Context, tokens: Sequence[int], logits: Literal["all", "last", "none"] = "all") -> None:
+    def feed(self, context: Context, tokens: Sequence[int], logits: Wanted = "all") -> None:
         context.decode_first_layers(tokens, int(self.tap.removeprefix("layer:")) + 1)
         if logits != "none":
             self.output.decode_floats(_rows(1, self.output.model.n_embd), [0])

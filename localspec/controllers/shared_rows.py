@@ -7,8 +7,9 @@ more of them than a millisecond did without. So drafts grow shorter by themselve
 t(w) that this machine was measured to have, its steps included. Where a wide pass costs more than two narrow ones,
 answers take turns.
 
-A row passes over all cells of the memory that are in use, those of other conversations too: engines compute the whole
-and mask what is not the row's own. So a row costs what t(w) says and a share of every cell, which is learned here.
+A row passes over all cells of the memory that are in use, those of other conversations too: llama.cpp's engines compute
+the whole and mask what is not the row's own. So a row costs what t(w) says and a share of every cell, which is learned
+here. On MLX the cells are those of its own conversation.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ class SharedPasses:
         self.n_answers = 1
         self._n_in_turn: int | None = None
         self.n_cells = CALIBRATED_PAST
-        self.ms_cell = CELL_READS.get(device, 1.0) * times.growth * times.base[1]
+        self.ms_cell = CELL_READS.get(device, 1.0) * times.growth * times.curve(1)
         self._calibrated = times
-        self._base = times.base
+        self._curve = times.curve
         self._ms_other = ms_other
         # Of how many times the calibrated time a pass takes now, and of ``ms_cell``: estimate and covariance.
         self._found = np.array([times.scale, self.ms_cell])
@@ -94,12 +95,12 @@ class SharedPasses:
         Args:
             n_cells: tokens that every row passed over.
         """
-        if self._calibrated.base is not self._base:
-            self._base = self._calibrated.base
+        if self._calibrated.curve is not self._curve:
+            self._curve = self._calibrated.curve
             self.times.replace(self._calibrated)
         self.n_cells = n_cells
         row_cells = self._row_cells(width)
-        of = np.array([PassTimes(self._base)(width), row_cells])
+        of = np.array([self._curve(width), row_cells])
         expected = float(of @ self._found)
         if ms <= 0 or expected <= 0:
             return
@@ -160,8 +161,8 @@ class SharedPasses:
         return worth, best
 
 
-class ShareOfPass(PassTimes):
-    """What a pass costs one of the answers in it, as its controller is to see it.
+class ShareOfPass:
+    """What a pass costs one of the answers in it, as its controller sees it: a ``PassCost``.
 
     Its first row costs its share of a pass in which every answer has one row, and further rows what they add to that.
     So the rate of plain decoding is that of all answers together, which the time of a draft token, and of a draft
@@ -169,10 +170,18 @@ class ShareOfPass(PassTimes):
 
     Args:
         shared: the passes.
+
+    Attributes:
+        n_past: tokens in this answer's memory; not used, as every row passes over the cells of all (``n_cells``).
+        n_since_one: passes since one over one token alone was seen.
+        scale: always 1: how fast the machine is shows in what the shared passes cost.
     """
 
+    scale = 1.0
+
     def __init__(self, shared: SharedPasses) -> None:
-        super().__init__(shared.times.base)
+        self.n_past = CALIBRATED_PAST
+        self.n_since_one = 0
         self._shared = shared
         self._n_rounds = self._n_answers = 0
 
@@ -182,10 +191,18 @@ class ShareOfPass(PassTimes):
         n = self._shared.n_sharing
         return self._shared(n - 1 + width) - self._shared(n) * (n - 1) / n
 
+    def begin(self) -> None:
+        pass  # the other answers go on
+
+    def slow_down(self, factor: float) -> None:
+        pass  # the passes themselves are observed
+
     def observe(self, width: int, ms: float) -> None:
         # What one answer waited for is no time of its rows; the passes themselves are observed.
         self._n_rounds += 1
         self._n_answers += self._shared.n_answers
+        # Beside others no pass is over one token alone, and an answer that does not draft would not make it so.
+        self.n_since_one = 0 if width == 1 or self._shared.n_answers > 1 else self.n_since_one + 1
 
     @property
     def ms_beside(self) -> float:

@@ -21,7 +21,8 @@ from localspec.system.files import write_atomically
 from localspec.system.steps import Steps
 
 MOST_BYTES = 2 << 30
-"""Of text in a corpus: indexed it takes about twice as much on disk, and half an hour of one core."""
+"""Of text in a corpus: indexed it takes about twice as much on disk, and hours of one core: 2.8 million tokens, 3 to 4
+bytes each, took 62 s on a busy machine (``benchmarks/RESULTS.md``)."""
 
 MOST_FILES = 500_000
 

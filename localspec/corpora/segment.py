@@ -104,7 +104,7 @@ class Segment:
         for i in np.linspace(0, self.n_tokens - 2, 64).astype(np.int64).tolist() if self.n_tokens > 1 else ():
             here, there = (self._at(self._order[j]) for j in (i, i + 1))
             if not b"" < here <= there < BREAK.to_bytes(WIDTH, "big"):
-                raise DamagedSegment("its order is none")
+                raise DamagedSegment("its sort order is invalid")
 
     def _at(self, place: int, n_bytes: int = WIDTH) -> bytes:
         start = self._offset + WIDTH * place

@@ -65,7 +65,7 @@ class TextSource(ABC):
 
     @abstractmethod
     def text(self, name: str) -> str | None:
-        """The text of a file; None where it is none, or cannot be read."""
+        """The text of a file; None if it is not a text file or cannot be read."""
 
 
 class PathSource(TextSource):

@@ -117,7 +117,7 @@ class Catalog(Mapping[str, Entry]):
         if spec.startswith("hf:"):
             match = _HUB_SPEC.fullmatch(spec)
             if match is None or ".." in spec:
-                raise UnknownModel(f"{shown(spec)} is not a hub address; it reads hf:OWNER/REPO/FILE.gguf")
+                raise UnknownModel(f"{shown(spec)} is not a hub address; use hf:OWNER/REPO/FILE.gguf")
             owner, repo, file = match.groups()
             source = {"kind": "hf", "repo": f"{owner}/{repo}", "file": file}
             return Entry(spec, f"hf/{owner}/{repo}/{file}", sources=(source,))

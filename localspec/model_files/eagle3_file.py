@@ -86,6 +86,7 @@ def _metadata(card: HeadCard) -> dict[str, Any]:
     return {
         "general.architecture": "eagle3",
         "general.name": f"EAGLE-3 head for {card.target.name}",
+        **({"general.license": card.license} if card.license else {}),
         TRAINING: card.training.to_json(),
         **{f"eagle3.{name}": value for name, value in sizes.items()},
     }

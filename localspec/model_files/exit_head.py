@@ -43,7 +43,7 @@ def exit_head(target: Path, facts: TargetFacts, n_layers: int) -> Path:
     with GGUFFile(target) as file:
         eps = file.field("attention.layer_norm_rms_epsilon")
         if not is_number(eps) or "output_norm.weight" not in file.tensors or "output_norm.bias" in file.tensors:
-            raise UnsupportedModel(f"{target.name} cannot be left early: its last norm is no RMS norm")
+            raise UnsupportedModel(f"{target.name} cannot be left early: its last norm is not an RMS norm")
         ends = [token for token in Vocab.from_gguf(file).eog if token < facts.n_vocab]
         ids = np.union1d(np.arange(min(N_OUT, facts.n_vocab)), np.array(ends, dtype=np.int64))
         tap = f"layer:{n_layers - 1}"

@@ -189,7 +189,7 @@ class GGUFFile:
             self.kv_ranges[key] = (start, at)
         self.alignment = int(self.metadata.get("general.alignment", 32))
         if self.kinds.get("general.alignment", _UINT32) != _UINT32:  # engines abort the process on that
-            raise ValueError("its alignment is no 32-bit number")
+            raise ValueError("its alignment is not a 32-bit number")
         if not 0 < self.alignment <= 1 << 20:
             raise ValueError(f"its alignment is {self.alignment}")
         self.tensors: dict[str, TensorInfo] = {}
@@ -280,7 +280,7 @@ class GGUFFile:
             # A part is never asked for parts of its own, whatever it says.
             self.shards.append(shard := GGUFFile(path, alone=True))
             if shard.metadata.get("split.no") != i or shard.metadata.get("split.count", count) != count:
-                raise ModelFileError(f"{name} is not part {i + 1} of {count}, by what is in it; fetch it again")
+                raise ModelFileError(f"{name} is not part {i + 1} of {count}, by its contents; fetch it again")
             self.n_bytes += shard.n_bytes
             for tensor in shard.tensors.values():
                 if tensor.name in self.tensors:

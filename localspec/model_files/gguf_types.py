@@ -31,7 +31,10 @@ FILE_TYPES = {
 _EMBEDDING = (
     "bert nomic-bert nomic-bert-moe modern-bert neo-bert jina-bert-v2 jina-bert-v3 eurobert gemma-embedding llama-embed"
 )
-_HEADS = "localspec-head eagle3 dflash dflash-draft gemma4-assistant"
+HEADS = {"eagle3": "eagle3", "dflash": "dflash", "dflash-draft": "dflash", "gemma4-assistant": "mtp"}
+"""The architecture that a file of a published head names -> the module of ``head_kinds`` that reads it. MTP layers in
+files of their own name that of their target."""
+
 NOT_GENERATORS = {
     **dict.fromkeys(_EMBEDDING.split(), "an embedding model"),
     "t5encoder": "an encoder",
@@ -45,7 +48,7 @@ NOT_GENERATORS = {
     "sd3": "an image model",
     "dream": "a diffusion model",
     "llada": "a diffusion model",
-    **dict.fromkeys(_HEADS.split(), "a head that drafts for another model"),
+    **dict.fromkeys(("localspec-head", *HEADS), "a head that drafts for another model"),
 }
 """Architectures that cannot continue a text token by token, and what they are."""
 

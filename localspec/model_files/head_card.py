@@ -115,6 +115,7 @@ class Training:
         versions: program or library -> version.
         curve: the learning curve, on held-out answers.
         acceptance: of the finished head, as it is in the file, on held-out answers; see ``Rates``.
+        earlier: how the heads were made whose weights it began with, the first one first; all else is of this one.
     """
 
     command: str = ""
@@ -126,6 +127,7 @@ class Training:
     versions: Mapping[str, str] = field(default_factory=dict)
     curve: tuple[CurvePoint, ...] = ()
     acceptance: Rates = field(default_factory=dict)
+    earlier: tuple[str, ...] = ()
 
     @property
     def first_rate(self) -> float | None:
@@ -149,10 +151,13 @@ class Training:
         try:
             data = _table(json.loads(text))
         except (ValueError, RecursionError):
-            raise ValueError("it is no JSON") from None
+            raise ValueError("it is not JSON") from None
         points = data.get("curve", [])
         if not isinstance(points, list) or len(points) > _MAX_POINTS:
-            raise ValueError("its learning curve is no list")
+            raise ValueError("its learning curve is not a list")
+        earlier = data.get("earlier", [])
+        if not isinstance(earlier, list) or len(earlier) > _MAX_POINTS:
+            raise ValueError("its starting point is not a list")
         curve = [
             CurvePoint(_count(p, "tokens_seen"), _real(p, "minutes"), _rates(p.get("acceptance", {})))
             for p in map(_table, points)
@@ -167,6 +172,7 @@ class Training:
             versions={str(name): str(version) for name, version in _table(data.get("versions", {})).items()},
             curve=tuple(curve),
             acceptance=_rates(data.get("acceptance", {})),
+            earlier=tuple(map(str, earlier)),
         )
 
 
@@ -205,7 +211,7 @@ class HeadCard:
     def __post_init__(self) -> None:
         reason = next(self._contradictions(), None)
         if reason is not None:
-            raise ModelFileError(f"this is no head: {reason}")
+            raise ModelFileError(f"this is not a head: {reason}")
 
     @property
     def n_embd(self) -> int:
@@ -280,7 +286,7 @@ class HeadCard:
         """
         name = file.path.name
         if file.architecture != ARCHITECTURE:
-            raise UnsupportedModel(f"{name} is no head: its architecture is {shown(file.architecture)}")
+            raise UnsupportedModel(f"{name} is not a head: its architecture is {shown(file.architecture)}")
 
         def get(key: str, kind: type, default: Any = None) -> Any:
             value = file.metadata.get(f"localspec.head.{key}", default)
@@ -295,7 +301,7 @@ class HeadCard:
             raise UnsupportedModel(f"{name} is a head of version {version}; this localspec reads version {VERSION}")
         token_map = get("token_map", np.ndarray)
         if token_map.dtype.kind not in "iu":
-            raise ModelFileError(f"{name} is damaged: its token map holds no whole numbers; make it again")
+            raise ModelFileError(f"{name} is damaged: its token map is not made of whole numbers; make it again")
         text = {key: get(f"target.{key}", str) for key in ("fingerprint", "name", "architecture", "vocab")}
         sizes = {key: get(f"target.{key}", int) for key in ("n_embd", "n_layers", "n_vocab")}
         try:
@@ -354,7 +360,7 @@ def is_engine_file(file: GGUFFile) -> bool:
 
 def _table(data: Any) -> dict[str, Any]:
     if not isinstance(data, dict) or len(data) > _MAX_CATEGORIES:
-        raise ValueError(f"{shown(data)} is no table")
+        raise ValueError(f"{shown(data)} is not a table")
     return data
 
 

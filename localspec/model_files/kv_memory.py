@@ -100,8 +100,8 @@ def check_kv_type(gguf: GGUFFile, kv_type: str) -> None:
         length = _int(gguf.field(f"attention.{part}"), n_embd // n_head if n_head else 0)
         if length % KV_BLOCK:
             raise UsageError(
-                f"--kv-cache {kv_type} divides keys and values into blocks of {KV_BLOCK}, which the heads of "
-                f"{gguf.path.name}, {length} wide, are not made of; use f16"
+                f"--kv-cache {kv_type} needs head sizes that are multiples of {KV_BLOCK}; the heads of "
+                f"{gguf.path.name} are {length} wide; use f16"
             )
 
 

@@ -48,7 +48,7 @@ def remove(entry: Entry) -> int:
                 freed += _size(parts)
                 shutil.rmtree(parts, ignore_errors=True)
         except Timeout:
-            raise ModelFileError(f"{entry.name} is being fetched by another process; stop that first") from None
+            raise ModelFileError(f"{entry.name} is being fetched by another process; stop it first") from None
     copies = [
         *(home() / "repacked").glob(f"{entry.path.stem}.*.gguf"),
         *engine_folder().glob(f"{entry.path.stem[:60]}.*.gguf"),

@@ -248,6 +248,12 @@ class Vocab:
         return texts
 
     @property
+    def marks(self) -> list[int]:
+        """Ids of control and user-defined tokens, ascending: turns, tool calls and the like, but no padding."""
+        marked = np.flatnonzero((self.types == CONTROL) | (self.types == USER_DEFINED)).tolist()
+        return [i for i in sorted({*marked, *self._hidden, *self._shown}) if not self._is_padding(i)]
+
+    @property
     def special_texts(self) -> list[str]:
         """Texts that a tokenizer reading special tokens would not read as text."""
         marked = set(np.flatnonzero((self.types == CONTROL) | (self.types == USER_DEFINED)).tolist())
@@ -336,12 +342,12 @@ def _check_lists(gguf: GGUFFile, n_tokens: int) -> None:
         if stored is None:
             continue
         if not isinstance(stored, np.ndarray) or stored.dtype.kind not in kinds or stored.dtype.itemsize != 4:
-            raise UnsupportedModel(f"{gguf.path.name} is damaged: its {what} are no list of 32-bit numbers")
+            raise UnsupportedModel(f"{gguf.path.name} is damaged: its {what} are not a list of 32-bit numbers")
         if len(stored) < n_tokens:
             raise UnsupportedModel(f"{gguf.path.name} has {n_tokens} tokens but {len(stored)} {what}")
     merges = gguf.metadata.get("tokenizer.ggml.merges")
     if merges is not None and not isinstance(merges, StringArray):
-        raise UnsupportedModel(f"{gguf.path.name} is damaged: its merges are no list of texts")
+        raise UnsupportedModel(f"{gguf.path.name} is damaged: its merges are not a list of texts")
 
 
 @cache

@@ -107,7 +107,7 @@ def checked_loading(progress: Any, cancel: Any) -> threading.Event:
 
 
 def checked_bound(value: Any) -> int | None:
-    """A bound of the queue; None is none."""
+    """A bound of the queue; None means unbounded."""
     return None if value is None else checked_whole("max_queue", value, 0)
 
 

@@ -10,15 +10,9 @@ from localspec.spec_decode.ahead import DraftAhead
 
 
 class AheadChoice:
-    """What drafts ahead of the verdict, if anything does; see ``spec_decode.ahead``.
+    """What drafts ahead of the verdict, where draft model and target are on devices of their own."""
 
-    Attributes:
-        wanted: ``auto`` drafts ahead where a draft model is on another device than the target, and pauses where that
-            takes more time than it saves; True always does, False never.
-    """
-
-    def __init__(self, wanted: bool | str = "auto") -> None:
-        self.wanted = wanted
+    def __init__(self) -> None:
         self._made: tuple[Context, DraftAhead] | None = None
 
     def of(self, target: Context, drafts: Sequence[Model]) -> DraftAhead | None:
@@ -28,17 +22,17 @@ class AheadChoice:
             target: the target's context.
             drafts: the draft models that read the text.
         """
-        apart = any(are_apart(target.model, draft) for draft in drafts)
-        if not drafts or not (apart if self.wanted == "auto" else self.wanted):
+        if not any(are_apart(target.model, draft) for draft in drafts):
             return None
         if self._made is None or self._made[0] is not target:
-            self._made = target, DraftAhead(cautious=self.wanted == "auto")
+            self._made = target, DraftAhead()
         return self._made[1]
 
 
 def are_apart(target: Model, draft: Model) -> bool:
     """Whether one is on the CPU alone and the other on a GPU alone: two on one device only slow each other down.
 
-    Those of a Mac read their weights from one memory, which is what their passes wait for.
+    RPC servers count as a GPU, those on this machine as its CPU (``ServerFacts.is_near``). The devices of a Mac read
+    their weights from one memory, which is what their passes wait for.
     """
     return {target.capabilities.device, draft.capabilities.device} == {"cpu", "gpu"} and sys.platform != "darwin"

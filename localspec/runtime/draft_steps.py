@@ -31,7 +31,7 @@ class DraftSteps:
             _Memory(draft.source, draft.memory.batch, draft.times) for draft in models if draft.memory.batch is not None
         ]
 
-    def times(self) -> Mapping[str, PassTimes]:
+    def times(self) -> Mapping[str, ShareOfPass]:
         """What steps cost an answer, by source, for its controller: of those that answers share."""
         return {each.source: ShareOfPass(each.passes) for each in self._memories if each.is_one_pass}
 
@@ -82,7 +82,7 @@ class _Memory:
             if id(each) not in returned:
                 returned[id(each)] = forward = _alone(each)
                 if isinstance(forward, Forward):
-                    self._observe(len(each.tokens), each.ms)
+                    self._observe([each], each.ms)
         if short:
             self.n_together += LEARNED * (len(short) - self.n_together)
         return returned
@@ -114,15 +114,19 @@ class _Memory:
         except Exception:  # each finds out by itself whose doing that was
             return {}
         ms, width = (time.perf_counter() - started) * 1e3, sum(len(each.tokens) for each in fit)
-        self._observe(width, ms)
+        self._observe(fit, ms)
         for each in fit:
             each.ms = ms * len(each.tokens) / width
         # They are looked at one after the other, and whoever is first may make another pass in this memory.
         return {id(each): Forward(forward.logits.copy()) for each, forward in zip(fit, forwards, strict=True)}
 
-    def _observe(self, width: int, ms: float) -> None:
-        if self.is_one_pass:
-            self.passes.observe(width, ms, self._batch.n_cells - self._batch.free_cells)
+    def _observe(self, taken: Sequence[DraftPass], ms: float) -> None:
+        if not self.is_one_pass:
+            return
+        n_cells = self._batch.n_cells - self._batch.free_cells
+        if self._batch.model.capabilities.own_cells:
+            n_cells = sum(each.context.n_past for each in taken) // len(taken)
+        self.passes.observe(sum(len(each.tokens) for each in taken), ms, n_cells)
 
 
 def _alone(wanted: DraftPass) -> Forward | Exception:

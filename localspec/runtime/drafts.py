@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localspec.backends.base import Context, Model, SequenceBatch
-from localspec.backends.heads import Head, heads_for, target_facts
-from localspec.backends.published_heads import EngineHead, heads_beside
+from localspec.backends.heads import Head, target_facts
+from localspec.backends.published_heads import EngineHead
 from localspec.backends.trust import fingerprint
 from localspec.controllers.acceptance_store import AcceptanceStore
 from localspec.controllers.passes import WHOLE, BlockPasses, ChainedPasses, EarlyExits, HeadPasses, PassKind
@@ -17,6 +17,7 @@ from localspec.errors import EngineError, LocalspecError, UsageError, Vocabulary
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.exit_head import exit_head
 from localspec.model_files.head_kinds import names_published_head
+from localspec.runtime.at_hand import drafts_at_hand, head_files
 from localspec.runtime.corpora import open_corpus
 from localspec.runtime.learned import keep, recall
 from localspec.runtime.model_loading import Loader, Report
@@ -29,6 +30,7 @@ from localspec.spec_decode.drafters.names import (
     AUTOMATIC,
     CORPUS,
     EARLY_EXIT,
+    FROM_STATES,
     HEAD,
     MTP,
     is_corpus,
@@ -108,24 +110,17 @@ class DraftMaker:
         return free, _named(models, free)
 
     def _automatic(self) -> tuple[list[Drafter], list[DraftModel]]:
-        """What costs nothing, the target's MTP layer, and what is on the disk of a head and a draft model for it."""
+        """What costs nothing, and what is at hand for the target."""
         target, free = self.before.target, [self._free(name) for name in AUTOMATIC]
         models: list[DraftModel] = []
-        try:
-            for name in [MTP] if target.capabilities.mtp else []:
+        for name in drafts_at_hand(target):
+            try:
                 models += self._model(name, models)
-        except LocalspecError as error:
-            self._go_without(error)
-        try:
-            for path in (heads_for(target.path) or heads_beside(target))[:1]:
-                models += self._model(f"{HEAD}:{path}", models)
-        except LocalspecError as error:
-            self._go_without(error)
-        found = Catalog.load().draft_for(target.path)
-        try:
-            models += self._model(str(found), models) if found is not None else []
-        except VocabularyMismatch as error:
-            self._go_without(error)
+            except LocalspecError as error:
+                is_head = name.partition(":")[0] in FROM_STATES
+                if not is_head and not isinstance(error, VocabularyMismatch):
+                    raise
+                self._go_without(error)
         return free, _named(models, free)
 
     def _free(self, name: str) -> Drafter:
@@ -173,10 +168,10 @@ class DraftMaker:
         if named:
             return Path(named).expanduser()
         target = self.before.target
-        found = heads_for(target.path) or heads_beside(target)
-        if not found:
+        found = next(head_files(target.path, target.backend), None)
+        if found is None:
             raise UsageError(f"there is no head for {target.path.name} on this disk; localspec distill trains one")
-        return found[0]
+        return found
 
     def _draft_model(self, path: Path, source: str) -> DraftModel:
         known = self._known(path, reads_text=True)

@@ -71,7 +71,7 @@ class EmbeddingModel:
         layers = (-1 if self._binding.gpu else 0) if n_gpu_layers is None else n_gpu_layers
         model = self._binding.load_model(path, layers, None)
         if not model:
-            raise UnsupportedModel(f"{self.backend} could not load {path.name}; --verbose shows its own words")
+            raise UnsupportedModel(f"{self.backend} could not load {path.name}; use --verbose for engine output")
         n_threads = n_threads or default_threads()
         context = self._binding.new_embedding_context(model, self.n_ctx, n_threads, self._pooling)
         if not context:

@@ -227,11 +227,17 @@ class FairQueue:
                 self._changed.wait(seconds)
                 self._at_rest = False
 
-    def take(self) -> Job | None:
-        """Without waiting: the next job, if it may run beside those that were given and not released; else None."""
+    def take(self, above: int | None = None) -> Job | None:
+        """Without waiting: the next job, if it may run beside those that were given and not released; else None.
+
+        Args:
+            above: only one of a higher priority; None takes any.
+        """
         with self._changed:
             job = self._first()
-            return None if job is None or job.request is None else self._given(job)
+            if job is None or job.request is None or (above is not None and job.priority <= above):
+                return None
+            return self._given(job)
 
     def release(self, job: Job) -> None:
         """A job that was taken is over: its conversation may be served again, after those that came meanwhile."""

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from localspec.backends.base import Context, FloatArray
 from localspec.controllers.acceptance_store import AcceptanceStore
@@ -18,8 +19,10 @@ from localspec.runtime.learned import keep
 from localspec.runtime.load_options import LoadOptions
 from localspec.runtime.model_loading import Loader, Report
 from localspec.runtime.parallel_choice import open_memory
+from localspec.runtime.pass_counts import PassCounts
 from localspec.runtime.prefix_cache import PrefixCache
 from localspec.runtime.preparation import Preparation, ask_another_engine, prepare_draft, prepare_free, prepare_times
+from localspec.runtime.request import AnswerRequest
 from localspec.runtime.seat import Seat
 from localspec.runtime.state import DecodingState, DraftModel
 from localspec.sampling.sampling import SamplingParams
@@ -54,6 +57,7 @@ class Pair:
         prefix_cache: other conversations, put aside.
         preparation: what is left to find out in idle time.
         why_chains: why drafts do not branch; None where they may.
+        shared: what the rows of passes that answers shared were for.
         refused: why nothing is answered any more, where the engine turned out to be wrong; else None.
     """
 
@@ -63,6 +67,7 @@ class Pair:
         self.loader = Loader(options, self.warnings)
         self.preparation = Preparation()
         self.prefix_cache = PrefixCache(options.prefix_cache_bytes)
+        self.shared = PassCounts()
         self.refused: str | None = None
         self.conversation: Sequence[int] = ()
         self._last: tuple[DraftLength, Controller] | None = None
@@ -232,73 +237,54 @@ class Pair:
         draft_length: DraftLength,
         on_prefilled: Callable[[int], None],
         cancelled: Callable[[], bool],
-        *,
-        n_logprobs: int | None = None,
-        drafters: Sequence[str] | None = None,
-        prediction: Sequence[int] = (),
-        keep_tokens: int | None = None,
-        thinking: ThinkingReader | None = None,
     ) -> Iterator[Round]:
-        """Prefill and decode; see ``SpeculativeDecoder``. ``on_prefilled`` gets the number of cached prompt tokens.
-
-        ``cancelled`` is also asked inside of long passes, such as a draft model's first reading of a prompt.
-        ``drafters`` and ``prediction``: see ``Seat.drafters_for``. ``keep_tokens``: all but so many tokens of the
-        prompt's beginning are dropped from memory afterwards; None keeps all, answer included.
-        ``thinking``: see ``TextAssembler``.
-        """
-        steps = self.steps(
-            Seat(self.state),
-            prompt,
-            params,
-            draft_length,
-            on_prefilled,
-            cancelled,
-            n_logprobs=n_logprobs,
-            drafters=drafters,
-            prediction=prediction,
-            keep_tokens=keep_tokens,
-            thinking=thinking,
-        )
-        yield from rounds_alone(steps, self.context)
+        """Prefill and decode with all drafters; see ``steps`` and ``SpeculativeDecoder``."""
+        request = AnswerRequest(prompt, params, draft_length, n_logprobs=None, model_name="")
+        yield from rounds_alone(self.steps(Seat(self.state), prompt, request, on_prefilled, cancelled), self.context)
 
     def steps(
         self,
         seat: Seat,
         prompt: Sequence[int],
-        params: SamplingParams,
-        draft_length: DraftLength,
+        request: AnswerRequest,
         on_prefilled: Callable[[int], None],
         cancelled: Callable[[], bool],
-        *,
-        n_logprobs: int | None = None,
-        drafters: Sequence[str] | None = None,
-        prediction: Sequence[int] = (),
-        keep_tokens: int | None = None,
         thinking: ThinkingReader | None = None,
     ) -> Steps:
-        """``rounds``, the passes left to the caller, in a given seat."""
+        """The rounds of an answer, the passes left to the caller.
+
+        Args:
+            seat: where it is made.
+            prompt: the tokens of the request's prompt.
+            request: what was asked.
+            on_prefilled: gets the number of cached prompt tokens.
+            cancelled: whether to stop; also asked inside of long passes, such as a draft model's first reading.
+            thinking: see ``TextAssembler``.
+        """
         self._check_usable()
-        chosen = seat.drafters_for(drafters, prediction)
+        chosen = seat.drafters_for(request.drafters, request.prediction)
+        params = request.params
         constraint = constraint_for(params, self.target.vocab)
         if constraint is not None and chosen:
             chosen = [GrammarDrafter(constraint, self.target.tokenize), *chosen]
         controller = seat.controller(
-            draft_length, params, chosen, predicted=bool(prediction), thinks=thinking is not None
+            request.draft_length, params, chosen, predicted=bool(request.prediction), thinks=thinking is not None
         )
-        self._last = draft_length, controller
+        seat.decides, last = controller, (request.draft_length, controller)
         if self.options.idle:
             prepare_free(self, chosen)
         chosen = [drafter for drafter in chosen if controller.may_use(drafter.source)]
         target = seat.state.context
         decoder = SpeculativeDecoder(target, chosen, controller, self._lost, seat.drafting_ahead)
-        conversation = self.conversation = list(prompt)
+        conversation = list(prompt)
+        self.conversation, self._last = conversation, last
         text = TextAssembler(self.target.vocab, params.stop, thinking)
         n_rounds, ended = 0, False
         # A pass that is broken off leaves every context with what its `tokens` says.
         with self._working_on(target, conversation, chosen, cancelled), suppress(Cancelled):
             on_prefilled((yield from decoder.reading(prompt, cancelled, seat.n_chunk)))
             steps = decoder.steps(
-                prompt, params, text, cancelled=cancelled, n_logprobs=n_logprobs, constraint=constraint
+                prompt, params, text, cancelled=cancelled, n_logprobs=request.n_logprobs, constraint=constraint
             )
             with closing(steps):
                 step = after(steps)
@@ -321,10 +307,11 @@ class Pair:
             spans = text.finish()
             if spans or text.stopped:
                 yield Round.of_rest(n_rounds, spans, "stop" if text.stopped else "cancelled")
-        if keep_tokens is not None:
-            self.conversation = list(prompt[:keep_tokens])
+        if request.keep_tokens is not None:
+            conversation = list(prompt[: request.keep_tokens])
             for context in (target, *(each.context for each in chosen if each.context and each.reads_text)):
-                self.prefix_cache.cut(context, self.conversation)
+                self.prefix_cache.cut(context, conversation)
+        self.conversation, self._last = conversation, last  # others may have begun since this one did
 
     @contextmanager
     def _working_on(
@@ -349,6 +336,10 @@ class Pair:
         self.context.truncate(0)
         for start in range(0, len(tokens), n_chunk):
             yield start, self.context.decode(tokens[start : start + n_chunk]).logits
+
+    def parallel_info(self) -> dict[str, Any]:
+        """How many answers at a time, and what the passes were for that they shared."""
+        return self.parallel.as_dict() | ({"passes": self.shared.as_dict()} if self.parallel.n > 1 else {})
 
     def refuse(self, reason: str) -> None:
         """Answer nothing any more."""

@@ -21,10 +21,11 @@ MOST = 16
 """t(w) is measured to 24 rows, and draft tokens need some of them."""
 
 CELLS_EACH = 512
-"""Tokens that an answer under way is reckoned to hold, its prompt included: every row passes over those of all."""
+"""Tokens that an answer under way is reckoned to hold, its prompt included: every row passes over those of all, or
+over those of its own (``Capabilities.own_cells``)."""
 
 LEAST_CELLS = 1024
-"""Room for each answer at least; see ``scheduler.RECKONED``."""
+"""Room for each answer at least; see ``admission.RECKONED``."""
 
 ENOUGH = 0.95
 """Of the most tokens per millisecond that any number makes; with more answers each becomes slower for little."""
@@ -92,7 +93,7 @@ def choose_parallel(model: Model, times: PassTimes, n_ctx: int, available: int |
         room = f"{FULL_CONTEXTS} contexts of {n_ctx:,} tokens take {needed / 1e9:.2f} GB"
         return ParallelChoice(1, f"{room}, over half of the {available / 1e9:.2f} GB that are free")
     most = max(1, min(MOST, FULL_CONTEXTS * n_ctx // min(n_ctx, LEAST_CELLS)))
-    rates = [_rate(times, model.capabilities.device, n) for n in range(1, most + 1)]
+    rates = [_rate(times, model, n) for n in range(1, most + 1)]
     if max(rates) < LEAST_GAIN * rates[0]:
         return ParallelChoice(1, "a pass over several takes as long here as theirs one after the other")
     n = next(i for i, rate in enumerate(rates, 1) if rate >= ENOUGH * max(rates))
@@ -101,10 +102,10 @@ def choose_parallel(model: Model, times: PassTimes, n_ctx: int, available: int |
     return ParallelChoice(n, f"{n} together are expected to make {gain:.1f} times the tokens of one{bound}")
 
 
-def _rate(times: PassTimes, device: str, n: int) -> float:
+def _rate(times: PassTimes, model: Model, n: int) -> float:
     """Tokens per millisecond of n answers that draft nothing."""
-    shared = SharedPasses(times, device)
-    shared.n_cells = n * CELLS_EACH
+    shared = SharedPasses(times, model.capabilities.device)
+    shared.n_cells = CELLS_EACH if model.capabilities.own_cells else n * CELLS_EACH
     return n / shared.with_overhead(n, n)
 
 

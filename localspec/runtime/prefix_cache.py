@@ -128,19 +128,34 @@ class PrefixCache:
         self.hits += 1
 
     def _share(self, context: Context, prompt: Sequence[int]) -> None:
-        """Begin with what another sequence of the same memory holds, where that is more than is known otherwise."""
+        """Begin with what another sequence of the same memory holds, unless more is known otherwise.
+
+        It takes no copying, and no cells.
+        """
+        batch, number = self._batches.get(context, (None, 0))
+        shared = self.shareable(context, prompt)
+        if batch is None or shared is None:
+            return
+        source, n = shared
+        if len(context.tokens) - _shared(_tokens(context.tokens), _tokens(prompt)) >= MIN_TOKENS:
+            self.put_aside(context)
+        batch.copy_prefix(source, number, n)
+        self.hits += 1
+
+    def shareable(self, context: Context, prompt: Sequence[int]) -> tuple[int, int] | None:
+        """What ``switch`` would have a context share: another sequence of its memory, and so many tokens of it.
+
+        None where that cannot be, or more is known otherwise.
+        """
         batch, number = self._batches.get(context, (None, 0))
         if batch is None or not batch.shares_prefix:
-            return
+            return None
         wanted = _tokens(prompt)
         shared = [_shared(_tokens(batch[i].tokens), wanted) for i in range(batch.n_sequences)]
         best = max(range(batch.n_sequences), key=shared.__getitem__)
-        known = max(shared[number], *(self._usable(entry, wanted) for entry in self._of(context)), 0)
-        if shared[best] >= known + MIN_TOKENS:
-            if len(context.tokens) - shared[number] >= MIN_TOKENS:
-                self.put_aside(context)
-            batch.copy_prefix(best, number, shared[best])
-            self.hits += 1
+        aside = max((self._usable(entry, wanted) for entry in self._of(context)), default=0)
+        is_most = shared[best] >= shared[number] + MIN_TOKENS and shared[best] + MIN_TOKENS > aside
+        return (best, shared[best]) if is_most else None
 
     def put_aside(self, context: Context) -> None:
         """Keep what a context holds, because something else is about to take its place."""
@@ -166,6 +181,12 @@ class PrefixCache:
         self._entries.append(CachedContext(self._root(context), held, state, next(self._clock)))
         self.n_bytes += state.n_bytes
         self.stored += 1
+
+    def would_keep(self, context: Context) -> bool:
+        """Whether ``put_aside`` can keep what a context holds, or there is nothing to speak of."""
+        if len(context.tokens) < MIN_TOKENS:
+            return True
+        return context.model.capabilities.saves_state and context.state_bytes <= self._max_bytes
 
     def empty(self, context: Context) -> None:
         """Put aside what a context holds, and have it hold nothing."""

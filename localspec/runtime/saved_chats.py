@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,11 @@ from localspec.errors import SessionFileError
 from localspec.runtime import session_file
 from localspec.system.home import home
 from localspec.system.steps import Steps
+
+CONVERSATIONS = "conversations"
+"""The folder of a home in which the server keeps its page's conversations, each a JSON file named by its id."""
+
+_CONVERSATION = re.compile(r"[0-9a-f]{16}\.json")
 
 _OTHERS = ("models", "heads", "distill", "repacked", "engines", "corpora")
 """Folders of a home with large files that are no chats."""
@@ -44,8 +52,28 @@ def _is_session(path: Path) -> bool:
         return False
 
 
+def conversation_files(folder: Path) -> Iterator[Path]:
+    """The page's conversations in a home."""
+    kept = folder / CONVERSATIONS
+    for path in sorted(kept.iterdir()) if kept.is_dir() else ():
+        if _CONVERSATION.fullmatch(path.name) and path.is_file():
+            yield path
+
+
+def said_in(path: Path) -> list[str]:
+    """The texts of a chat or a conversation, those of its files too; none if it is neither, or damaged."""
+    try:
+        messages = json.loads(path.read_bytes())["messages"] if path.suffix == ".json" else messages_in(path)
+        messages = [message for message in messages or () if isinstance(message, dict)]
+        files = [file for message in messages for file in message.get("files") or ()]
+        texts = [message.get("content") for message in messages] + [file.get("text") for file in files]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return []
+    return [text for text in texts if isinstance(text, str)]
+
+
 class SavedChats(TextSource):
-    """What was said in the chats saved in this home, as text for a corpus."""
+    """What was said in the chats saved in this home and in the conversations of the page, as text for a corpus."""
 
     def __init__(self) -> None:
         self._home = home()
@@ -53,13 +81,13 @@ class SavedChats(TextSource):
 
     def files(self) -> Steps[list[TextFile]]:
         found = []
-        for path in chat_files(self._home):
-            facts = path.stat()
-            found.append(TextFile(path.relative_to(self._home).as_posix(), facts.st_size, facts.st_mtime_ns))
+        for path in (*chat_files(self._home), *conversation_files(self._home)):
+            with suppress(FileNotFoundError):  # somebody has just deleted it
+                facts = path.stat()
+                found.append(TextFile(path.relative_to(self._home).as_posix(), facts.st_size, facts.st_mtime_ns))
             yield
         return found
 
     def text(self, name: str) -> str | None:
-        said = [message.get("content") for message in messages_in(self._home / name) or ()]
-        text = "\n".join(text for text in said if isinstance(text, str))
+        text = "\n".join(said_in(self._home / name))
         return text.encode(errors="replace").decode() or None  # JSON can hold half a character

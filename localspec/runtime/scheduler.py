@@ -12,14 +12,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from localspec.backends.base import ContextState, Forward, Piece, SequenceBatch
 from localspec.backends.forward import joined_states
-from localspec.controllers.auto_controller import MAX_DRAFT
 from localspec.controllers.shared_rows import SharedPasses, ShareOfPass
 from localspec.errors import Cancelled, EngineError, LocalspecError
 from localspec.prompts.prompts import PromptEncoder
-from localspec.runtime.answering import answering
+from localspec.runtime.admission import SLACK, Admission
+from localspec.runtime.answering import answering, never_ran
 from localspec.runtime.draft_steps import DraftSteps
 from localspec.runtime.jobs import FairQueue, Job
 from localspec.runtime.pair import Pair
@@ -32,19 +33,43 @@ from localspec.runtime.worker import Worker
 from localspec.spec_decode.decoder import PREFILL_CHUNK
 from localspec.spec_decode.passes import DraftPass
 
-RECKONED = 1024
-"""Tokens that an answer is reckoned with when it is let in, if it may be longer: most are not. With room for two full
-contexts, 8 answers to prompts of 1,000 tokens begin at once; one that goes on for longer may have to wait midway."""
-
-SLACK = MAX_DRAFT + 1
-"""Room for the rows of a pass, of which those of rejected draft tokens are given back."""
-
 
 def serve_beside(pair: Pair, encoder: PromptEncoder, worker: Worker) -> None:
     """Have a worker answer as many requests side by side as the pair was loaded for."""
     if pair.parallel.n > 1:
         scheduler = Scheduler(pair, encoder, worker.queue, worker.running)
         worker.serve_beside(scheduler.run, pair.parallel.n)
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What answers share.
+
+    Attributes:
+        batch: the target's memory.
+        seating: which conversation is where in it.
+        admission: who fits.
+        states: what an answer in a sequence is decoded with, by its number; ``Pair.state`` is that of the first.
+        passes: what passes cost.
+        steps: passes of draft models.
+    """
+
+    batch: SequenceBatch
+    seating: Seating
+    admission: Admission
+    states: dict[int, DecodingState]
+    passes: SharedPasses
+    steps: DraftSteps
+
+    @classmethod
+    def of(cls, pair: Pair) -> _Memory:
+        base = pair.state
+        assert base.batch is not None
+        beside = [draft.memory.batch for draft in base.models if draft.memory.batch is not None]
+        seating = Seating(base.batch, pair.prefix_cache, beside)
+        admission = Admission(seating, pair.parallel.n)
+        passes = SharedPasses(base.times, base.target.capabilities.device)
+        return cls(base.batch, seating, admission, {0: base}, passes, DraftSteps(base.models))
 
 
 class Scheduler:
@@ -63,18 +88,20 @@ class Scheduler:
         self._queue = queue
         self._running = running
         self._answers: list[OpenAnswer] = []
-        self._next: Prepared | None = None
-        self._base: DecodingState | None = None
+        self._prepared: list[Prepared] = []
+        self._at = _Memory.of(pair)
         self._n_passes = 0
 
     def run(self, job: Job) -> None:
         """Answer a request, and those that come meanwhile; returns when none is left, or the next has to run alone."""
         try:
-            self._look_at_state()
+            if self._pair.state is not self._at.states[0]:  # it may be replaced between two answers
+                self._at = _Memory.of(self._pair)
             self._prepare(job)
-            while self._answers or self._next:
+            while self._answers or self._prepared:
                 self._drop_cancelled()
-                self._bring_back()
+                self._at.steps.begin(len(self._there))
+                self._draft()  # first, as only answers whose draft is made can make way
                 self._let_in()
                 self._pass()
         except BaseException as error:  # nobody may wait for ever for what goes wrong here
@@ -82,23 +109,14 @@ class Scheduler:
                 self._leave(answer, _raising(error))
             for left in list(self._running):
                 self._end(left, _raising(error))
-            self._next = None
-
-    def _look_at_state(self) -> None:
-        """Between two answers what they are decoded with may have been replaced."""
-        base = self._pair.state
-        if base is self._base:
-            return
-        assert base.batch is not None
-        self._base = base
-        self._batch: SequenceBatch = base.batch
-        beside = [draft.memory.batch for draft in base.models if draft.memory.batch is not None]
-        self._seating = Seating(self._batch, self._pair.prefix_cache, beside)
-        self._states = {0: base}
-        self._passes = SharedPasses(base.times, base.target.capabilities.device)
-        self._steps = DraftSteps(base.models)
+            self._prepared.clear()
 
     # -- joining and leaving ---------------------------------------------------------------------------------------
+
+    @property
+    def _there(self) -> list[OpenAnswer]:
+        """The answers that are not put aside."""
+        return [answer for answer in self._answers if answer.aside is None]
 
     def _prepare(self, job: Job) -> None:
         """A job's turn has come: it is claimed, and its prompt read; one that fails at that is over."""
@@ -108,61 +126,62 @@ class Scheduler:
             self._is_over(job)
             return
         try:
-            self._next = Prepared(job, job.request.read(self._encoder))
+            self._prepared.append(Prepared(job, job.request.read(self._encoder)))
         except BaseException as error:
             self._end(job, _raising(error))
 
     def _let_in(self) -> None:
-        """As many of those that wait as have a sequence and room, in their order."""
-        while self._seating.has_free:
-            if self._next is None:
-                job = self._queue.take()
-                if job is None:
-                    return
-                self._prepare(job)
-            elif any(answer.aside is not None for answer in self._answers) or not self._fits(self._next):
+        """As many of those that wait, or were put aside, as have a sequence and room, in the order of their rank."""
+        while (first := self._first()) is not None:
+            way = self._at.admission.make_way(first, self._there)
+            if way is None:
                 return
-            else:
-                prepared, self._next = self._next, None
-                self._begin(prepared)
+            for answer in way:
+                self._put_aside(answer)
+            if isinstance(first, Prepared):
+                self._prepared.remove(first)
+                self._begin(first)
+            elif not self._bring_back(first):
+                return
 
-    def _needs(self, prepared: Prepared) -> int:
-        n_prompt, most = len(prepared.asked[0]), prepared.request.params.max_tokens or RECKONED
-        return min(self._batch.n_ctx, n_prompt + min(most, RECKONED) + SLACK)
-
-    def _fits(self, prepared: Prepared) -> bool:
-        return not self._answers or self._taken() + self._needs(prepared) <= self._batch.n_cells
-
-    def _taken(self) -> int:
-        """Room that is taken, or reckoned with, by the answers that are not put aside."""
-        return sum(max(each.needs, self._held(each) + SLACK) for each in self._answers if each.aside is None)
-
-    def _held(self, answer: OpenAnswer) -> int:
-        return self._batch[answer.sequence].n_past
+    def _first(self) -> OpenAnswer | Prepared | None:
+        """Who is to begin, or go on, next; a request whose turn has come is prepared, if nothing outranks it."""
+        while True:
+            waiting: list[OpenAnswer | Prepared] = [answer for answer in self._answers if answer.aside is not None]
+            waiting += self._prepared
+            first = min(waiting, key=rank, default=None)
+            outranked = [] if first is None else [first.job.priority]
+            if len(self._there) >= self._pair.parallel.n:
+                outranked.append(min(answer.job.priority for answer in self._there))
+            job = self._queue.take(above=max(outranked, default=None)) if self._at.seating.has_free else None
+            if job is None:
+                return first
+            self._prepare(job)
 
     def _begin(self, prepared: Prepared) -> None:
         prompt = prepared.asked[0]
-        sequence = self._seating.take(prompt)
+        sequence = self._at.seating.take(prompt)
         try:
-            self._seating.make_room(len(prompt) + SLACK - self._batch[sequence].n_past)
-            seat = Seat(self._state_of(sequence), ShareOfPass(self._passes), self._steps.times())
+            self._at.seating.make_room_for(prompt, sequence, SLACK)
+            seat = Seat(self._state_of(sequence), ShareOfPass(self._at.passes), self._at.steps.times())
             reading = answering(prepared.request, self._pair, prepared.job, prepared.asked, seat)
             wanted = next(reading)
+            self._at.seating.put_idle_aside()  # not before: the answer may begin with what one of them holds
         except StopIteration as end:
-            self._seating.leave(sequence)
+            self._at.seating.leave(sequence)
             self._end(prepared.job, _returning(end.value))
         except BaseException as error:
-            self._seating.leave(sequence)
+            self._at.seating.leave(sequence)
             self._end(prepared.job, _raising(error))
         else:
-            needs = self._needs(prepared)
+            needs = self._at.admission.needs(prepared)
             self._answers.append(OpenAnswer(prepared.job, reading, sequence, needs, wanted))
 
     def _state_of(self, sequence: int) -> DecodingState:
         """What an answer in a sequence is decoded with: drafters of its own, which go on with what is said there."""
-        if sequence not in self._states:
-            self._states[sequence] = self._pair.state.beside(sequence)
-        return self._states[sequence]
+        if sequence not in self._at.states:
+            self._at.states[sequence] = self._pair.state.beside(sequence)
+        return self._at.states[sequence]
 
     def _go_on(self, answer: OpenAnswer, forward: Forward | Exception) -> None:
         """Take an answer to its next pass, or to its end."""
@@ -179,7 +198,7 @@ class Scheduler:
 
     def _leave(self, answer: OpenAnswer, make: Callable[[], Reply]) -> None:
         self._answers.remove(answer)
-        self._seating.leave(answer.sequence)
+        self._at.seating.leave(answer.sequence)
         self._end(answer.job, make)
 
     def _end(self, job: Job, make: Callable[[], Reply]) -> None:
@@ -194,43 +213,36 @@ class Scheduler:
         for answer in list(self._answers):
             if answer.job.stopped():
                 self._go_on(answer, Cancelled("the answer was stopped"))
-        waiting = self._next
-        if waiting is not None and waiting.job.stopped():
-            self._next = None
-            self._end(waiting.job, lambda: waiting.request.never_ran(waiting.job, self._pair))
+        for waiting in [each for each in self._prepared if each.job.stopped()]:
+            self._prepared.remove(waiting)
+            self._end(waiting.job, _returning(never_ran(waiting.request, waiting.job, self._pair)))
 
     # -- room ------------------------------------------------------------------------------------------------------
 
     def _put_aside(self, answer: OpenAnswer) -> None:
         """Free what an answer holds; it goes on when there is room again."""
-        context = self._batch[answer.sequence]
+        context = self._at.batch[answer.sequence]
         answer.aside = list(context.tokens)
         if context.model.capabilities.saves_state:
             with suppress(EngineError, MemoryError):  # then it is read again
                 answer.aside = context.export_state()
         context.truncate(0)
 
-    def _bring_back(self) -> None:
-        """Go on with answers that were put aside, first come first, where there is room."""
-        for answer in sorted(self._answers, key=rank):
-            state = answer.aside
-            if state is None:
-                continue
-            n = len(state.tokens if isinstance(state, ContextState) else state)
-            alone = all(each.aside is not None for each in self._answers)
-            if not alone and self._taken() + min(n + RECKONED, self._batch.n_ctx) > self._batch.n_cells:
-                return
-            if not self._seating.make_room(n + SLACK):
-                return
-            answer.aside = None
-            context = self._batch[answer.sequence]
-            try:
-                if isinstance(state, ContextState):
-                    context.import_state(state)
-                elif state:
-                    context.decode(state, "none")
-            except LocalspecError as error:
-                self._go_on(answer, error)
+    def _bring_back(self, answer: OpenAnswer) -> bool:
+        """Go on with an answer that was put aside; False if there is no room after all."""
+        state = answer.aside or []
+        if not self._at.seating.make_room(len(state.tokens if isinstance(state, ContextState) else state) + SLACK):
+            return False
+        answer.aside = None
+        context = self._at.batch[answer.sequence]
+        try:
+            if isinstance(state, ContextState):
+                context.import_state(state)
+            elif state:
+                context.decode(state, "none")
+        except LocalspecError as error:
+            self._go_on(answer, error)
+        return True
 
     # -- passes ----------------------------------------------------------------------------------------------------
 
@@ -238,8 +250,8 @@ class Scheduler:
         """One pass over the rows of all that are under way, once what they draft is drafted."""
         self._draft()
         pieces = self._pieces()
-        while not self._seating.make_room(sum(len(piece.tokens) for _, piece in pieces)):
-            there = [answer for answer in self._answers if answer.aside is None]
+        while not self._at.seating.make_room(sum(len(piece.tokens) for _, piece in pieces)):
+            there = self._there
             if len(there) == 1:
                 break  # what one alone may hold there is room for; if not, it is told so
             self._put_aside(max(there, key=rank))
@@ -247,9 +259,12 @@ class Scheduler:
         if not pieces:
             return
         self._n_passes += 1
+        self._pair.shared.passes += 1
+        for answer, piece in pieces:
+            self._pair.shared.add(len(piece.tokens), decodes=answer.decodes)
         started = time.perf_counter()
         try:
-            returned: Sequence[Forward | Exception] = self._batch.decode([piece for _, piece in pieces])
+            returned: Sequence[Forward | Exception] = self._at.batch.decode([piece for _, piece in pieces])
         except Exception as error:
             returned = [error] if len(pieces) == 1 else [self._alone(piece) for _, piece in pieces]
         else:
@@ -268,22 +283,21 @@ class Scheduler:
 
     def _draft(self) -> None:
         """Take the steps of draft models that answers wait for, those of several as one, until none does."""
-        self._steps.begin(sum(answer.aside is None for answer in self._answers))
         while waiting := [answer for answer in self._answers if isinstance(answer.wanted, DraftPass)]:
             wanted = [answer.wanted for answer in waiting if isinstance(answer.wanted, DraftPass)]
-            for answer, forward in zip(waiting, self._steps.take(wanted), strict=True):
+            for answer, forward in zip(waiting, self._at.steps.take(wanted), strict=True):
                 self._go_on(answer, forward)
 
     def _pieces(self) -> list[tuple[OpenAnswer, Piece]]:
         """What goes into the next pass."""
-        there = [answer for answer in self._answers if answer.aside is None]
-        # Those first that have waited longest, so that those who have to wait take turns.
-        decoding = sorted((answer for answer in there if answer.decodes), key=lambda answer: answer.served)
+        there = self._there
+        # Of one priority those first that have waited longest, so that those who have to wait take turns.
+        decoding = sorted((a for a in there if a.decodes), key=lambda a: (-a.job.priority, a.served))
         reading = sorted((answer for answer in there if not answer.decodes), key=rank)
-        self._passes.n_answers, self._passes.n_cells = len(decoding), self._cells(there)
+        self._at.passes.n_answers, self._at.passes.n_cells = len(decoding), self._cells(there)
         unread = [len(answer.target_pass.tokens) - answer.n_fed + answer.target_pass.n_after for answer in reading]
         priorities = [answer.job.priority for answer in reading]
-        lengths = self._passes.prompts.divide(len(decoding), unread, priorities, PREFILL_CHUNK)
+        lengths = self._at.passes.prompts.divide(len(decoding), unread, priorities, PREFILL_CHUNK)
         pieces: list[tuple[OpenAnswer, Piece]] = []
         for answer, length in zip(reading, lengths, strict=True):
             if not length:
@@ -294,7 +308,7 @@ class Scheduler:
             pieces.append((answer, Piece(answer.sequence, tokens, wanted.logits if is_end else "none")))
         n_other = sum(len(piece.tokens) for _, piece in pieces)
         n_other += sum(answer.target_pass.n_needed - 1 for answer in decoding)
-        lengths = self._passes.share([answer.reaches for answer in decoding], n_other)
+        lengths = self._at.passes.share([answer.reaches for answer in decoding], n_other)
         for answer, length in zip(decoding, lengths, strict=False):
             tokens = answer.target_pass.tokens[: answer.target_pass.n_needed + length]
             pieces.append((answer, Piece(answer.sequence, tokens)))
@@ -303,7 +317,7 @@ class Scheduler:
     def _alone(self, piece: Piece) -> Forward | Exception:
         """Where a pass of several failed, each finds out whether it was its own doing."""
         try:
-            (forward,) = self._batch.decode([piece])
+            (forward,) = self._at.batch.decode([piece])
         except Exception as error:
             return error
         return _kept(forward)
@@ -311,18 +325,19 @@ class Scheduler:
     def _observe(self, pieces: Sequence[tuple[OpenAnswer, Piece]], ms: float) -> None:
         width = sum(len(piece.tokens) for _, piece in pieces)
         n_prompt = sum(len(piece.tokens) for answer, piece in pieces if not answer.decodes)
-        self._passes.prompts.observe(width - n_prompt, n_prompt, ms)
+        self._at.passes.prompts.observe(width - n_prompt, n_prompt, ms)
         if not n_prompt:
-            self._passes.observe(width, ms, self._cells([answer for answer, _ in pieces]))
+            self._at.passes.observe(width, ms, self._cells([answer for answer, _ in pieces]))
             if len(pieces) == 1:
-                self._pair.times.n_past = self._held(pieces[0][0])
+                self._pair.times.n_past = self._at.admission.held(pieces[0][0])
                 self._pair.times.observe(width, ms)
 
     def _cells(self, answers: Sequence[OpenAnswer]) -> int:
-        """Tokens that a row of one of these passes over: all in the memory, where one pass is over several."""
-        if self._batch.model.capabilities.batches:
-            return self._batch.n_cells - self._batch.free_cells
-        return sum(self._held(answer) for answer in answers) // max(1, len(answers))
+        """Tokens that a row of one of these passes over: all in the memory, where one pass is over all of it."""
+        capabilities = self._at.batch.model.capabilities
+        if capabilities.batches and not capabilities.own_cells:
+            return self._at.batch.n_cells - self._at.batch.free_cells
+        return sum(self._at.admission.held(answer) for answer in answers) // max(1, len(answers))
 
 
 def _kept(forward: Forward | Exception) -> Forward | Exception:

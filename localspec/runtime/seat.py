@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from localspec.backends.base import FEW_ROWS
 from localspec.controllers.acceptance import SourceAcceptance
 from localspec.controllers.auto_controller import MAX_DRAFT, AutoController
-from localspec.controllers.cost_model import PassTimes
+from localspec.controllers.cost_model import PassCost
 from localspec.controllers.estimates import Tables
 from localspec.controllers.fixed import FixedController
 from localspec.controllers.shared_rows import ShareOfPass
@@ -35,11 +35,13 @@ class Seat:
         state: its context is the target's for this answer.
         times: what a pass costs this answer; None: as the state says, which is for passes of its own.
         step_times: what steps of draft models cost it, by source, where it is not as the state says.
+        decides: the controller of the answer that is made in it; None until that begins.
     """
 
     state: DecodingState
     times: ShareOfPass | None = None
-    step_times: Mapping[str, PassTimes] = field(default_factory=dict)
+    step_times: Mapping[str, PassCost] = field(default_factory=dict)
+    decides: Controller | None = None
 
     @property
     def n_chunk(self) -> int:
@@ -96,7 +98,8 @@ class Seat:
         if draft_length != "auto" or not drafters:
             return FixedController(0 if draft_length == "auto" else int(draft_length), target_times, drafters)
         params = params or SamplingParams()
-        times = {draft.source: draft.times for draft in state.models} | dict(self.step_times)
+        times: dict[str, PassCost] = {draft.source: draft.times for draft in state.models}
+        times.update(self.step_times)
 
         def table(drafter: Drafter, *, sampled: bool, thinks: bool) -> SourceAcceptance:
             return state.acceptance.source(

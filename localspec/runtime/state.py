@@ -15,11 +15,21 @@ from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.passes import PassKind
 from localspec.errors import EngineMismatch, UnsupportedModel
 from localspec.runtime.draft_ahead import AheadChoice
+from localspec.runtime.load_options import MAX_PARALLEL
 from localspec.spec_decode.ahead import DraftAhead
 from localspec.spec_decode.drafters.base import Drafter
 
 FULL_CONTEXTS = 2
 """A memory for several answers has room for so many that fill their context: most never do."""
+
+SPARE = 2
+"""Sequences besides those of the answers that have rows: so many answers of a lower priority can be put aside for
+others. What an answer drafts with reads in its sequence, so it keeps that."""
+
+
+def n_sequences(parallel: int) -> int:
+    """Of a memory for so many answers at a time."""
+    return parallel if parallel == 1 else min(parallel + SPARE, MAX_PARALLEL)
 
 
 @dataclass(eq=False, slots=True)
@@ -48,10 +58,10 @@ class DraftMemory:
         n_cells = FULL_CONTEXTS * n_ctx
         try:
             ensure_batches(model, n_gpu_layers)
-            batch = model.new_batch(parallel, n_cells, n_ctx=n_ctx)
+            batch = model.new_batch(n_sequences(parallel), n_cells, n_ctx=n_ctx)
         except (EngineMismatch, UnsupportedModel):
-            batch = SequencesInTurn(_several(lambda: model.new_context(n_ctx), parallel), n_cells)
-        return cls([batch[i] for i in range(parallel)], batch)
+            batch = SequencesInTurn(_several(lambda: model.new_context(n_ctx), n_sequences(parallel)), n_cells)
+        return cls([batch[i] for i in range(batch.n_sequences)], batch)
 
     @classmethod
     def of_head(cls, new_context: Callable[[], Context], parallel: int) -> DraftMemory:
@@ -60,7 +70,7 @@ class DraftMemory:
         Raises:
             EngineError: there is no memory for it.
         """
-        return cls(_several(new_context, parallel))
+        return cls(_several(new_context, n_sequences(parallel)))
 
     def close(self) -> None:
         """Free it; safe to call twice."""
@@ -217,9 +227,9 @@ class DecodingState:
             for each in made:
                 each.close()
             raise
-        ahead = AheadChoice(self.ahead.wanted)
         batch = None if own_contexts else self.batch
-        return DecodingState(context, deepcopy(self.times), free, models, deepcopy(self.acceptance), ahead, batch)
+        learned = deepcopy(self.times), free, models, deepcopy(self.acceptance)
+        return DecodingState(context, *learned, AheadChoice(), batch)
 
     def beside(self, sequence: int) -> DecodingState:
         """A fork to be within an answer while this one is, in another sequence of the memories; it takes no more room.
@@ -253,7 +263,7 @@ def target_memory(
     """
     if parallel == 1:
         return model.new_context(n_ctx, hidden=hidden, branches=branches), None
-    batch = model.new_batch(parallel, FULL_CONTEXTS * n_ctx, n_ctx=n_ctx, hidden=hidden)
+    batch = model.new_batch(n_sequences(parallel), FULL_CONTEXTS * n_ctx, n_ctx=n_ctx, hidden=hidden)
     return batch[0], batch
 
 

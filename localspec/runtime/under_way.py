@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from localspec.backends.base import ContextState, Forward
-from localspec.runtime.answering import AnswerRequest
 from localspec.runtime.jobs import Job
+from localspec.runtime.request import AnswerRequest
 from localspec.runtime.stream import Reply
 from localspec.spec_decode.passes import AnyPass, Reading, TargetPass
 from localspec.spec_decode.thinking import ThinkingReader
@@ -74,6 +74,6 @@ class Prepared:
         return request
 
 
-def rank(answer: OpenAnswer) -> tuple[int, float]:
-    """Those first that are to go on first."""
+def rank(answer: OpenAnswer | Prepared) -> tuple[int, float]:
+    """Those first that are to go on, or begin, first."""
     return -answer.job.priority, answer.job.started

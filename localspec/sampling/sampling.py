@@ -202,7 +202,7 @@ def greedy_token(row: Row, history: Sequence[int], params: SamplingParams, token
         UsageError: every token is banned.
     """
     edited = edit_logits(row, history, params, token_ids)
-    best = int(np.argmax(edited))
+    best = int(edited.argmax())
     _check_top(edited[best], row)  # argmax takes NaN for the largest
     return best if token_ids is None else int(token_ids[best])
 

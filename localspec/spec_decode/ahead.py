@@ -25,7 +25,7 @@ from functools import partial
 
 from localspec.spec_decode.draft import Draft, DraftToken
 from localspec.spec_decode.drafters.base import Plan
-from localspec.spec_decode.drafters.free_plan import FreePlan
+from localspec.spec_decode.drafters.free_plan import SURE_COPY, FreePlan
 from localspec.spec_decode.drafters.group import DrafterGroup
 from localspec.spec_decode.passes import Steps
 from localspec.spec_decode.proposer import Alternatives, SamplingProposer
@@ -33,9 +33,6 @@ from localspec.spec_decode.rounds import AheadCount
 
 LEAST = 0.02
 """Outcomes less probable than this are not prepared for: a draft step in fifty that is of use costs more in heat."""
-
-SURE_COPY = 0.7
-"""Confidence of a copy under which a draft model is asked instead: what the controller would send is not known yet."""
 
 HIDDEN = 0.4
 """Share of the draft tokens that is expected to have been prepared, before any were: what 8 steps a pass made of drafts
@@ -77,7 +74,7 @@ class _AheadPlan(FreePlan):
         return self.samples_any and self.outer.samples(source, confidence)
 
     def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
-        if source in self.copying and confidence < SURE_COPY:
+        if source in self.copying and confidence < SURE_COPY:  # what the controller would send is not known yet
             return None
         return FreePlan.keep(self, source, confidence)
 

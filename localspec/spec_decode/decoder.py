@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from localspec.backends.base import Context
-from localspec.backends.forward import NORM, layer_name
+from localspec.backends.forward import NORM, Forward, layer_name
 from localspec.errors import EngineError, PromptTooLong, UsageError
 from localspec.sampling.logprobs import token_logprobs
 from localspec.sampling.sampling import Noise, NotNumbers, SamplingParams
@@ -18,7 +18,7 @@ from localspec.spec_decode.controller import Controller
 from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.drafters.base import Drafter
 from localspec.spec_decode.drafters.group import DrafterGroup
-from localspec.spec_decode.passes import Reading, Steps, TargetPass, read_alone, rounds_alone
+from localspec.spec_decode.passes import Drafting, Reading, Steps, TargetPass, read_alone, rounds_alone
 from localspec.spec_decode.proposer import SamplingProposer
 from localspec.spec_decode.rounds import Draft, EmittedToken, FinishReason, Round, Span, TokenKind, Verdict
 from localspec.spec_decode.verification import Rows, verify
@@ -161,92 +161,109 @@ class SpeculativeDecoder:
         n_logprobs: int | None,
         constraint: Constraint | None,
     ) -> Steps:
-        """Invariant at the top of the loop: ``tokens`` is everything settled; the target holds all but the last."""
-        target, controller, drafters = self.target, self.controller, self.drafters
-        tokens, noise = list(prompt), Noise(params.seed)
+        target, tokens, noise = self.target, list(prompt), Noise(params.seed)
         proposer = SamplingProposer(params, noise, constraint, target.model.n_vocab)
         end_tokens = frozenset() if params.ignore_eos else target.model.vocab.eog
         budget = min(params.max_tokens or target.n_ctx, target.n_ctx - len(tokens))
         emitter = _Emitter(text, end_tokens, budget, constraint, n_logprobs)
-        replays = target.model.capabilities.rollback == "replay"
-        keeps_rows = n_logprobs is not None and replays
-        n_best = params.n_best if constraint is None and n_logprobs is None else 0
-        drafters.begin(tokens)
-        controller.begin(params, len(tokens))
         ahead = self.ahead if constraint is None else None  # a grammar's state follows one text only
+        answer = _Answer(tokens, params, noise, proposer, emitter, ahead)
+        self.drafters.begin(tokens)
+        self.controller.begin(params, len(tokens))
         if ahead is not None:
-            ahead.begin(drafters, proposer, end_tokens)
+            ahead.begin(self.drafters, proposer, end_tokens)
         index, finish = 0, None
         while not finish and not cancelled():
-            if forced := emitter.forced:
-                round_ = yield from self._force(forced, tokens, emitter, index)
-                tokens += [token.id for token in round_.emitted]
-                yield round_
-                index, finish = index + 1, round_.finish_reason
-                continue
-            started = time.perf_counter()
-            controller.enter(thinks=emitter.thinks)
-            if ahead is not None:
-                controller.hide(ahead.hidden)
-            plan = controller.plan(room=emitter.room, n_past=target.n_past)
-            may_branch = target.can_branch and constraint is None and ahead is None
-            branching = controller.branching() if may_branch else None
-            draft = (
-                (yield from drafters.drafting(tokens, plan, proposer, end_tokens, branching))
-                if ahead is None
-                else ahead.draft(tokens, plan)
-            )
-            drafted = time.perf_counter()
-            read = [tokens[-1], *draft.ids]
-            parents = [-1, *(parent + 1 for parent in draft.parents)] if draft.branches else None
-            gives_way = draft if controller.gives_way and not draft.branches else None
-            with nullcontext() if ahead is None else ahead.preparing(tokens, draft):
-                forward = yield TargetPass(read, parents=parents, draft=gives_way, n_best=n_best)  # k + 1 rows
-                verified = time.perf_counter()
-            assert forward is not None
-            draft, read = draft.first(len(forward) - 1), read[: len(forward)]
-            masked = constraint.rows(forward.logits, draft.ids, params) if constraint else forward.logits
-            try:
-                verdict = verify(draft, masked, tokens, params, noise, *(() if forward.ids is None else (forward.ids,)))
-            except NotNumbers:
-                model = target.model
-                raise EngineError(f"{model.engine} computes logits of {model.path.name} that are not numbers") from None
-            controller.watch(forward.logits[verdict.last_accepted + 1])
-            if draft.branches:  # what lies beside the accepted path is as if it had never been
-                path = [0, *(i + 1 for i in verdict.accepted)]
-                read, forward = [read[i] for i in path], forward.take(path)
-                target.keep(path)
-            drafters.process(read, forward)
-            rows = forward.logits.copy() if keeps_rows else forward.logits  # a replay would overwrite them
-            rejecting = time.perf_counter()
-            target.truncate(len(tokens) + verdict.n_accepted)  # rejected draft tokens leave the target's memory
-            replayed = time.perf_counter() - rejecting if replays else 0.0  # by another pass, which the width cost too
-            emitted, spans, finish = emitter.emit(_verified(draft, verdict), rows)
-            settled = [token.id for token in emitted]
-            tokens += settled
-            if target.n_past >= len(tokens):  # the answer ended within the draft
-                target.truncate(len(tokens) - 1)
-            drafters.accept(settled)
-            round_ = Round(
-                index=index,
-                draft=draft,
-                verdict=verdict,
-                emitted=emitted,
-                ms_draft=(drafted - started) * 1e3,
-                ms_verify=(verified - drafted + replayed) * 1e3,
-                n_past=len(tokens) - len(settled) - 1,
-                spans=spans,
-                finish_reason=finish,
-                ahead=None if ahead is None else ahead.count,
-            )
-            controller.update(round_)
-            round_.ms_other = (time.perf_counter() - verified - replayed) * 1e3
+            round_ = yield from (self._force if emitter.forced else self._round)(answer, index)
             yield round_
-            index += 1
+            index, finish = index + 1, round_.finish_reason
 
-    def _force(self, forced: Sequence[int], tokens: Sequence[int], emitter: _Emitter, index: int) -> Reading[Round]:
-        """A round of tokens that nobody chose: target and drafters read them as they read what was accepted."""
+    def _round(self, answer: _Answer, index: int) -> Reading[Round]:
+        """Draft, verify all of it in one pass of the target, take back what was rejected, emit the rest.
+
+        Invariant, before and after: ``tokens`` is everything settled; the target's memory holds all but the last.
+        """
+        target, tokens, replays = self.target, answer.tokens, self.target.model.capabilities.rollback == "replay"
         started = time.perf_counter()
+        draft = yield from self._draft(answer)
+        drafted = time.perf_counter()
+        forward = yield from self._verifying_pass(answer, draft)  # k + 1 rows
+        verified = time.perf_counter()
+        draft = draft.first(len(forward) - 1)  # the rest gave way to rows of other answers
+        verdict = self._verify(answer, draft, forward)
+        self.controller.watch(forward.logits[verdict.last_accepted + 1])
+        read = [tokens[-1], *draft.ids]
+        if draft.branches:  # what lies beside the accepted path is as if it had never been
+            path = [0, *(i + 1 for i in verdict.accepted)]
+            read, forward = [read[i] for i in path], forward.take(path)
+            target.keep(path)
+        self.drafters.process(read, forward)
+        # A replay would overwrite the rows that log-probabilities are read from.
+        rows = forward.logits.copy() if replays and answer.emitter.n_logprobs is not None else forward.logits
+        rejecting = time.perf_counter()
+        target.truncate(len(tokens) + verdict.n_accepted)  # rejected draft tokens leave the target's memory
+        replayed = time.perf_counter() - rejecting if replays else 0.0  # by another pass, which the width cost too
+        emitted, spans, finish = answer.emitter.emit(_verified(draft, verdict), rows)
+        settled = [token.id for token in emitted]
+        tokens += settled
+        if target.n_past >= len(tokens):  # the answer ended within the draft
+            target.truncate(len(tokens) - 1)
+        self.drafters.accept(settled)
+        round_ = Round(
+            index=index,
+            draft=draft,
+            verdict=verdict,
+            emitted=emitted,
+            ms_draft=(drafted - started) * 1e3,
+            ms_verify=(verified - drafted + replayed) * 1e3,
+            n_past=len(tokens) - len(settled) - 1,
+            spans=spans,
+            finish_reason=finish,
+            ahead=None if answer.ahead is None else answer.ahead.count,
+        )
+        self.controller.update(round_)
+        round_.ms_other = (time.perf_counter() - verified - replayed) * 1e3
+        return round_
+
+    def _draft(self, answer: _Answer) -> Drafting[Draft]:
+        """What the drafters propose, as far as the controller lets them; empty is plain decoding."""
+        controller, emitter, ahead = self.controller, answer.emitter, answer.ahead
+        controller.enter(thinks=emitter.thinks)
+        if ahead is not None:
+            controller.hide(ahead.hidden)
+        plan = controller.plan(room=emitter.room, n_past=self.target.n_past)
+        if ahead is not None:
+            return ahead.draft(answer.tokens, plan)
+        may_branch = self.target.can_branch and emitter.constraint is None
+        branching = controller.branching() if may_branch else None
+        return (yield from self.drafters.drafting(answer.tokens, plan, answer.proposer, emitter.end_tokens, branching))
+
+    def _verifying_pass(self, answer: _Answer, draft: Draft) -> Reading[Forward]:
+        """One pass of the target over the last settled token and the draft. Row i judges draft token i."""
+        wanted = TargetPass(
+            [answer.tokens[-1], *draft.ids],
+            parents=[-1, *(parent + 1 for parent in draft.parents)] if draft.branches else None,
+            draft=draft if self.controller.gives_way and not draft.branches else None,
+            n_best=answer.n_best,
+        )
+        with nullcontext() if answer.ahead is None else answer.ahead.preparing(answer.tokens, draft):
+            return (yield wanted)
+
+    def _verify(self, answer: _Answer, draft: Draft, forward: Forward) -> Verdict:
+        """Accept or reject; see ``verification``."""
+        params, constraint = answer.params, answer.emitter.constraint
+        rows = constraint.rows(forward.logits, draft.ids, params) if constraint else forward.logits
+        best = () if forward.ids is None else (forward.ids,)
+        try:
+            return verify(draft, rows, answer.tokens, params, answer.noise, *best)
+        except NotNumbers:
+            model = self.target.model
+            raise EngineError(f"{model.engine} computes logits of {model.path.name} that are not numbers") from None
+
+    def _force(self, answer: _Answer, index: int) -> Reading[Round]:
+        """A round of tokens that nobody chose: target and drafters read them as they read what was accepted."""
+        tokens, emitter = answer.tokens, answer.emitter
+        forced, started = emitter.forced, time.perf_counter()
         read = [tokens[-1], *forced[:-1]]
         forward = yield TargetPass(read)
         verified = time.perf_counter()
@@ -255,7 +272,9 @@ class SpeculativeDecoder:
         emitted, spans, finish = emitter.emit([(token, "forced", "target") for token in forced], forward.logits)
         if len(emitted) < len(forced):  # they completed a stop string
             self.target.truncate(len(tokens) + len(emitted) - 1)
-        self.drafters.accept([token.id for token in emitted])
+        settled = [token.id for token in emitted]
+        tokens += settled
+        self.drafters.accept(settled)
         return Round(
             index=index,
             draft=Draft(),
@@ -264,11 +283,36 @@ class SpeculativeDecoder:
             ms_draft=0.0,
             ms_verify=(verified - started) * 1e3,
             ms_other=(time.perf_counter() - verified) * 1e3,
-            n_past=len(tokens) - 1,
+            n_past=len(tokens) - len(settled) - 1,
             spans=spans,
             reason="the thinking budget was spent, so the block was closed",
             finish_reason=finish,
         )
+
+
+@dataclass(slots=True)
+class _Answer:
+    """The answer under way.
+
+    Attributes:
+        tokens: everything settled, the prompt included.
+        noise: what sampling draws from.
+        proposer: draws draft tokens.
+        ahead: drafts while the target verifies; None: in the ordinary order.
+    """
+
+    tokens: list[int]
+    params: SamplingParams
+    noise: Noise
+    proposer: SamplingProposer
+    emitter: _Emitter
+    ahead: DraftAhead | None
+
+    @property
+    def n_best(self) -> int:
+        """How many of the largest logits of a row do for verification; 0: it takes whole rows."""
+        takes_rows = self.emitter.constraint is not None or self.emitter.n_logprobs is not None
+        return 0 if takes_rows else self.params.n_best
 
 
 @dataclass(slots=True)

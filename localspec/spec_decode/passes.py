@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from localspec.backends.base import Context
-from localspec.backends.forward import Forward
+from localspec.backends.forward import Forward, Wanted
 from localspec.spec_decode.rounds import Draft, Round
 
 Result = TypeVar("Result")
@@ -34,7 +34,7 @@ class TargetPass:
     """
 
     tokens: Sequence[int]
-    logits: Literal["all", "last", "none"] = "all"
+    logits: Wanted = "all"
     parents: Sequence[int] | None = None
     draft: Draft | None = None
     n_after: int = 0
@@ -72,7 +72,7 @@ class DraftPass:
 
     context: Context
     tokens: Sequence[int]
-    logits: Literal["all", "last", "none"]
+    logits: Wanted
     n_best: int = 0
     ms: float = 0.0
 

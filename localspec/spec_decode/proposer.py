@@ -67,6 +67,7 @@ class SamplingProposer:
         self.constraint = constraint
         self.n_vocab = n_vocab
         self.n_best = params.n_best if constraint is None else 0
+        self._is_greedy, self._edits_logits = params.greedy, params.edits_logits  # asked for with every row
         self.rivals: dict[int, Rival] | None = None
         self.alternatives: dict[int, Alternatives] | None = None
         self._choice: int | Distribution = 0
@@ -89,8 +90,9 @@ class SamplingProposer:
 
     def confidence(self, row: Row, history: Sequence[int], n_known: int = 0, ids: Ids | None = None) -> float:
         """The draft's probability for its most probable token, in [0, 1]; see ``drafters.base.Proposer``."""
-        row = row[: self.n_vocab]
-        if not self.params.greedy and self.constraint is None:
+        if self.n_vocab is not None and len(row) > self.n_vocab:
+            row = row[: self.n_vocab]
+        if not self._is_greedy and self.constraint is None:
             return self._sure_of_law(row, history, ids)
         best, confidence = best_and_certainty(row)
         if not math.isfinite(row[best]):  # NaN anywhere is the maximum
@@ -99,8 +101,8 @@ class SamplingProposer:
             row = self.constraint.masked(row, n_known, ids)
             if row.max() == -math.inf:  # a trimmed vocabulary has nothing that may come here
                 return 0.0
-        if self.params.greedy:
-            if self.constraint is not None or self.params.edits_logits:
+        if self._is_greedy:
+            if self.constraint is not None or self._edits_logits:
                 row = edit_logits(row, history, self.params, ids)
                 best, confidence = best_and_certainty(row)
                 confidence = confidence if row[best] > -math.inf else 0.0
@@ -126,7 +128,7 @@ class SamplingProposer:
 
     @property
     def has_fresh_noise(self) -> bool:
-        return not self.params.greedy and self.params.seed is None
+        return not self._is_greedy and self.params.seed is None
 
     def choose(self, position: int, *, sampled: bool = True) -> tuple[int, Distribution | None]:
         """The draft token for the row last given to ``confidence``, and the law it was sampled from, if it was."""

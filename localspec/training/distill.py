@@ -1,8 +1,8 @@
 """``localspec.distill``: a head for a target, made on this machine in a given time.
 
 The target writes examples, the head learns from them, is written, compared with what was trained, and measured against
-the drafters there are; it is kept if it makes answers faster. Everything lies in a folder of the home and is written at
-least once a minute, so a run can be stopped, or killed, at any moment and goes on from there.
+the drafters there are; it is kept if it makes answers faster by more than the noise. Everything lies in a folder of the
+home and is written at least once a minute, so a run can be stopped, or killed, at any moment and goes on from there.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from pathlib import Path
 
 from localspec.backends.heads import target_facts
 from localspec.backends.llama_cpp import NAME as LLAMA_CPP
-from localspec.commands.questions import in_turns, own_questions, read_questions
 from localspec.errors import Cancelled, EngineUnavailable, LocalspecError, UsageError
+from localspec.measuring.questions import in_turns, own_questions, read_questions
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.head_folders import heads_folder
 from localspec.runtime.arguments import checked_spec
 from localspec.system.files import write_atomically
+from localspec.training.begun import Wanted, begun
+from localspec.training.card_command import card_command
 from localspec.training.chats import chat_in, saved_chats
 from localspec.training.examples import TEST
 from localspec.training.head_maker import HeadMaker
@@ -41,10 +43,11 @@ def distill(
     *,
     minutes: float | None = None,
     kind: str = "chained",
-    seed: int = 0,
+    seed: int | None = None,
+    begin_with: str | Path | None = None,
     resume: bool = False,
     force: bool = False,
-    prompts: str | Path | None = None,
+    prompts: str | Path | Sequence[str | Path] | None = None,
     texts: Sequence[str | Path] = (),
     chats: bool = False,
     backend: str = "auto",
@@ -60,22 +63,26 @@ def distill(
     tokens for almost nothing. No guess can change what the target says.
 
     >>> made = localspec.distill("qwen2.5-coder-1.5b", minutes=60, report=lambda standing: print(standing.text))
-    >>> made.worth.gain  # tokens per second with the head over those without; it is kept if that is over 1
+    >>> made.worth.gain  # tokens per second with the head over those without; it is kept if that is surely over 1
 
     Args:
         model: the target: a catalogue name, a path to a ``.gguf`` file, or ``hf:OWNER/REPO/FILE.gguf``.
         minutes: of work, all sittings of a run together; None is 60, or what the run was begun with.
         kind: ``chained``, ``parallel``, ``medusa`` or ``eagle3``; see docs/heads.md. The last one runs on
             llama-cpp, or on MLX.
-        seed: of every random choice.
+        seed: of every random choice; None is 0, or one more than that of the head that it begins with, whose examples
+            would else be written again.
+        begin_with: a head's file, to go on from what it has learned; "none" begins with a linear head. None goes on
+            from the head that drafters would take, if it is of this kind and size.
         resume: go on with the run of this kind of head that was begun. A run that is finished goes on if there are more
             minutes.
         force: begin anew where a run was begun.
-        prompts: a file of questions in the format of Spec-Bench, for the target to answer.
+        prompts: a file of questions in the format of Spec-Bench for the target to answer, or several.
         texts: files and folders of text for it to read.
         chats: whether it reads the chats that were saved in this ``LOCALSPEC_HOME``.
         backend, n_threads: as for ``LLM``.
-        command: what makes it again, for its card; None is this call.
+        command: how the command line begins that its card says it is made with, up to the model; "" is a call from
+            Python. What the run used is added.
         report: called after every pass and step, with where it stands.
         say: takes remarks, a line each.
         cancel: set it, from any thread, to stop; the run can be resumed.
@@ -83,70 +90,68 @@ def distill(
         effort: bounds on the work, instead of ``minutes``.
 
     Raises:
-        UsageError: a value makes no sense; or a run was begun, and neither ``resume`` nor ``force`` is set.
+        UsageError: a value makes no sense; or a run was begun, and neither ``resume`` nor ``force`` is set, or it was
+            begun with another seed.
         Cancelled: ``cancel`` was set.
         EngineError: the engine failed, returns no hidden states, or there is no JAX to train with.
         RunError: the disk refuses, or what lies there of the run is damaged.
     """
-    recipe = recipe or Recipe(kind=kind, seed=seed)  # type: ignore[arg-type]
+    wanted = Wanted(kind, seed, recipe, minutes if effort is None else effort.minutes, begin_with, resume, force)
     if effort is None and minutes is not None:
         effort = Effort(minutes)
-    if recipe.kind == "eagle3":
-        backend = LLAMA_CPP if backend == "auto" else backend
-        if backend not in (LLAMA_CPP, "mlx"):
-            raise UsageError(f"an EAGLE-3 head runs on {LLAMA_CPP} or mlx, and so does its target, not on {backend}")
-    say, cancel, name = say or (lambda line: None), cancel or threading.Event(), checked_spec("model", model)
-    if find_spec("jax") is None:
-        raise EngineUnavailable("training a head needs JAX: pip install 'localspec[distill]'")
+    backend = _engine_for(wanted.new_recipe().kind, backend)
+    say, report, cancel = say or (lambda line: None), report or (lambda standing: None), cancel or threading.Event()
+    name = checked_spec("model", model)
     path = Catalog.load().resolve(name)
-    folder = RunFolder(path, target_facts(path).fingerprint, recipe.kind)
+    folder = RunFolder(path, target_facts(path).fingerprint, wanted.new_recipe().kind)
     with _disk_errors(folder), folder.locked():
-        run = _begun(folder, recipe, None if effort is None else effort.minutes, resume=resume, force=force)
+        run = begun(path, folder, wanted, say)
+        _bring(run, [prompts] if isinstance(prompts, str | Path) else prompts or (), texts, chats=chats)
         effort = effort or Effort(run.minutes)
-        run.prompts += [os.path.abspath(prompts)] if prompts is not None else []
-        run.texts += [os.path.abspath(text) for text in texts]
-        run.prompts, run.texts = list(dict.fromkeys(run.prompts)), list(dict.fromkeys(run.texts))
-        run.chats |= chats
-        tested = Overlap(turn for which in ("report", "tuning") for q in own_questions(which) for turn in q.turns)
-        material = without(_material(run), tested)
-        material = replace(material, asked=[*_tests(effort), *material.asked])
+        material, tested = _lessons(run, effort)
         for remark in material.remarks:
             say(remark)
         folder.write(run)
-        maker = HeadMaker(path, folder, run, effort, material, tested, report or (lambda standing: None), say, cancel)
-        made = maker.work(backend, n_threads, command or f"localspec.distill({name!r}, minutes={effort.minutes:g})")
+        maker = HeadMaker(path, folder, run, effort, material, tested, report, say, cancel)
+        made = maker.work(backend, n_threads, card_command(run, name, command))
         worth = _measured(path, folder, made.engine, n_threads, effort, maker, say)
-        kept = None
-        if worth is not None and worth.gain > 1:
-            kept = _keep(path, folder, recipe.kind)
+        kept = _keep(path, folder, run.recipe.kind) if worth is not None and worth.pays else None
         run.finished = True
         folder.write(run)
     return Distilled(folder.head, kept, made.card, worth)
 
 
-def _begun(folder: RunFolder, recipe: Recipe, minutes: float | None, *, resume: bool, force: bool) -> Run:
-    """The run to work on.
+def _engine_for(kind: str, backend: str) -> str:
+    """The engine to train on.
 
     Raises:
-        UsageError: there is one, and what to do with it was not said; or there is none to go on with.
+        UsageError: it cannot run a head of this kind.
+        EngineUnavailable: there is no JAX.
     """
-    if force:
-        folder.clear()
-    run = folder.read()
-    if run is None:
-        if resume:
-            raise UsageError(f"there is no {recipe.kind} head of this model to go on with; leave --resume out")
-        return Run(folder.fingerprint, recipe, float(minutes or Effort().minutes))
-    done = (run.data_seconds + run.training_seconds) / 60
-    state = f"a {recipe.kind} head of this model was {'made' if run.finished else 'begun'}, {done:.0f} minutes of work"
-    if not resume:
-        raise UsageError(f"{state}: --resume goes on with it (--minutes counts them), --force begins anew")
-    if run.target != folder.fingerprint:
-        raise RunError(f"{folder.path} is of another file; --force begins anew")
-    if run.finished and (minutes or 0.0) <= run.minutes:
-        raise UsageError(f"{state}; --minutes over {run.minutes:g} goes on with it")
-    run.minutes, run.finished = float(minutes or run.minutes), False
-    return run
+    if kind == "eagle3" and backend not in ("auto", LLAMA_CPP, "mlx"):
+        raise UsageError(f"an EAGLE-3 head runs on {LLAMA_CPP} or mlx, and so does its target, not on {backend}")
+    if find_spec("jax") is None:
+        raise EngineUnavailable("training a head needs JAX: pip install 'localspec[distill]'")
+    return LLAMA_CPP if kind == "eagle3" and backend == "auto" else backend
+
+
+def _bring(run: Run, prompts: Sequence[str | Path], texts: Sequence[str | Path], *, chats: bool) -> None:
+    """Add the user's own to what the run has of earlier sittings."""
+    for paths, more in ((run.prompts, prompts), (run.texts, texts)):
+        paths += [path for path in dict.fromkeys(map(os.path.abspath, more)) if path not in paths]
+    run.chats |= chats
+
+
+def _lessons(run: Run, effort: Effort) -> tuple[Material, Overlap]:
+    """What the target is given besides its own prompts, with the questions that the head is tested on; and what must
+    not be among the examples.
+
+    Raises:
+        UsageError: the user's own cannot be read, or nothing of it is left.
+    """
+    tested = Overlap(turn for which in ("report", "tuning") for q in own_questions(which) for turn in q.turns)
+    material = without(_material(run), tested)
+    return replace(material, asked=[*_tests(effort), *material.asked]), tested
 
 
 def _material(run: Run) -> Material:

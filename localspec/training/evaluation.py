@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.model_files.head_card import ALL_TEXTS, HeadCard
-from localspec.training.lessons import Embed, Packer, Size, Stretch, first_lesson, n_lessons
+from localspec.training.lessons import Embed, Packer, Size, Stretch, first_lesson, memory_of, n_lessons
 from localspec.training.network import NOWHERE, Batch, HeadNetwork, Weights
 from localspec.training.shards import Passage
 
@@ -50,7 +50,7 @@ class HeldOutTest:
     """
 
     def __init__(self, passages: Sequence[Passage], card: HeadCard, embed: Embed, n_places: int | None = 2000) -> None:
-        self._packer = Packer(card.token_map, embed, _SIZE, card.steps)
+        self._packer = Packer(card.token_map, embed, _SIZE, card.steps, memory_of(card.kind))
         total = sum(map(n_lessons, passages))
         stride = 1 if n_places is None else max(1, -(-total // n_places))
         self._groups = list(self._grouped(passages, stride))
@@ -73,7 +73,7 @@ class HeldOutTest:
         while at < last:
             # A piece sees at most as many places before it as it may have lessons; so two of these halves always fit.
             end = min(last, at + _SIZE.n_starts * min(stride, 2))
-            yield Stretch(passage, at, end, stride)
+            yield Stretch(passage, at, end, stride, self._packer.memory)
             at += -(-(end - at) // stride) * stride
 
     def rates(

@@ -21,11 +21,10 @@ from localspec.backends.base import FloatArray, Model
 from localspec.backends.sequence_batch import Piece, SequenceBatch
 from localspec.errors import LocalspecError
 from localspec.prompts.prompts import Messages
-from localspec.sampling.rows import top_k_ids
 from localspec.sampling.sampling import Noise, SamplingParams, distribution
 from localspec.training.formats import NO_FIELD_SHARE, PromptFormat, ends_a_sentence, fields
 from localspec.training.material import Asked, Material, Read
-from localspec.training.shards import TOP_K, Passage, as_states
+from localspec.training.shards import Passage, as_states, likeliest
 
 N_CTX_EACH = 512
 """Room of a sequence [tokens]. Without flash attention every row looks at the cells of all sequences."""
@@ -114,7 +113,8 @@ class ExampleMaker:
         format: how it is spoken to.
         batch: the memories of as many sequences as are written side by side, with the taps.
         seed: of all that is drawn.
-        material: what the user brought; half of what is begun is of it until it is used up.
+        material: what heads are tested on, which is begun first; and what the user brought: half of what is begun then
+            is of it until it is used up.
         is_tested_with: whether a prompt is among what heads are tested with; such a one is dropped.
         done: names of passages that there are already, from an earlier sitting.
         longest_answer: tokens.
@@ -149,7 +149,11 @@ class ExampleMaker:
         self.remarks: list[str] = []
         self.n_own_tokens = self.n_read_tokens = self.n_dropped = 0
         self._next_own = 1 + max((int(name[4:]) for name in done if name.startswith("own-")), default=-1)
-        self._brought = self._sequences_of(material or Material(), done)
+        material = material or Material()
+        tests = [asked for asked in material.asked if asked.name.startswith(TEST)]
+        others = [asked for asked in material.asked if not asked.name.startswith(TEST)]
+        self._tests = self._sequences_of(Material(tests), done)
+        self._brought = self._sequences_of(Material(others, material.read), done)
         self._begun = 0
         self._at_work = [self._begin() for _ in range(batch.n_sequences)]
 
@@ -222,6 +226,9 @@ class ExampleMaker:
         return _Sequence("prompt", name, "own", temperature, todo, len(todo), self._format.longest_prompt, about)
 
     def _begin(self) -> _Sequence:
+        # What heads are tested on comes first, so that it is whole long before training begins.
+        if (test := next(self._tests, None)) is not None:
+            return test
         self._begun += 1
         brought = next(self._brought, None) if self._begun % 2 else None
         return brought or self._prompt()
@@ -376,19 +383,6 @@ def is_held_out(name: str) -> bool:
     if name.startswith("own-"):
         return int(name[4:]) % HELD_OUT == HELD_OUT // 4  # so that even a short run has some
     return name.startswith(f"asked-{TEST}") or derived(0, name.rstrip("+")) % HELD_OUT == 0
-
-
-def likeliest(logits: FloatArray) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float16]]:
-    """Ids and log-probabilities of the ``TOP_K`` likeliest tokens of each row [n, n_vocab], the likeliest first."""
-    k = min(TOP_K, logits.shape[1])
-    ids = np.empty((len(logits), k), dtype=np.int32)
-    logprobs = np.empty((len(logits), k), dtype=np.float16)
-    for i, row in enumerate(logits):
-        top = top_k_ids(row, k)
-        ids[i] = top[np.argsort(-row[top], kind="stable")]
-        largest = row[ids[i, 0]]
-        logprobs[i] = row[ids[i]] - largest - np.log(np.exp(row - largest).sum())
-    return ids, logprobs
 
 
 def goes_round(tokens: Sequence[int]) -> bool:

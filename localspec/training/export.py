@@ -24,20 +24,26 @@ from localspec.model_files.head_card import HeadCard, Training
 from localspec.model_files.head_file import write_head
 from localspec.model_files.tensor_rows import tensor_rows
 from localspec.system.machine import cpu_name
+from localspec.training.earlier_head import history
 from localspec.training.evaluation import Tally
-from localspec.training.lessons import Embed, Packer, Size, Stretch, first_lesson, n_lessons
+from localspec.training.lessons import Embed, Packer, Size, Stretch, first_lesson, memory_of, n_lessons
 from localspec.training.network import NOWHERE, HeadNetwork, Weights
 from localspec.training.run_folder import Run
 from localspec.training.shards import Passage
 from localspec.training.trainer import Trainer, TrainingProgress
 
 _N_PLACES = 64
-"""Places asked of a passage, from its first lesson on. A batch holds at most ``MEMORY`` before them and a few after."""
+"""Places asked of a passage, from its first lesson on. A batch holds some of the prompt before them and a few after."""
+
+_PER_CATEGORY = 4
+"""Passages asked of each category at least, where there are so many: of one alone a share says little."""
 
 _SIZE = Size(n_rows=256, n_lessons=_N_PLACES + 1, n_starts=_N_PLACES)
 
 
-def training_facts(run: Run, command: str, engine: str, progress: TrainingProgress, n_places: int) -> Training:
+def training_facts(
+    run: Run, command: str, engine: str, progress: TrainingProgress, n_places: int, earlier: Path | None
+) -> Training:
     """How a head was made.
 
     Args:
@@ -46,6 +52,7 @@ def training_facts(run: Run, command: str, engine: str, progress: TrainingProgre
         engine: name and version of what the target ran on.
         progress: the trainer's.
         n_places: tokens of examples that were learned from.
+        earlier: the head that it began with.
     """
     packages = {name: version(name) for name in ("numpy", "jax")}
     return Training(
@@ -57,6 +64,7 @@ def training_facts(run: Run, command: str, engine: str, progress: TrainingProgre
         machine=cpu_name(),
         versions={"localspec": __version__, "engine": engine, "python": platform.python_version(), **packages},
         curve=progress.curve,
+        earlier=history(earlier) if earlier is not None else (),
     )
 
 
@@ -138,14 +146,15 @@ def check(
         network, weights: what it was made from.
         embed: the target's embeddings.
         passages: held-out ones; the first places of evenly chosen ones are asked.
-        n_passages: how many; and one of each category that is not among them.
+        n_passages: how many; and more of a category of which few are among them.
     """
-    some, steps = _evenly([passage for passage in passages if n_lessons(passage) > 0], n_passages), network.card.steps
-    packer = Packer(network.card.token_map, embed, _SIZE, steps)
+    some, steps = evenly([passage for passage in passages if n_lessons(passage) > 0], n_passages), network.card.steps
+    packer = Packer(network.card.token_map, embed, _SIZE, steps, memory_of(network.card.kind))
     tally, same, real = Tally(), np.zeros(steps), np.zeros(steps)
     for passage in some:
         begin = first_lesson(passage)
-        piece = Stretch(passage, begin, begin + min(_N_PLACES, n_lessons(passage)))
+        end = begin + min(_N_PLACES, n_lessons(passage))
+        piece = Stretch(passage, begin, end, memory=memory_of(network.card.kind))
         n = piece.end - begin
         batch = packer.pack([piece], np.arange(n, dtype=np.int32))
         expected, true = (np.asarray(rows)[:, :n] for rows in network.guesses(weights, batch))
@@ -157,11 +166,14 @@ def check(
     return EngineCheck(tally.rates(), tuple((same / np.maximum(real, 1)).tolist()))
 
 
-def _evenly(passages: Sequence[Passage], n: int) -> list[Passage]:
-    chosen = list(passages[:: max(1, len(passages) // n)][:n])
-    seen = {passage.category for passage in chosen}
-    first = {passage.category: passage for passage in reversed(passages)}
-    return chosen + [passage for category, passage in first.items() if category not in seen]
+def evenly(passages: Sequence[Passage], n: int) -> list[Passage]:
+    """About n of the passages, and of each category at least ``_PER_CATEGORY``, or all there are."""
+    chosen = set(range(0, len(passages), max(1, len(passages) // n))[:n])
+    for category in {passage.category for passage in passages}:
+        own = [i for i, passage in enumerate(passages) if passage.category == category]
+        missing = max(0, min(_PER_CATEGORY, len(own)) - len(chosen.intersection(own)))
+        chosen.update([i for i in own if i not in chosen][:missing])
+    return [passages[i] for i in sorted(chosen)]
 
 
 def engine_logits(head: DraftHead, piece: Stretch, steps: int) -> Iterator[FloatArray]:

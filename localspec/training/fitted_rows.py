@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.model_files.head_card import HeadCard
-from localspec.training.lessons import MEMORY, Embed, first_lesson
+from localspec.training.lessons import Embed, first_lesson
 from localspec.training.shards import Passage
 
 Floats = npt.NDArray[np.float32]
@@ -20,6 +20,10 @@ ROWS_PER_INPUT = 24
 """Examples that are fitted to at most, for each of the inputs."""
 
 ROWS_AT_ONCE = 4096
+
+_PROMPT_ROWS = 64
+"""Rows of a prompt that are fitted to besides those of the answer: they need no memory, so more of them are only more
+examples."""
 
 _OUTLIER = 4.0
 """The first tokens of texts have states forty times as long as others; they are no examples."""
@@ -78,7 +82,7 @@ class Examples:
 
 def first_row(passage: Passage) -> int:
     """The first place that is fitted to."""
-    return max(1, min(first_lesson(passage), len(passage) - 1) - MEMORY)
+    return max(1, min(first_lesson(passage), len(passage) - 1) - _PROMPT_ROWS)
 
 
 def lengths_of(states: Floats) -> Floats:

@@ -315,6 +315,7 @@ class HeadMaker:
     # -- training ----------------------------------------------------------------------------------------------------
 
     def _trainer(self, file: GGUFFile, model: Model) -> Trainer:
+        from localspec.training.earlier_head import going_on
         from localspec.training.trainer import Trainer, TrainingSettings
         from localspec.training.warm_start import Start, start
 
@@ -335,6 +336,8 @@ class HeadMaker:
             return embed(tokens)
 
         def begin() -> Start:
+            if self._folder.earlier.exists():
+                return going_on(self._folder.earlier, file, card, embed_or_stop, self._learned)
             self._report(replace(self._standing, phase="training", text="fitting where to begin"))
             return start(file, card, output, embed_or_stop, self._learned, recipe.seed)
 
@@ -376,7 +379,8 @@ class HeadMaker:
         from localspec.training.export import training_facts, write_checked
 
         progress, place = trainer.progress, self._folder.head
-        training = training_facts(self._run, command, model.engine, progress, sum(map(len, self._learned)))
+        earlier = self._folder.earlier if self._folder.earlier.exists() else None
+        training = training_facts(self._run, command, model.engine, progress, sum(map(len, self._learned)), earlier)
         self._show("testing", "testing the head on answers it has not seen", 0.0, progress=progress)
         tested = self._tapped(model, self._held_out)
         return write_checked(place, trainer, training, file, model, tested, n_threads, self._say)

@@ -9,11 +9,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from localspec.backends.heads import MAX_STATES
+from localspec.model_files.head_card import Kind
 from localspec.training.network import OUTSIDE, Batch
 from localspec.training.shards import Passage
 
-MEMORY = 64
-"""Places of the prompt that the head sees before an answer: what its drafter keeps [places]."""
+MEMORY = MAX_STATES
+"""Places that a head sees at the first lesson of an answer, this one among them, in training and in its test: as many
+as its drafter reads of a prompt. Those of the answer come on top of them."""
+
+EAGLE3_MEMORY = 64
+"""The same of an EAGLE-3 head, whose drafter reads all of a prompt: as much of it as is worth the time of training."""
 
 _REACH = 192
 """Places seen before the first lesson of a piece that begins inside of a longer text."""
@@ -35,17 +41,27 @@ class Size:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Some lessons of a passage: every ``stride``-th of its places from ``begin`` to before ``end``."""
+    """Some lessons of a passage: every ``stride``-th of its places from ``begin`` to before ``end``.
+
+    Attributes:
+        memory: see ``memory_of``.
+    """
 
     passage: Passage
     begin: int
     end: int
     stride: int = 1
+    memory: int = MEMORY
 
     @property
     def first_row(self) -> int:
         """The first place that its lessons see."""
-        return max(0, self.begin - _REACH, first_lesson(self.passage) - MEMORY)
+        return max(0, self.begin - _REACH, first_lesson(self.passage) + 1 - self.memory)
+
+
+def memory_of(kind: Kind) -> int:
+    """Places that a head of a kind sees at the first lesson of an answer."""
+    return EAGLE3_MEMORY if kind == "eagle3" else MEMORY
 
 
 def first_lesson(passage: Passage) -> int:
@@ -66,15 +82,19 @@ class Packer:
         embed: the target's embeddings.
         size: of the batches.
         steps: how far ahead is guessed.
+        memory: of the pieces that ``Reading`` makes; see ``memory_of``.
 
     Raises:
         ValueError: a batch has no room for a lesson and all that it sees.
     """
 
-    def __init__(self, token_map: npt.NDArray[np.int32], embed: Embed, size: Size, steps: int) -> None:
+    def __init__(
+        self, token_map: npt.NDArray[np.int32], embed: Embed, size: Size, steps: int, memory: int = MEMORY
+    ) -> None:
         if size.n_rows < _REACH + steps + 2 or size.n_lessons < 2:
             raise ValueError(f"batches of {size.n_rows} rows and {size.n_lessons} lessons are too small")
         self.size = size
+        self.memory = memory
         self._token_map = token_map
         self._embed = embed
         self._steps = steps
@@ -229,10 +249,10 @@ class Reading:
         passage = self._next
         begin = first_lesson(passage) + cursor.lesson
         end = min(len(passage) - 1, begin + n_free)
-        piece = Stretch(passage, begin, end)
+        piece = Stretch(passage, begin, end, memory=self._packer.memory)
         excess = self._packer.rows_of(piece) - rows_free
         if excess > 0:
-            piece = Stretch(passage, begin, end - excess)
+            piece = Stretch(passage, begin, end - excess, memory=self._packer.memory)
         return piece if piece.end > begin and self._packer.rows_of(piece) <= rows_free else None
 
     @property

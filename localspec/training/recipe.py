@@ -17,6 +17,9 @@ from localspec.values import checked_whole, is_number, shown
 KINDS: tuple[Kind, ...] = ("chained", "parallel", "medusa", "eagle3")
 MOST_MINUTES = 60.0 * 24 * 30
 
+_MARKS_SHARE = 8
+"""At most one in so many of a head's tokens is kept for being a special token: some files have thousands."""
+
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
@@ -103,8 +106,10 @@ class Effort:
 
 
 def token_map(passages: Iterable[Passage], model: Model, n_out: int) -> npt.NDArray[np.int32]:
-    """The tokens that a head can guess, ascending: those that the target says most often, and those that end its turns.
+    """The tokens that a head can guess, ascending: those that the target says most often, those that end its turns, and
+    the other special tokens (marks of tool calls and the like), which few examples have.
 
+    Special tokens take at most an eighth of the head's vocabulary, those that were said most before the lowest ids.
     What was never seen comes in the order of ids, which is about that of frequency where merges were learned.
     """
     n_vocab = model.vocab.n_tokens
@@ -112,6 +117,9 @@ def token_map(passages: Iterable[Passage], model: Model, n_out: int) -> npt.NDAr
     for passage in passages:
         if not passage.held_out:
             counts += np.bincount(passage.tokens[passage.start :], minlength=len(counts))
-    counts[list(model.vocab.eog)] = counts.sum() + 1
+    most = counts.sum() + 1
+    marks = sorted(model.vocab.marks, key=lambda token: -counts[token])[: n_out // _MARKS_SHARE]
+    counts[marks] = most
+    counts[list(model.vocab.eog)] = most + 1
     order = np.argsort(-counts[:n_vocab], kind="stable")
     return np.sort(order[: min(n_out, n_vocab)]).astype(np.int32)

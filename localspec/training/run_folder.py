@@ -36,6 +36,8 @@ class Run:
         minutes: that were asked for, all sittings together.
         data_seconds, training_seconds: of work so far.
         finished: whether the minutes are over and the head was measured.
+        begins_with: the file name of the head that training begins with; "none" is a linear one.
+        begins_with_sha256: the first digits of that file's digest; "" where there is none.
         prompts, texts, chats: what of the user's own is used, as paths.
     """
 
@@ -45,6 +47,8 @@ class Run:
     data_seconds: float = 0.0
     training_seconds: float = 0.0
     finished: bool = False
+    begins_with: str = "none"
+    begins_with_sha256: str = ""
     prompts: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     chats: bool = False
@@ -65,6 +69,8 @@ class RunFolder:
         self.shards = self.path / "shards"
         self.checkpoint = self.path / "checkpoint.npz"
         self.head = self.path / "head.gguf"
+        self.earlier = self.path / "earlier.gguf"
+        """The head that training begins with, a copy; not there where it begins with a linear one."""
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -16,7 +16,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from localspec.backends.base import FloatArray
 from localspec.errors import LocalspecError
+from localspec.sampling.rows import top_k_ids
 from localspec.system.files import write_atomically
 
 TOP_K = 16
@@ -68,6 +70,19 @@ class Passage:
     def n_own(self) -> int:
         """Places at which the target went on in its own words, or in the words of a text that it was to read."""
         return len(self) - max(0, self.start - 1)
+
+
+def likeliest(logits: FloatArray) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float16]]:
+    """Ids and log-probabilities of the ``TOP_K`` likeliest tokens of each row [n, n_vocab], the likeliest first."""
+    k = min(TOP_K, logits.shape[1])
+    ids = np.empty((len(logits), k), dtype=np.int32)
+    logprobs = np.empty((len(logits), k), dtype=np.float16)
+    for i, row in enumerate(logits):
+        top = top_k_ids(row, k)
+        ids[i] = top[np.argsort(-row[top], kind="stable")]
+        largest = row[ids[i, 0]]
+        logprobs[i] = row[ids[i]] - largest - np.log(np.exp(row - largest).sum())
+    return ids, logprobs
 
 
 def as_states(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float16]:
@@ -180,7 +195,7 @@ def _read(path: Path, taps: Sequence[str], n_embd: int) -> list[Passage]:
 
     Raises:
         ShardError: it is of another run.
-        ValueError, KeyError, TypeError, OSError: it is none.
+        ValueError, KeyError, TypeError, OSError: it cannot be read, or is not a file of passages.
     """
     with path.open("rb") as file:
         header = json.loads(file.readline(1 << 26))

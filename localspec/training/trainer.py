@@ -20,7 +20,7 @@ from localspec.errors import LocalspecError
 from localspec.model_files.head_card import CurvePoint, HeadCard
 from localspec.system.files import write_atomically
 from localspec.training.evaluation import HeldOutTest
-from localspec.training.lessons import Cursor, Embed, Packer, Reading, Size
+from localspec.training.lessons import Cursor, Embed, Packer, Reading, Size, memory_of
 from localspec.training.network import HeadNetwork, Weights
 from localspec.training.shards import Passage
 from localspec.training.warm_start import Start
@@ -136,7 +136,7 @@ class Trainer:
         self.card = card
         half = half_is_faster() if self.settings.half is None else self.settings.half
         self.network = HeadNetwork(card, output, half=half)
-        self._packer = Packer(card.token_map, embed, self.settings.size, card.steps)
+        self._packer = Packer(card.token_map, embed, self.settings.size, card.steps, memory_of(card.kind))
         self._passages = passages
         self._test_set = HeldOutTest(held_out, card, embed)
         self._path = checkpoint

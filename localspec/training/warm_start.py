@@ -48,6 +48,8 @@ _WHOLE = 32
 _COLD = 0.02
 """Standard deviation of a matrix that begins at random, as GPT-2's and llama's did."""
 
+_LONGEST_LICENSE = 200
+
 _SHARPNESS = np.arange(0.1, 1.05, 0.1)
 _JUDGED = 512
 """Examples kept apart to choose how sure the head begins."""
@@ -63,7 +65,8 @@ def new_card(
     steps: int,
     d_ff: int,
 ) -> HeadCard:
-    """The card of an untrained head; its block has the heads of the target's.
+    """The card of an untrained head; its block has the heads of the target's. Its licence is the target's, whose
+    answers it learns from.
 
     Args:
         file: the target.
@@ -74,9 +77,11 @@ def new_card(
     Raises:
         UnsupportedModel: the target does not say its sizes.
     """
-    target = TargetFacts.of(file, fingerprint)
+    target, license = TargetFacts.of(file, fingerprint), file.metadata.get("general.license")
+    license = license[:_LONGEST_LICENSE] if isinstance(license, str) else ""
     if kind == "medusa":
-        return HeadCard(kind=kind, taps=tuple(taps), token_map=token_map, steps=steps, target=target)
+        taps = tuple(taps)
+        return HeadCard(kind=kind, taps=taps, token_map=token_map, steps=steps, target=target, license=license)
     n_head = file.field("attention.head_count")
     n_head_kv = file.field("attention.head_count_kv", n_head)
     if not all(isinstance(n, int) and n > 0 for n in (n_head, n_head_kv)):
@@ -98,6 +103,7 @@ def new_card(
         d_ff=max(_WHOLE, (min(d_ff, n_ff) if isinstance(n_ff, int) else d_ff) // _WHOLE * _WHOLE),
         rope_base=float(file.field("rope.freq_base", 10000.0)),
         norm_eps=float(file.field("attention.layer_norm_rms_epsilon", 1e-6)),
+        license=license,
     )
 
 

@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 
 from localspec.backends.heads import heads_for
-from localspec.commands.questions import in_turns, own_questions
-from localspec.commands.timing.answer import Sample, TimedAnswer
-from localspec.commands.timing.arms import PLAIN, Arm
-from localspec.commands.timing.schedule import blocks
-from localspec.commands.timing.subject import EngineUnderTest
-from localspec.commands.timing.turns import SLICE_TOKENS, measure, places
 from localspec.llm import LLM
+from localspec.measuring.answer import Sample, TimedAnswer
+from localspec.measuring.arms import PLAIN, Arm
+from localspec.measuring.questions import in_turns, own_questions
+from localspec.measuring.schedule import blocks
+from localspec.measuring.statistics import Values, estimate
+from localspec.measuring.subject import EngineUnderTest
+from localspec.measuring.turns import SLICE_TOKENS, measure, places
 from localspec.model_files.catalog import Catalog
 from localspec.sampling.sampling import SamplingParams
 from localspec.system.files import is_same_file
@@ -39,6 +39,7 @@ class Worth:
         gain: speed with the head over the better of the two without it, the median over the questions.
         n_questions: that were asked.
         drafters: those there are without the head, by name.
+        interval: of the gain, at 95 %; None where too few questions were asked for one.
     """
 
     plain: float
@@ -47,6 +48,17 @@ class Worth:
     gain: float
     n_questions: int
     drafters: tuple[str, ...]
+    interval: tuple[float, float] | None = None
+
+    @property
+    def pays(self) -> bool:
+        """Whether answers are faster with the head, by more than chance may give."""
+        return self.interval is not None and self.interval[0] > 1
+
+    @property
+    def is_unclear(self) -> bool:
+        """Whether the questions cannot tell the gain from none."""
+        return self.interval is None or self.interval[0] <= 1 <= self.interval[1]
 
 
 def measure_worth(
@@ -99,12 +111,22 @@ def measure_worth(
             subject.restore()
         names = tuple(Path(name).stem for name in others)
     speeds = {arm: _speed(samples, arm) for arm in (PLAIN.name, without.name, auto.name)}
-    gains = [
-        _speed(mine, auto.name) / max(_speed(mine, PLAIN.name), _speed(mine, without.name))
+    gains = {
+        question: [_speed(mine, auto.name) / max(_speed(mine, PLAIN.name), _speed(mine, without.name))]
         for question in dict.fromkeys(sample.question for sample in samples)
         for mine in [[sample for sample in samples if sample.question == question]]
-    ]
-    return Worth(speeds["plain"], speeds["without"], speeds["auto"], median(gains), len(gains), names)
+    }
+    gain, interval = gain_of(gains)
+    return Worth(speeds["plain"], speeds["without"], speeds["auto"], gain, len(gains), names, interval)
+
+
+def gain_of(gains: Values) -> tuple[float, tuple[float, float] | None]:
+    """The median gain over the questions and its interval at 95 %; None in its place for fewer than six questions."""
+    found = estimate(gains)
+    assert found is not None
+    if not found.is_firm or found.low is None or found.high is None:
+        return found.median, None
+    return found.median, (found.low, found.high)
 
 
 def _nothing(answer: TimedAnswer, fraction: float) -> None:

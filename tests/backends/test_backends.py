@@ -349,7 +349,7 @@ def test_no_tokens_and_no_room_are_refused(model: Model, context: Context) -> No
     with pytest.raises(UsageError, match="at least one token"):
         context.decode([])
     for n_ctx in (0, -5):
-        with pytest.raises(UsageError, match="over 0"):
+        with pytest.raises(UsageError, match="at least 1"):
             model.new_context(n_ctx)
 
 

@@ -110,7 +110,9 @@ def test_a_file_is_checked_once(model: Model, isolated_home: Path, monkeypatch: 
 def test_a_verdict_against_it_stays(model: Model, isolated_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         rows_of_others(patch)
-        with pytest.raises(EngineMismatch, match=r"otherwise than one alone \(KL .*; answer one at a time"):
+        with pytest.raises(
+            EngineMismatch, match=r"different results for batched conversations of .* \(KL .*; answer one at a time"
+        ):
             ensure_batches(model)
     with pytest.raises(EngineMismatch):
         ensure_batches(model)

@@ -1,4 +1,4 @@
-"""The largest logits of rows, found by llama.cpp in the graph of a pass: the same ones, with the same values."""
+"""The largest logits of rows, found by an engine where it computes them: the same ones, with the same values."""
 
 from __future__ import annotations
 
@@ -9,33 +9,45 @@ import numpy as np
 import pytest
 
 from localspec import LLM, SamplingParams
-from localspec.backends.base import Context, Forward
-from localspec.backends.best_logits import LEAST, MOST, MOST_ROWS, BestLogits, best_pays
+from localspec.backends.base import Context, Forward, Model
+from localspec.backends.best_logits import MOST_ROWS, BestLogits
+from localspec.backends.best_rows import LEAST, MOST, best_pays
 from localspec.backends.llama_family import LlamaModel
 from localspec.sampling.rows import top_k_ids
 from tests.backends.test_backends import fresh_rows, some_tokens
 from tests.conftest import TinyFiles, open_backend
 from tests.support import ggufs
+from tests.support.best_rows import force_best
 from tests.support.gguf_vocabs import spm_vocab
 
+MOST_TOGETHER = {"llama-cpp": MOST_ROWS, "mlx": 32}
+"""Rows of the widest pass, on a CPU, of which the largest logits can be had."""
 
-def loaded(path: Path) -> LlamaModel:
-    model = open_backend("llama-cpp").load(path, n_threads=1)
-    assert isinstance(model, LlamaModel)
-    if not model.binding.finds_best:
+
+def loaded(path: Path, engine: str = "llama-cpp") -> Model:
+    model = open_backend(engine).load(path, n_threads=1)
+    if isinstance(model, LlamaModel) and not model.binding.finds_best:
         pytest.skip("this llama-cpp-python has no samplers in its graph")
     return model
 
 
+@pytest.fixture(scope="module", params=list(MOST_TOGETHER))
+def model(request: pytest.FixtureRequest, tiny: TinyFiles) -> Iterator[Model]:
+    with loaded(tiny.spm, request.param) as model:
+        model.__dict__["finds_best"] = True
+        yield model
+
+
 @pytest.fixture(scope="module")
-def model(tiny: TinyFiles) -> Iterator[LlamaModel]:
+def llama(tiny: TinyFiles) -> Iterator[LlamaModel]:
     with loaded(tiny.spm) as model:
+        assert isinstance(model, LlamaModel)
         model.__dict__["finds_best"] = True
         yield model
 
 
 @pytest.fixture
-def context(model: LlamaModel) -> Iterator[Context]:
+def context(model: Model) -> Iterator[Context]:
     with model.new_context(256) as context:
         yield context
 
@@ -51,7 +63,7 @@ def is_best_of(forward: Forward, whole: np.ndarray, n_best: int) -> None:
 
 
 @pytest.mark.parametrize("n_best", [1, 40, LEAST - 1, LEAST, 200])
-def test_rows_hold_the_largest_logits(model: LlamaModel, context: Context, n_best: int) -> None:
+def test_rows_hold_the_largest_logits(model: Model, context: Context, n_best: int) -> None:
     text, more = some_tokens(30), some_tokens(5, seed=1)
     context.decode(text, "none")
     whole = context.decode(more).logits.copy()
@@ -64,7 +76,19 @@ def test_rows_hold_the_largest_logits(model: LlamaModel, context: Context, n_bes
     assert context.tokens == [*text, *more]
 
 
-def test_whole_rows_come_as_before_in_between(context: Context, model: LlamaModel) -> None:
+def test_float_rows_lead_to_the_largest_logits_too(context: Context, model: Model) -> None:
+    """And where they are read alone, with no logits, nothing is cut."""
+    rows = np.random.default_rng(0).standard_normal((8, model.n_embd)).astype(np.float32)
+    assert context.decode_floats(rows[:5], range(5), "none", 4).logits.shape == (0, model.n_vocab)
+    for n_best, logits in ((4, "all"), (40, "last")):
+        whole = context.decode_floats(rows[5:], range(5, 8), logits).logits.copy()
+        context.truncate(5)
+        is_best_of(context.decode_floats(rows[5:], range(5, 8), logits, n_best), whole, n_best)
+        assert context.tokens == list(range(8))
+        context.truncate(5)
+
+
+def test_whole_rows_come_as_before_in_between(context: Context, model: Model) -> None:
     tokens = some_tokens(24)
     expected = fresh_rows(model, tokens)
     for start in range(0, 24, 6):
@@ -75,18 +99,21 @@ def test_whole_rows_come_as_before_in_between(context: Context, model: LlamaMode
         assert np.abs(rows - expected[start + 3 : start + 6]).max() < 0.05
 
 
-def test_what_cannot_be_had_so_is_whole(context: Context, model: LlamaModel) -> None:
-    n_before = 0
-    for n_tokens, n_best in ((MOST_ROWS + 1, 1), (2, MOST), (2, model.n_vocab)):
+def test_what_cannot_be_had_so_is_whole(context: Context, model: Model) -> None:
+    n_before, most = 0, MOST_TOGETHER[model.backend]
+    for n_tokens, n_best in ((most + 1, 1), (2, MOST), (2, model.n_vocab)):
         forward = context.decode_best([7] * n_tokens, n_best)
         assert forward.ids is None
         assert forward.logits.shape == (n_tokens, model.n_vocab)
         n_before += n_tokens
         assert context.n_past == n_before
-    assert context.decode_best([7] * MOST_ROWS, 1).ids is not None
+    assert context.decode_best([7] * most, 1).ids is not None
+    forward = context.decode_best([7] * (most + 1), 1, "last")
+    assert len(forward) == 1
+    assert forward.best()[0] < model.n_vocab
 
 
-def test_hidden_states_come_with_them(model: LlamaModel) -> None:
+def test_hidden_states_come_with_them(model: Model) -> None:
     tokens = some_tokens(6)
     with (
         model.new_context(64, hidden=("layer:0", "norm")) as one,
@@ -98,14 +125,15 @@ def test_hidden_states_come_with_them(model: LlamaModel) -> None:
             assert np.array_equal(states, best.hidden[name]), name
 
 
-def test_equals_at_the_end_have_the_row_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", MOST_TOGETHER)
+def test_equals_at_the_end_have_the_row_whole(engine: str, tmp_path: Path) -> None:
     """Of a hundred that are equal the device could take any; and the memory is as if nothing had been tried."""
     shape, vocab = ggufs.Shape(n_layer=1, n_embd=32, n_head=2, n_head_kv=1, n_ff=32), spm_vocab()
     path = tmp_path / "equals.gguf"
     weights = ggufs.llama_weights(shape, len(vocab))
     weights["output.weight"][100:200] = 3.0 * weights["output.weight"][100]
     ggufs.write_llama(path, shape=shape, vocab=vocab, weights=weights)
-    with loaded(path) as model, model.new_context(64) as plain:
+    with loaded(path, engine) as model, model.new_context(64) as plain:
         model.__dict__["finds_best"] = True
         context, n_whole = model.new_context(64), 0
         for token in some_tokens(12, n_vocab=99):
@@ -120,29 +148,80 @@ def test_equals_at_the_end_have_the_row_whole(tmp_path: Path) -> None:
         context.close()
 
 
-def test_a_device_without_the_means_gives_whole_rows(
-    model: LlamaModel, context: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_without_the_means_gives_whole_rows(llama: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it cannot, the engine leaves the chain out and counts every logit."""
-    monkeypatch.setattr(model.binding.lib, "llama_get_sampled_candidates_count_ith", lambda *_: model.n_vocab)
-    expected = fresh_rows(model, [5, 6, 7])
-    assert np.array_equal(context.decode_best([5, 6, 7], 1).logits, expected)
-    monkeypatch.undo()
-    assert context.decode_best([8], 1).ids is None  # it is not asked again
-    assert context.tokens == [5, 6, 7, 8]
+    monkeypatch.setattr(llama.binding.lib, "llama_get_sampled_candidates_count_ith", lambda *_: llama.n_vocab)
+    expected = fresh_rows(llama, [5, 6, 7])
+    with llama.new_context(256) as context:
+        assert np.array_equal(context.decode_best([5, 6, 7], 1).logits, expected)
+        monkeypatch.undo()
+        assert context.decode_best([8], 1).ids is None  # it is not asked again
+        assert context.tokens == [5, 6, 7, 8]
 
 
-def test_without_memory_for_it_nothing_is_tried(
-    model: LlamaModel, context: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_memory_for_it_nothing_is_tried(llama: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine would end the process."""
     monkeypatch.setattr(BestLogits, "_has_room", lambda self: False)
-    assert context.decode_best([5, 6], 1).ids is None
+    with llama.new_context(256) as context:
+        assert context.decode_best([5, 6], 1).ids is None
 
 
-def test_it_is_used_where_it_takes_less_time(model: LlamaModel) -> None:
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_what_is_no_number_has_the_row_whole_on_mlx(
+    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, wrong: float
+) -> None:
+    """Wherever it stands: the device looks at all of the row."""
+    with loaded(tiny.spm, "mlx") as model:
+        import mlx.core as mx
+
+        from localspec.backends.mlx.network import Network
+
+        model.__dict__["finds_best"] = True
+        logits, spoilt = Network.logits, np.zeros(model.n_vocab, dtype=np.float32)
+        spoilt[17] = wrong
+        with model.new_context(64) as context:
+            assert context.decode_best([5, 6], 1).ids is not None
+            monkeypatch.setattr(Network, "logits", lambda self, hidden: logits(self, hidden) + mx.array(spoilt))
+            forward = context.decode_best([7, 8], 1)
+            assert forward.ids is None
+            assert not np.isfinite(forward.logits[:, 17]).any()
+            assert np.isfinite(np.delete(forward.logits, 17, axis=1)).all()
+            assert context.tokens == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("n_vocab", [64, 200, 64 * 128 + 127, 65 * 128 + 127, 151_936])
+def test_mlx_finds_them_among_many(n_vocab: int) -> None:
+    """With equals everywhere, which the device may choose from; with nearly all in a block, or minus infinity."""
+    open_backend("mlx")
+    import mlx.core as mx
+
+    from localspec.backends.mlx.best import largest, settled
+
+    rng = np.random.default_rng(n_vocab)
+    rows = np.round(rng.standard_normal((4, n_vocab)) * 4, 1).astype(np.float32)
+    rows[1] = np.arange(n_vocab) % 1000 * 1e-3
+    rows[1, -60:] = np.arange(60) + 10
+    rows[2, :-1] = -np.inf
+    rows[3] = rng.permutation(n_vocab)
+    for n_best in (1, 5, 40, 63):
+        for row in rows:
+            best = largest(mx.array(row[None]), n_best)
+            assert best is not None
+            found, ordered = settled(best, n_best), np.sort(row)[::-1]
+            k = best.values.shape[1]
+            assert np.array_equal(np.sort(np.array(best.values)[0])[::-1], ordered[:k])
+            assert settled(best._replace(has_nan=mx.array(True)), n_best) is None
+            assert (found is None) == (ordered[n_best - 1] == ordered[k - 1] > -np.inf)
+            if found is not None:
+                (values,), (ids,) = found
+                assert (np.diff(ids) > 0).all()
+                assert np.array_equal(row[ids], values)
+                assert set(np.flatnonzero(row >= max(ordered[n_best - 1], -1e9))) <= set(ids)
+
+
+def test_it_is_used_where_it_takes_less_time(model: Model) -> None:
     """On a CPU it is not: rows are at hand there. The trial itself leaves nothing behind."""
-    with loaded(model.path) as other:
+    with loaded(model.path, model.backend) as other:
         assert isinstance(best_pays(other), bool)
         assert "finds_best" not in other.__dict__
         assert not other.finds_best
@@ -155,24 +234,15 @@ SETTINGS = {
 }
 
 
+@pytest.mark.parametrize("engine", MOST_TOGETHER)
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_answers_are_the_same(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, settings: str) -> None:
+def test_answers_are_the_same(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, settings: str, engine: str) -> None:
     """Drafts of a fixed length, so that passes are as wide and round alike."""
-    open_backend("llama-cpp")
-    n_read = 0
-    read = BestLogits.read
-
-    def counted(self: BestLogits, *arguments: int) -> object:
-        nonlocal n_read
-        n_read += 1
-        return read(self, *arguments)
-
-    monkeypatch.setattr(BestLogits, "read", counted)
+    open_backend(engine)
     texts = []
     for finds_best in (False, True):
-        monkeypatch.setattr(LlamaModel, "finds_best", finds_best)
-        with LLM(tiny.pair.target, draft=tiny.pair.draft, draft_length=3, backend="llama-cpp", n_threads=1) as llm:
-            n_read = 0
+        cut = force_best(monkeypatch, engine, finds_best)
+        with LLM(tiny.pair.target, draft=tiny.pair.draft, draft_length=3, backend=engine, n_threads=1) as llm:
             texts.append([llm.generate(p, SETTINGS[settings]).token_ids for p in ("one two three", "four five")])
-            assert bool(n_read) == finds_best
+        assert bool(cut) == finds_best
     assert texts[0] == texts[1]

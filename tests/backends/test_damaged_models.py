@@ -99,7 +99,7 @@ def test_no_engine_dies_of_it(engine: Engine, build: Builder, name: str) -> None
         ([("number", "llama.attention.head_count", 0)], "0 heads"),
         ([("number", "llama.attention.head_count", 3)], "where the header says|some channels"),
         ([("number", "llama.attention.key_length", 31)], "31 channels|some channels"),
-        ([("set", "llama.block_count", (TEXT, struct.pack("<Q", 1) + b"k"))], "no size"),
+        ([("set", "llama.block_count", (TEXT, struct.pack("<Q", 1) + b"k"))], "not a valid size"),
         ([("set", "llama.rope.scaling.type", (9, struct.pack("<IQ", 4, 2) + bytes(8)))], "rope scaling"),
         ([("set", "tokenizer.ggml.scores", (TEXT, struct.pack("<Q", 1) + b"k"))], "scores"),
         ([("set", "tokenizer.ggml.merges", (U32, bytes(4)))], "merges"),

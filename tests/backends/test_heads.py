@@ -235,7 +235,7 @@ def test_real_ones_do_too(fast_backend: Backend, real_model: Callable[[str], Pat
 
 def test_a_head_reads_no_text(load: Open, target: Path, tmp_path: Path) -> None:
     head = load(write_random_head(target, tmp_path / "head.gguf"), target)
-    with pytest.raises(UsageError, match="is a head, which reads no text"):
+    with pytest.raises(UsageError, match="is a draft head and cannot tokenize text"):
         head.model.tokenize("text")
 
 

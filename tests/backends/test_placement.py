@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from localspec import LLM, Placement, SamplingParams
 from localspec.backends import trust
+from localspec.backends.llama_binding import Binding
 from localspec.backends.llama_placement import Place, Placed, Places
 from localspec.backends.noise import engine_log
 from localspec.backends.registry import engine_module
@@ -82,17 +84,17 @@ def test_no_device_is_the_cpu(tiny: TinyFiles) -> None:
         ({"main_gpu": -1, "split_mode": "none"}, "--main-gpu must be"),
         ({"main_gpu": True, "split_mode": "none"}, "--main-gpu must be"),
         ({"n_cpu_moe": -1}, "--n-cpu-moe must be"),
-        ({"n_cpu_moe": 1, "cpu_moe": True}, "one of the two"),
+        ({"n_cpu_moe": 1, "cpu_moe": True}, "use either --cpu-moe"),
         ({"cpu_moe": 3}, "on or off"),
         ({"device": ()}, "--device takes names"),
         ({"device": ("CUDA0", "CUDA0")}, "CUDA0 twice"),
-        ({"device": "none,CUDA0"}, "stands alone"),
+        ({"device": "none,CUDA0"}, "cannot be combined with other devices"),
         ({"device": "none", "tensor_split": (1,)}, "nothing to split"),
-        ({"split_mode": "none", "tensor_split": (1, 1)}, "that nothing is"),
+        ({"split_mode": "none", "tensor_split": (1, 1)}, "cannot be combined with --split-mode none"),
         ({"override_tensor": "ffn"}, "PATTERN=BUFFER"),
         ({"override_tensor": "=CPU"}, "PATTERN=BUFFER"),
         ({"override_tensor": "ffn="}, "PATTERN=BUFFER"),
-        ({"override_tensor": "f[=CPU"}, "no regular expression"),
+        ({"override_tensor": "f[=CPU"}, "not a valid regular expression"),
         ({"override_tensor": "(?i)ffn=CPU"}, "C\\+\\+"),
         ({"override_tensor": "x" * 300 + "=CPU"}, "PATTERN=BUFFER"),
         ({"override_tensor": 7}, "--override-tensor takes texts"),
@@ -117,13 +119,13 @@ def test_several_overrides_in_one_text() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"device": "CUDA7"}, "--device CUDA7: llama-cpp has (no device but the CPU|[A-Z])"),
+        ({"device": "CUDA7"}, "--device CUDA7: llama-cpp only has (the CPU|[A-Z])"),
         ({"tensor_split": (1,) * 17}, "--tensor-split"),
         ({"override_tensor": "nowhere=CPU"}, "matches no tensor"),
-        ({"override_tensor": "ffn=CUDA7"}, "the memory that the model uses is .*CPU"),
+        ({"override_tensor": "ffn=CUDA7"}, "the model uses the buffers .*CPU"),
         ({"override_tensor": "embd=CUDA7"}, "token_embd.weight, which stays on the CPU"),
-        ({"cpu_moe": True}, "no experts"),
-        ({"n_cpu_moe": 1}, "no experts"),
+        ({"cpu_moe": True}, "not a mixture of experts"),
+        ({"n_cpu_moe": 1}, "not a mixture of experts"),
     ],
 )
 def test_what_is_not_here_is_refused(tiny: TinyFiles, options: dict[str, Any], words: str) -> None:
@@ -138,7 +140,7 @@ def test_splitting_needs_devices(engine: Backend, tiny: TinyFiles) -> None:
     if engine_module(engine.name).binding().gpu:
         pytest.skip("there is a GPU")
     for options in ({"split_mode": "row"}, {"tensor_split": (3, 1)}, {"split_mode": "none", "main_gpu": 0}):
-        with pytest.raises(UsageError, match="no device but the CPU"):
+        with pytest.raises(UsageError, match="only has the CPU"):
             engine.load(tiny.spm, placement=Placement(**options))  # type: ignore[arg-type]
 
 
@@ -180,8 +182,8 @@ class TestTwoGpus:
         [
             ({"split_mode": "row"}, "Vulkan1 cannot divide matrices"),
             ({"split_mode": "none", "main_gpu": 2}, "numbered 0 to 1"),
-            ({"tensor_split": (1, 1, 1)}, "3 shares for 2: CUDA0, Vulkan1"),
-            ({"device": "CUDA0", "override_tensor": "exps=Vulkan1"}, "the memory that the model uses is CPU, CUDA0"),
+            ({"tensor_split": (1, 1, 1)}, "3 shares for 2 devices: CUDA0, Vulkan1"),
+            ({"device": "CUDA0", "override_tensor": "exps=Vulkan1"}, "the model uses the buffers CPU, CUDA0"),
             ({"override_tensor": "token=CUDA0"}, "stays on the CPU"),
         ],
     )
@@ -200,3 +202,28 @@ def test_an_answer_does_not_depend_on_it(tiny: TinyFiles, monkeypatch: pytest.Mo
             keys.append(llm.run(lambda pair: curve_key(pair.target, "f16")))
     assert answers[0] == answers[1]
     assert keys[0] != keys[1]  # passes may cost something else
+
+
+@pytest.mark.parametrize(
+    ("n_gpu_layers", "placed", "device"),
+    [
+        (-1, None, "gpu"),
+        (5, None, "gpu"),
+        (4, None, "mixed"),  # the output matrix counts as a layer, and is the last to go there
+        (1, None, "mixed"),
+        (0, None, "cpu"),
+        (-1, {"on_devices": False}, "cpu"),
+        (-1, {"keeps_some": True}, "mixed"),
+        (-1, {"links": [SimpleNamespace(is_near=False)]}, "gpu"),
+        (-1, {"links": [SimpleNamespace(is_near=False), SimpleNamespace(is_near=True)]}, "mixed"),
+    ],
+)
+def test_a_model_that_leaves_work_to_the_cpu_is_not_on_a_gpu_alone(
+    n_gpu_layers: int, placed: dict[str, Any] | None, device: str
+) -> None:
+    """Of four layers: what shares the processor with a draft model is not drafted for during its passes."""
+    where = (
+        None if placed is None else SimpleNamespace(**{"on_devices": True, "keeps_some": False, "links": []} | placed)
+    )
+    engine = SimpleNamespace(gpu=True)
+    assert Binding.device(engine, n_gpu_layers, where, 4) == device  # type: ignore[arg-type]

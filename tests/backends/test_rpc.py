@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.network_delay import Delay
 from localspec import LLM, EngineError, EngineUnavailable, Placement, SamplingParams
 from localspec.backends import llama_cpp, rpc
 from localspec.backends.layout import Target, layout
@@ -72,6 +73,23 @@ def test_the_same_tokens_as_without(tiny: TinyFiles, addresses: tuple[str, ...])
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("delay_ms", "device"), [(0.0, "mixed"), (4.0, "gpu")])
+def test_drafting_goes_on_beside_far_servers_only(
+    delay_ms: float, device: str, tiny: TinyFiles, addresses: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers on this machine compute on the processor that the draft model is on."""
+    # However busy this machine is, what is not delayed counts as near.
+    monkeypatch.setattr("localspec.backends.rpc_link._NEAR_MS", delay_ms or 1e9)
+    with ExitStack() as stack:
+        proxies = [stack.enter_context(Delay(each, delay_ms / 1e3)) for each in addresses]
+        placement = Placement(rpc=tuple(each.address for each in proxies), tensor_split=(1, 1))
+        llm = stack.enter_context(LLM(tiny.pair.target, tiny.pair.draft, placement=placement, **options()))
+        assert llm.run(lambda pair: pair.target.capabilities.device) == device
+        assert llm.run(lambda pair: pair.state.drafting_ahead is not None) == (device == "gpu")
+        assert llm.generate(TEXT, PARAMS, draft_length=3).token_ids
+
+
+@pytest.mark.slow
 def test_what_a_server_s_memory_is_called(tiny: TinyFiles, addresses: tuple[str, ...]) -> None:
     placement = Placement(rpc=addresses, override_tensor=f"ffn=RPC0[{addresses[1]}]", tensor_split=(1, 1))
     with LLM(tiny.bpe, "ngram", placement=placement, **options()) as llm:
@@ -121,7 +139,7 @@ def test_a_server_serves_one_client(tiny: TinyFiles, library: Path, monkeypatch:
     with ExitStack() as stack:
         address, _ = stack.enter_context(serving())
         stack.enter_context(LLM(tiny.bpe, "ngram", placement=Placement(rpc=address), **options()))
-        with pytest.raises(EngineError, match="serves one client at a time"):
+        with pytest.raises(EngineError, match="busy with another client"):
             ask(address)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
 
 from localspec import Placement
-from localspec.backends.rpc_link import PROTOCOL, Link, ask, checked_address
+from localspec.backends.rpc_link import PROTOCOL, Link, ServerFacts, ask, checked_address
 from localspec.errors import EngineError, UsageError
 
 
@@ -21,10 +22,11 @@ class Server:
     Args:
         version: of the protocol.
         dies_at: the number of the request at which it closes the connection, in the middle of its answer.
+        waits: seconds before each answer.
     """
 
-    def __init__(self, version: int = PROTOCOL, dies_at: int = -1) -> None:
-        self.version, self.dies_at = version, dies_at
+    def __init__(self, version: int = PROTOCOL, dies_at: int = -1, waits: float = 0.0) -> None:
+        self.version, self.dies_at, self.waits = version, dies_at, waits
         self.seen: list[tuple[int, bytes]] = []
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
@@ -53,6 +55,7 @@ class Server:
             if what == 8:
                 answer = b"\7" * int.from_bytes(body[-8:], "little")
             if answer is not None:
+                time.sleep(self.waits)
                 message = struct.pack("<Q", len(answer)) + answer
                 if len(self.seen) == self.dies_at:
                     stream.write(message[:10])
@@ -84,6 +87,14 @@ def test_a_server_says_what_it_has() -> None:
     facts = ask(Server().address)
     assert [(each.free_bytes, each.total_bytes) for each in facts.devices] == [(5 << 30, 8 << 30)]
     assert facts.round_trip_ms > 0
+    assert facts.own_address
+
+
+def test_a_tunnel_to_another_machine_takes_longer_than_this_one() -> None:
+    """Both are at an address of this machine's own: what is near is told by the time an answer takes."""
+    for ms, own, near in ((0.1, True, True), (0.1, False, False), (5.0, True, False)):
+        assert ServerFacts((), ms, own).is_near == near
+    assert not ask(Server(waits=0.002).address).is_near
 
 
 def test_other_versions_and_other_servers_are_refused() -> None:
@@ -157,7 +168,7 @@ def test_loopback_is_taken(address: str) -> None:
 
 @pytest.mark.parametrize("address", ["192.168.1.7:50052", "server:50052", "localhost.example.com:1", "0.0.0.0:1"])
 def test_other_addresses_only_for_who_says_so(address: str) -> None:
-    with pytest.raises(UsageError, match=r"no protection at all.*ssh -N -L.*--allow-insecure-rpc"):
+    with pytest.raises(UsageError, match=r"unencrypted and unauthenticated.*ssh -N -L.*--allow-insecure-rpc"):
         Placement(rpc=(address,))
     assert Placement(rpc=(address,), allow_insecure_rpc=True).rpc == (address,)
 
@@ -171,8 +182,8 @@ def test_other_addresses_only_for_who_says_so(address: str) -> None:
         ({"rpc": "[::1]:50052"}, "HOST:PORT"),
         ({"rpc": "127.0.0.1:1;x"}, "HOST:PORT"),
         ({"rpc": ("127.0.0.1:1", "127.0.0.1:1")}, "each once"),
-        ({"allow_insecure_rpc": True}, "which was not given"),
-        ({"rpc": "127.0.0.1:1", "device": "none"}, "leaves the RPC servers out"),
+        ({"allow_insecure_rpc": True}, "needs --rpc"),
+        ({"rpc": "127.0.0.1:1", "device": "none"}, "cannot be combined with --rpc"),
         ({"rpc": 5}, "--rpc takes texts"),
     ],
 )

@@ -136,8 +136,8 @@ def test_prefixes_that_cannot_be_copied(batch: SequenceBatch) -> None:
         (0, 0, 5, "to itself"),
         (0, 1, 11, "cannot copy 11 of 10"),
         (0, 1, -1, "cannot copy -1"),
-        (0, 4, 1, "no 4"),
-        (-1, 0, 1, "no -1"),
+        (0, 4, 1, "not 4"),
+        (-1, 0, 1, "not -1"),
     ):
         with pytest.raises(UsageError, match=words):
             batch.copy_prefix(source, target, n)
@@ -313,7 +313,7 @@ def test_closing_a_batch_closes_its_sequences(model: Model) -> None:
 
 def test_what_cannot_be_a_batch(model: Model) -> None:
     for n_sequences, n_cells, n_ctx in ((0, 16, None), (2, 0, None), (2, 16, 0)):
-        with pytest.raises(UsageError, match="over 0"):
+        with pytest.raises(UsageError, match="at least 1"):
             model.new_batch(n_sequences, n_cells, n_ctx=n_ctx)
 
 

@@ -165,7 +165,7 @@ def test_trees_that_are_none(model: Model, context: Context) -> None:
             context.decode_tree(tokens, parents)
     context.decode_tree([7, 8, 9], [-1, 0, -1])
     for path in ([1], [0, 2], [3], [2, 1], [-1]):
-        with pytest.raises(UsageError, match="no path"):
+        with pytest.raises(UsageError, match="is not a path"):
             context.keep(path)
     context.keep([0, 1])
     assert context.tokens == [5, 6, 7, 8]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,10 +15,12 @@ import pytest
 from localspec.commands import files
 from localspec.commands.options import ensure_model
 from localspec.errors import DownloadError
-from localspec.model_files.catalog import Catalog
+from localspec.model_files.catalog import Catalog, Entry
+from localspec.model_files.head_folders import heads_folder
 from tests.conftest import TinyFiles
 from tests.support import ggufs
 from tests.support.endless import write_endless
+from tests.support.heads import write_random_head
 from tests.support.interrupting import interrupted
 from tests.support.waiting import PATIENCE
 
@@ -197,10 +200,39 @@ def test_the_default_pair_is_fetched_on_first_use(
     assert pull.names == [target]
     monkeypatch.setattr(files, "pull", _Pulled(draft))
     assert ensure_model(None, ["auto"]) == target
-    assert f"going on without {draft}" in capsys.readouterr().err
+    assert f"continuing without {draft}" in capsys.readouterr().err
     monkeypatch.setattr(files, "pull", _Pulled(target))
     with pytest.raises(DownloadError):
         ensure_model(None, ["auto"])
+
+
+def test_with_a_head_on_the_disk_the_draft_model_is_not_fetched_unasked(
+    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By what asks without someone at a terminal; said where the target is fetched, and not at every later start."""
+    monkeypatch.setenv("LOCALSPEC_OFFLINE", "0")
+    target, draft = Catalog.load().default_pair()
+    names: list[str] = []
+
+    def pull(name: str) -> None:
+        names.append(name)
+        if name == target.name:
+            target.path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(tiny.quick.target, target.path)
+
+    monkeypatch.setattr(files, "pull", pull)
+    monkeypatch.setattr(Entry, "present", property(lambda entry: entry.path.exists()))
+    heads_folder().mkdir(parents=True)
+    head = write_random_head(tiny.quick.target, heads_folder() / "a-head.gguf")
+    assert ensure_model(None, ["auto"], sparing=True) == target.name
+    err = capsys.readouterr().err
+    assert names == [target.name]
+    assert f"localspec pull {draft.name} fetches the draft model (0.5 GB) as well" in err
+    assert ensure_model(None, ["auto"], sparing=True) == target.name
+    assert (names, capsys.readouterr().err) == ([target.name], "")
+    head.unlink()
+    assert ensure_model(None, ["auto"], sparing=True) == target.name
+    assert names == [target.name, draft.name]
 
 
 def test_a_named_model_is_never_fetched_unasked(monkeypatch: pytest.MonkeyPatch) -> None:

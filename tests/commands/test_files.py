@@ -13,7 +13,8 @@ from filelock import FileLock
 
 from localspec.commands import files
 from localspec.commands.cli import parse
-from localspec.commands.files import inspect_command, list_command, pull_command, rm_command
+from localspec.commands.files import list_command, pull_command, rm_command
+from localspec.commands.inspect import inspect_command
 from localspec.errors import DownloadError, ModelFileError, NotGGUF, UnknownModel
 from localspec.model_files.catalog import Catalog, Entry
 from localspec.model_files.gguf_file import GGUFFile
@@ -287,7 +288,8 @@ def test_cache_memory_of_real_models(
 def test_nothing_heavy_is_imported() -> None:
     """The command line imports this module before it knows what is asked."""
     heavy = ("numpy", "rich", "huggingface_hub", "gguf")
-    code = f"import sys, localspec.commands.files; print([name for name in {heavy} if name in sys.modules])"
+    modules = "localspec.commands.files, localspec.commands.inspect"
+    code = f"import sys, {modules}; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,7 @@ from localspec.commands.chat.style import Style
 from localspec.commands.chat.views import TokensView
 from localspec.spec_decode.rounds import Draft, EmittedToken, Round, Span, Verdict
 from tests.commands.test_cli import localspec
+from tests.support.scripted_llm import ScriptedLLM, make_round, speak, think_round
 from tests.support.thinkers import write_thinker
 
 
@@ -35,6 +38,17 @@ def test_generate_prints_the_answer_and_its_json_has_both(tmp_path: Path) -> Non
     assert b"one of auto, on, off" in refused.stderr
 
 
+def test_generate_says_that_nothing_but_thoughts_came(tmp_path: Path) -> None:
+    path = write_thinker(tmp_path, "deepseek")
+    command = ["generate", path, "--draft", "none", "--backend", "reference", "--temperature", "1", "--seed", "1"]
+    command += ["--max-tokens", "9", "-p", "in the and"]  # thinking takes more
+    result = localspec(*command)
+    assert result.stdout.strip() == b""
+    note = b"localspec: no answer came after 9 tokens of thinking; --format json has it"
+    assert result.stderr.splitlines()[-1] == note
+    assert b"no answer" not in localspec(*command, "--think", "off").stderr
+
+
 @pytest.mark.parametrize("folded", [False, True])
 def test_thinking_is_dim_or_folded_away(folded: bool) -> None:
     file, nothing = io.StringIO(), Verdict(0, 0, "plain")
@@ -50,6 +64,24 @@ def test_thinking_is_dim_or_folded_away(folded: bool) -> None:
     assert ("thinking, " in shown) is folded
     assert "</think>" not in shown
     assert "said" in shown
+
+
+@pytest.mark.parametrize("view", ["tokens", "reading", "rounds", "plain"])
+@pytest.mark.parametrize("folded", [False, True])
+def test_the_chat_says_that_nothing_but_thoughts_came(view: str, folded: bool) -> None:
+    end = replace(make_round(1, [], ""), finish_reason="stop")
+    script: Any = ScriptedLLM([[think_round("musing"), end], [think_round("musing"), *speak("said")]])
+    out, errors = io.StringIO(), io.StringIO()
+    out.isatty = lambda: True  # type: ignore[method-assign]
+    screen = ChatScreen(out, errors)
+    screen.folded = folded
+    chat = Chat(script, screen, params=SamplingParams(), view=view)
+    chat.ask("why?")
+    note = "no answer came after 1 token of thinking"
+    assert note in out.getvalue()
+    assert (f"{note}; /think show prints it" in out.getvalue()) is folded
+    chat.ask("why?")
+    assert out.getvalue().count("no answer came") == 1
 
 
 def test_think_changes_how_the_next_question_is_asked(tmp_path: Path) -> None:

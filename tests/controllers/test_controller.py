@@ -23,7 +23,7 @@ from localspec.controllers.acceptance import (
     of_a_head,
 )
 from localspec.controllers.auto_controller import MAX_DRAFT, AutoController
-from localspec.controllers.cost_model import PassTimes
+from localspec.controllers.cost_model import Curve, PassTimes
 from localspec.controllers.fixed import FixedController
 from localspec.controllers.prefill_gate import PATIENCE_TOKENS, PROBE_TOKENS
 from localspec.controllers.stopping import Continuation, Prospects
@@ -239,7 +239,7 @@ def test_explains_itself() -> None:
     controller = auto(here)
     controller.estimates.acceptance["model"].histograms[START][:] = [1.0] + [0.0] * (N_BINS - 1)
     assert re.search(
-        r"not drafting with model: needs \d+% acceptance to break even here, this text gives \d+%", controller.explain()
+        r"not drafting with model: break-even is \d+% acceptance; this text has \d+%", controller.explain()
     )
 
 
@@ -510,13 +510,13 @@ def test_a_model_that_would_not_pay_if_always_right_costs_no_thought_until_it_wo
     controller = auto(here)
     here.run(controller, 200)
     assert len(looked_at) <= 1
-    assert "even guesses that are always right" in controller.explain()
+    assert "even perfect drafts" in controller.explain()
     assert sum(solved) <= 2
     # Another machine, as it were: passes over more tokens are nearly free.
     here.curve = CURVES["gpu"]
-    controller.estimates.times.base = dict(here.curve)
+    controller.estimates.times.curve = Curve(dict(here.curve))
     steps = controller.estimates.draft_times["model"]
-    steps.base = dict.fromkeys(steps.base, 1.0)
+    steps.curve = Curve(dict.fromkeys(steps.curve.measured, 1.0))
     here.sources["model"].step_ms = here.sources["model"].prefill_ms = 1.0
     assert "always right" not in controller.explain()
     assert "this text gives" not in controller.explain().partition("needs")[2]

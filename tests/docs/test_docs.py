@@ -136,7 +136,7 @@ def test_every_address_is_on_the_page_of_the_server() -> None:
 
 
 def test_the_bounds_of_the_server_are_those_that_hold() -> None:
-    table = text_of("docs/server.md").partition("**Bounds.**")[2].partition("**Who may come in.**")[0]
+    table = text_of("docs/server.md").partition("**Bounds.**")[2].partition("**Access.**")[0]
     server, conversations = ServerSettings(), ConversationLimits()
     bounds = [MAX_CONNECTIONS, server.body_bytes >> 20, server.body_seconds, server.bodies_bytes >> 20]
     bounds += [requests.MAX_MESSAGES, requests.MAX_TOOLS, requests.MAX_CHOICES, requests.MAX_STOPS]

@@ -169,17 +169,17 @@ def test_an_answer_streams_in_the_inks_of_its_origins(chat: Any, window: Any, ti
     assert {len(round_.draft) for round_ in rounds} == {4} | {len(rounds[-1].draft)}
     # What is on the screen is what the rounds say, piece by piece.
     expected = [piece for round_ in rounds for piece in chat.pieces(round_)]
-    inks = {ink for text, ink in expected if text}
-    assert inks >= {"model", "rejected", "recovered", "bonus"}
+    styles = {style for text, style in expected if text}
+    assert styles >= {"model", "rejected", "recovered", "bonus"}
     shown = iter((char, look) for text, look in fragments(it) for char in text)
     assert "".join(char for char, _ in (next(shown) for _ in "a\n")) == "a\n"
-    for text, ink in expected:
-        for char in text.replace("\n", "↵") if ink == "rejected" else text:
+    for text, style in expected:
+        for char in text.replace("\n", "↵") if style == "rejected" else text:
             seen, look = next(shown)
             assert seen == char
             if look is not None:
-                assert look.foreground() == it.transcript.formats[ink].foreground(), (text, ink)
-                assert look.fontStrikeOut() == (ink == "rejected")
+                assert look.foreground() == it.transcript.formats[style].foreground(), (text, style)
+                assert look.fontStrikeOut() == (style == "rejected")
     assert text_of(it, rejected=False).removeprefix("a\n").startswith(reply.text)
     accepted, drafted = reply.stats["num_accepted_tokens"], reply.stats["num_draft_tokens"]
     assert f"{accepted} of {drafted} " in it.status.text()
@@ -321,15 +321,15 @@ def test_markup_in_an_answer_is_text(chat: Any, window: Any, tiny: TinyFiles) ->
 
 
 def test_inks_can_be_read_in_both_schemes(chat: Any) -> None:
-    from desktop_transcript import INKS
+    from desktop_transcript import STYLES
 
     def luminance(colour: str) -> float:
         parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
         return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
-    for name, ink in INKS.items():
-        for colours, paper in ((ink.light, "#ffffff"), (ink.dark, "#2d2d2d")):
+    for name, style in STYLES.items():
+        for colours, paper in ((style.light, "#ffffff"), (style.dark, "#2d2d2d")):
             if colours:
                 text, ground = colours[0], colours[1] or paper
                 bright, dim = sorted((luminance(text), luminance(ground)), reverse=True)

@@ -317,7 +317,7 @@ def test_what_engines_abort_on_is_refused(tmp_path: Path) -> None:
         GGUFFile(path)
     for value in ("32", np.uint16(32), np.int32(32)):
         path = ggufs.write_gguf(tmp_path / "odd.gguf", "llama", {"general.alignment": value}, whole)
-        with pytest.raises(NotGGUF, match="alignment is no 32-bit number"):
+        with pytest.raises(NotGGUF, match="alignment is not a 32-bit number"):
             GGUFFile(path)
 
 

@@ -66,6 +66,6 @@ def test_an_engine_that_is_wrong_drafts_chains_and_says_so(
 ) -> None:
     monkeypatch.setattr(branch_trust, "check_branches", lambda model: 0.5)
     with LLM(tiny.quick.target, draft=["ngram"], backend=engine, n_ctx=128, n_threads=1) as llm:
-        assert "otherwise than each path alone (KL 0.5 nats)" in str(llm.run(lambda pair: pair.why_chains))
+        assert "gives wrong results for branching drafts" in str(llm.run(lambda pair: pair.why_chains))
         assert not llm.run(lambda pair: pair.context.can_branch)
         assert llm.generate("one two", PARAMS).token_ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,8 +22,9 @@ from localspec.model_files.head_folders import engine_folder, heads_folder
 from localspec.runtime.pair import Pair
 from localspec.spec_decode.drafters.names import AUTOMATIC
 from localspec.spec_decode.rounds import Round
-from tests.conftest import Backend, TinyFiles
+from tests.conftest import Backend, TinyFiles, open_backend
 from tests.support.heads import write_random_head
+from tests.support.published_heads import write_eagle3
 
 GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, seed=5, max_tokens=32, ignore_eos=True)
@@ -182,6 +184,28 @@ def test_a_head_whose_engine_fails_is_done_without(
         assert says(llm) == plain
 
 
+def test_auto_takes_a_head_of_either_kind(tiny: TinyFiles, measured_home: Path, tmp_path: Path) -> None:
+    """One that was trained here and one that was published, and of each kind no second."""
+    open_backend("llama-cpp")
+    heads_folder().mkdir(parents=True)
+    target = Path(shutil.copy(tiny.pair.target, tmp_path / "target.gguf"))
+    trained = [write_random_head(target, heads_folder() / f"{name}.gguf", taps=TAPS) for name in "ab"]
+    published = [write_eagle3(target, tmp_path / f"{name}.gguf") for name in "cd"]
+    with LLM(target, "auto", backend="llama-cpp", n_ctx=256, idle=False, draft_length=3, remember=False) as llm:
+        assert (llm.draft_names, llm.warnings) == ([*AUTOMATIC, "head", "head2"], [])
+        first, second = llm.run(lambda pair: [draft.path for draft in pair.state.models])
+        assert first in trained
+        assert second == published[0]
+        for params in (GREEDY, SEEDED):
+            assert says(llm, params=params) == says(llm, params=params, speculate=False)
+        llm.set_draft("head")
+        assert llm.run(lambda pair: [draft.path for draft in pair.state.models]) == [first]
+    first.write_bytes(b"no head")  # then the other goes on alone
+    trained[first == trained[0]].unlink()
+    with LLM(target, "auto", backend="llama-cpp", n_ctx=256, idle=False, remember=False) as llm:
+        assert llm.run(lambda pair: [draft.path for draft in pair.state.models]) == [second]
+
+
 def test_auto_goes_on_without_a_head_that_cannot_be_loaded(tiny: TinyFiles, head: Path) -> None:
     engine_folder().write_text("in the way")  # of the folder where its file for engines is made
     with open_llm(tiny, "auto") as llm:
@@ -284,7 +308,7 @@ def test_passes_of_heads_are_measured_as_they_run(tiny: TinyFiles, head: Path, e
         one, other = llm.run(lambda pair: pair.state.models)
         assert one.model.path != other.model.path
         for draft in (one, other):
-            assert {1, 2, 4, 8} <= set(draft.times.base)
+            assert {1, 2, 4, 8} <= set(draft.times.curve.measured)
             assert curves().get(curve_key(draft.model, "f16")) is not None
             assert draft.context.n_past == 0
         llm.run(lambda pair: pair.recalibrate(lambda what, fraction: None))

@@ -21,8 +21,9 @@ from localspec import LLM, Reply, SamplingParams
 from localspec.commands.chat.chat import Chat
 from localspec.commands.chat.screen import ChatScreen
 from localspec.commands.replay.recording import read
-from localspec.runtime.answering import AnswerRequest, answer
+from localspec.runtime.answering import answer
 from localspec.runtime.jobs import Job
+from localspec.runtime.request import AnswerRequest
 from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.rounds import Round
 from localspec.terminal.text import visible

@@ -13,6 +13,7 @@ from localspec.controllers.cost_model import PassTimes
 from localspec.errors import EngineError
 from localspec.runtime.model_loading import Loader
 from localspec.runtime.parallel_choice import ParallelChoice, choose_parallel
+from localspec.runtime.state import SPARE
 from tests.conftest import TinyFiles, open_backend
 from tests.support.simulator import CURVES
 
@@ -22,7 +23,7 @@ PLENTY = 1 << 40
 
 def choice(tiny: TinyFiles, curve: str, n_ctx: int = 8192, available: int = PLENTY, **options: Any) -> ParallelChoice:
     device = "gpu" if curve == "gpu" else "cpu"
-    capabilities = SimpleNamespace(**({"batches": True, "device": device} | options))
+    capabilities = SimpleNamespace(**({"batches": True, "own_cells": False, "device": device} | options))
     model: Any = SimpleNamespace(capabilities=capabilities, backend="it", path=tiny.quick.target, kv_type="f16")
     return choose_parallel(model, PassTimes(dict(CURVES[curve]), growth=GROWTH), n_ctx, available)
 
@@ -31,6 +32,7 @@ def test_as_many_as_gain_throughput(tiny: TinyFiles) -> None:
     assert choice(tiny, "ik").n == 3  # more rows pass over more cells, too
     assert choice(tiny, "llama.cpp").n == 4  # 5 rows take 170 ms, 4 take 125
     assert choice(tiny, "gpu").n > choice(tiny, "ik").n
+    assert choice(tiny, "ik", own_cells=True).n > choice(tiny, "ik").n
     assert "times the tokens of one" in choice(tiny, "gpu").reason
 
 
@@ -66,7 +68,7 @@ def test_a_pair_is_loaded_for_so_many(tiny: TinyFiles, monkeypatch: pytest.Monke
         assert n == 4  # two contexts of 2,048 tokens have room for so many
         batch = llm._pair.state.batch
         assert batch is not None
-        assert batch.n_sequences == n
+        assert batch.n_sequences == n + SPARE
         params = SamplingParams(max_tokens=20, ignore_eos=True)
         streams = [llm.rounds(f"la la {i}", params) for i in range(n + 1)]
         assert [len(stream.reply.token_ids) for stream in streams] == [20] * (n + 1)

@@ -133,7 +133,7 @@ def test_idle_time_measures_heads_too(tiny: TinyFiles, isolated_home: Path) -> N
     with LLM(tiny.pair.target, drafts, backend="ik-llama", n_ctx=256, n_threads=1) as llm:
         assert llm.wait_idle(SOON)
         assert [draft.times.quick for draft in llm._pair.state.models] == [False, False]
-        assert all(len(draft.times.base) > 8 for draft in llm._pair.state.models)
+        assert all(len(draft.times.curve.measured) > 8 for draft in llm._pair.state.models)
         assert llm.warnings == []
         assert llm.generate("the cat", GREEDY, draft_length=3).stats["num_draft_tokens"] > 0
     assert not list(isolated_home.glob("repacked/*"))
@@ -327,7 +327,7 @@ def test_a_quick_curve_is_used_until_there_is_a_better_one(tmp_path: Path) -> No
     cache.put(key, PassTimes({1: 3.0, 2: 4.0}))
     better = cache.get(key)
     assert better is not None
-    assert (better.base, better.quick, better.noisy) == ({1: 3.0, 2: 4.0}, False, False)
+    assert (better.curve.measured, better.quick, better.noisy) == ({1: 3.0, 2: 4.0}, False, False)
     known.observe(1, 9.0)
     known.replace(better)
     assert known(1) == 3.0

@@ -146,7 +146,7 @@ def test_who_comes_and_goes_changes_nobody_elses_drafts(llm: LLM, alone: list[Re
     def emptied(pair: Pair) -> None:
         for memory in (pair.state.batch, pair.state.models[0].memory.batch):
             if memory is not None:
-                contexts = [memory[i] for i in range(N_PARALLEL)]
+                contexts = [memory[i] for i in range(memory.n_sequences)]
                 assert memory.n_cells - memory.free_cells <= sum(context.n_past for context in contexts)
                 for context in contexts:
                     context.truncate(0)

@@ -142,7 +142,7 @@ def test_recalibration_measures_target_and_drafts_anew(llm: LLM) -> None:
         pair.recalibrate(lambda what, fraction: None)
         after = [state.times, *(draft.times for draft in state.models)]
         # How many widths are measured depends on how fast they turn out to be.
-        return all(new is not old and 1 in new.base for new, old in zip(after, before, strict=True))
+        return all(new is not old and 1 in new.curve.measured for new, old in zip(after, before, strict=True))
 
     assert llm.run(again)
 

@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import statistics
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +21,12 @@ def resident_mb() -> float:
     gc.collect()
     trim_heap()
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def allocated_mb() -> float:
+    """What Python and NumPy hold now, while ``tracemalloc`` runs; other than memory in RAM it is nobody else's."""
+    gc.collect()
+    return tracemalloc.get_traced_memory()[0] / 1e6
 
 
 def growth_per_cycle(mb: Sequence[float]) -> float:

@@ -260,6 +260,53 @@ def write_nemotron(path: Path, seed: int = 0) -> Path:
     return _write(path, "nemotron_h_moe", random, layers, sizes)
 
 
+def write_qwen_experts(path: Path, architecture: str = "qwen35moe", seed: int = 0) -> Path:
+    """A Qwen of experts in small: three layers of four keep a state (gated delta net), the fourth keys and values.
+
+    Args:
+        path: where to write it.
+        architecture: ``qwen35moe`` (3.5 and 3.6) or ``qwen3next``, which has two small matrices in one.
+        seed: of the random weights.
+    """
+    random, d_state, n_group, n_value, kernel = _Random(seed), 64, 2, 4, 4
+    inner, channels = d_state * n_value, d_state * (2 * n_group + n_value)
+
+    def recurrent() -> Weights:
+        parts = {"ssm_ba.weight": 2} if architecture == "qwen3next" else {"ssm_beta.weight": 1, "ssm_alpha.weight": 1}
+        return {name: random.matrix(n * n_value, N) for name, n in parts.items()} | {
+            "attn_qkv.weight": random.matrix(channels, N, 2.0),
+            "attn_gate.weight": random.matrix(inner, N),
+            "ssm_conv1d.weight": random.matrix(channels, kernel),
+            "ssm_dt.bias": random.rng.uniform(-3, 0, n_value).astype(np.float32),
+            "ssm_a": -random.rng.uniform(0.1, 1.0, n_value).astype(np.float32),
+            "ssm_norm.weight": np.ones(d_state, np.float32),
+            "ssm_out.weight": random.matrix(N, inner, RESIDUAL),
+        }
+
+    def attention() -> Weights:
+        queries = {"attn_q.weight": random.matrix(2 * N_HEAD * D_HEAD, N)}  # and a gate for each
+        return random.attention() | queries | _norms("attn_q_norm", "attn_k_norm", width=D_HEAD)
+
+    layers = [
+        _norms("attn_norm", "post_attention_norm")
+        | (attention() if i >= 3 else recurrent())
+        | random.experts(bias="")
+        | {"ffn_gate_inp_shexp.weight": random.matrix(1, N)[0]}
+        for i in range(5)
+    ]
+    sizes = {
+        "rope.dimension_sections": [6, 5, 5, 0],
+        "full_attention_interval": 4,
+        "expert_shared_feed_forward_length": N_FF,
+        "ssm.conv_kernel": kernel,
+        "ssm.inner_size": inner,
+        "ssm.state_size": d_state,
+        "ssm.time_step_rank": n_value,
+        "ssm.group_count": n_group,
+    }
+    return _write(path, architecture, random, layers, sizes)
+
+
 def write_apart(model: Path, trunk: Path, layer: Path) -> tuple[Path, Path]:
     """A model without its MTP layer, and the layer in a file of its own, as they are published.
 
@@ -288,5 +335,7 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "bailing": write_bailing,
     "cohere": write_cohere,
     "nemotron": write_nemotron,
+    "qwen of experts": write_qwen_experts,
+    "qwen3next": partial(write_qwen_experts, architecture="qwen3next"),
 }
 """A short name -> what writes a model of the family, with one MTP layer."""

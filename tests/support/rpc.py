@@ -58,7 +58,7 @@ def serving(port: int = 0) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     ) as process:
         try:
             assert process.stderr is not None
-            lines = list(takewhile(lambda line: "without any protection" not in line, process.stderr))
+            lines = list(takewhile(lambda line: "unencrypted and unauthenticated" not in line, process.stderr))
             assert process.poll() is None, "".join(lines)
             address = f"127.0.0.1:{port}"
             for _ in range(100):  # it says so before it listens

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from localspec.backends.base import Capabilities, Context, FloatArray, Forward, Model
-from localspec.backends.best_logits import LEAST
+from localspec.backends.best_rows import LEAST
 from localspec.backends.reference_tokenizer import PythonByteLevel
 from localspec.backends.tokenizer import Tokenizer
 from localspec.model_files.gguf_file import GGUFFile
@@ -130,7 +130,9 @@ class WaitingContext(Context):
         self._rows: FloatArray = np.empty((0, model.n_vocab), dtype=np.float32)
         self.finds_best = model.timing.best
 
-    def _decode_best(self, tokens: Sequence[int], n_best: int, logits: Literal["all", "last"]) -> Forward:
+    def _decode_best(
+        self, tokens: Sequence[int], n_best: int, logits: Literal["all", "last", "none"], rows: FloatArray | None
+    ) -> Forward:
         whole, started, busy = self._decode(tokens, logits), time.perf_counter(), time.thread_time()
         forward = best_rows.cut(whole, max(n_best, LEAST))
         self.model.spent(started, busy)

@@ -15,8 +15,18 @@ from tests.conftest import Backend, TinyFiles
 
 
 @pytest.fixture
-def model(reference: Backend, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
-    """On a machine where a pass takes a second for the first sequence and a tenth more for each other one."""
+def seconds_per_token() -> list[float]:
+    return [0.0]
+
+
+@pytest.fixture
+def model(
+    reference: Backend, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, seconds_per_token: list[float]
+) -> Iterator[Model]:
+    """On a machine where a pass takes a second for the first sequence and a tenth more for each other one.
+
+    ``seconds_per_token`` is what it takes besides for each token that is held, by any of them.
+    """
     seconds = 0.0
 
     class Clock:
@@ -33,7 +43,8 @@ def model(reference: Backend, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) 
 
             def timed(pieces: list[Piece]) -> object:
                 nonlocal seconds
-                seconds += 1 + 0.1 * (len(pieces) - 1)
+                held = sum(batch[i].n_past for i in range(batch.n_sequences))
+                seconds += 1 + 0.1 * (len(pieces) - 1) + seconds_per_token[0] * len(pieces) * held
                 return decode(pieces)
 
             batch.decode = timed  # type: ignore[method-assign, assignment]
@@ -61,6 +72,13 @@ def test_the_width_is_what_memory_and_time_allow(
     assert batch.n_sequences == width
     assert measured == pytest.approx(rate)
     assert all(batch[i].n_past == 0 for i in range(width))
+    batch.close()
+
+
+def test_the_width_is_measured_with_sequences_that_hold_something(model: Model, seconds_per_token: list[float]) -> None:
+    seconds_per_token[0] = 0.0005  # each row looks at what all of them hold
+    batch, _ = open_batch(model, 64, ("norm",), 100 * sequence_bytes(model, 64), 1e9)
+    assert batch.n_sequences == 8
     batch.close()
 
 

@@ -145,7 +145,9 @@ def _gemma3(header: Header) -> dict[str, Any]:
         # One flag for each layer, 1 where it sees the window only.
         every = pattern.index(0) + 1 if 0 in pattern else n_layer + 1
         if [int((i + 1) % every != 0) for i in range(n_layer)] != pattern[:n_layer]:
-            raise UnsupportedModel(f"{header.name}: its sliding-window layers are in no order that mlx-lm can compute")
+            raise UnsupportedModel(
+                f"{header.name}: its sliding-window layers are in an order that mlx-lm cannot compute"
+            )
         pattern = every
     if pattern < 1 or n_layer < pattern:
         raise UnsupportedModel(f"{header.name}: a global layer every {pattern} layers, but it has {n_layer}")

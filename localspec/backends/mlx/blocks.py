@@ -128,7 +128,7 @@ def pack(codes: Bytes, bits: int) -> Bytes:
         pairs: Bytes = codes[:, 0::2] | codes[:, 1::2] << 4
         return pairs
     if bits != 5:
-        raise ValueError(f"codes of {bits} bits are not packed here")
+        raise ValueError(f"packing codes of {bits} bits is not supported")
     c = codes.reshape(len(codes), -1, 8)
     packed = np.empty((*c.shape[:2], 5), dtype=np.uint8)
     # Shifts of uint8 drop what is carried out of the byte, which is what the next byte takes up.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
 from localspec.backends.base import Context, ContextState, FloatArray, Forward
-from localspec.backends.forward import NORM, joined_states, layer_name
+from localspec.backends.forward import NORM, Wanted, joined, layer_name, n_wanted
+from localspec.backends.mlx.best import Largest, largest, settled
 from localspec.backends.mlx.memory import LayerCaches, Tree
 from localspec.errors import Cancelled, EngineError
 
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 
 N_CHUNK = {"gpu": 512, "cpu": 32}
 """Most tokens in one pass; between passes Ctrl-C and ``interrupted`` are heard. A CPU gains nothing by more."""
-
-Wanted = Literal["all", "last", "none"]
 
 
 class MLXContext(Context):
@@ -33,6 +32,7 @@ class MLXContext(Context):
 
     def __init__(self, model: MLXModel, n_ctx: int, hidden: tuple[str, ...]) -> None:
         super().__init__(model, n_ctx, hidden)
+        self.finds_best = model.finds_best
         self._owner = model.owner
         self._memory = LayerCaches(model.network, model.kv_type)
         self._n_chunk = N_CHUNK[model.capabilities.device]
@@ -42,10 +42,17 @@ class MLXContext(Context):
     def _decode(self, tokens: Sequence[int], logits: Wanted) -> Forward:
         return self._in_pieces(tokens, logits)
 
-    def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
+    def _decode_best(self, tokens: Sequence[int], n_best: int, logits: Wanted, rows: FloatArray | None) -> Forward:
+        if len(tokens) > self._n_chunk:  # several passes, whose rows have to be alike
+            n_best = 0
+        if rows is not None:
+            return self._decode_floats(rows, tokens, logits, n_best)
+        return self._in_pieces(tokens, logits, n_best=n_best)
+
+    def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted, n_best: int = 0) -> Forward:
         if self._first_float is None:
             self._first_float = self.n_past
-        return self._in_pieces(tokens, logits, rows)
+        return self._in_pieces(tokens, logits, rows, n_best=n_best)
 
     def _decode_first_layers(self, tokens: Sequence[int], n_layers: int) -> Forward:
         return self._in_pieces(tokens, "none", n_layers=n_layers)
@@ -70,7 +77,12 @@ class MLXContext(Context):
         self._owner.run(lambda: self._memory.keep(path))
 
     def _in_pieces(
-        self, tokens: Sequence[int], logits: Wanted, rows: FloatArray | None = None, n_layers: int | None = None
+        self,
+        tokens: Sequence[int],
+        logits: Wanted,
+        rows: FloatArray | None = None,
+        n_layers: int | None = None,
+        n_best: int = 0,
     ) -> Forward:
         self._catch_up()
         if self._partial is None:  # nothing ever goes on from rows of the first layers
@@ -82,20 +94,25 @@ class MLXContext(Context):
             end = min(start + self._n_chunk, len(tokens))
             wanted = logits if end == len(tokens) or logits == "all" else "none"
             piece = None if rows is None else rows[start:end]
-            forwards.append(self._pass(tokens[start:end], wanted, piece, n_layers))
-        if len(forwards) == 1:
-            return forwards[0]
-        return Forward(np.concatenate([forward.logits for forward in forwards]), joined_states(forwards))
+            forwards.append(self._pass(tokens[start:end], wanted, piece, n_layers, n_best))
+        return joined(forwards)
 
     def _pass(
-        self, tokens: Sequence[int], wanted: Wanted, rows: FloatArray | None = None, n_layers: int | None = None
+        self,
+        tokens: Sequence[int],
+        wanted: Wanted,
+        rows: FloatArray | None = None,
+        n_layers: int | None = None,
+        n_best: int = 0,
     ) -> Forward:
-        return self._owner.run(lambda: self._compute(tokens, wanted, rows, n_layers))
+        return self._owner.run(lambda: self._compute(tokens, wanted, rows, n_layers, n_best))
 
-    def _compute(self, tokens: Sequence[int], wanted: Wanted, rows: FloatArray | None, n_layers: int | None) -> Forward:
+    def _compute(
+        self, tokens: Sequence[int], wanted: Wanted, rows: FloatArray | None, n_layers: int | None, n_best: int = 0
+    ) -> Forward:
         """One pass; on the owner thread."""
         memory, network, n = self._memory, self.model.network, len(tokens)
-        n_rows = {"all": n, "last": 1, "none": 0}[wanted]
+        n_rows = n_wanted(wanted, n)
         n_of = {name: n_rows if name in self._last_names else n for name in self.hidden}
         if n_layers is not None:
             n_of = {name: n for name in map(layer_name, range(n_layers)) if name in self.hidden}
@@ -106,21 +123,32 @@ class MLXContext(Context):
             states = network.states(ids, memory.layers, n_of, rows=floats, n_layers=n_layers)
             # What only rows that nobody wants need, such as the last layer's feed-forward part, is never computed.
             found = {name: states[name][0, n - n_name :].astype(mx.float32) for name, n_name in n_of.items() if n_name}
+            best: Largest | None = None
             if n_rows:
-                found["logits"] = network.logits(states[NORM][:, n - n_rows :])[0].astype(mx.float32)
-            mx.eval(found, memory.arrays())
+                whole = network.logits(states[NORM][:, n - n_rows :])[0].astype(mx.float32)
+                best = largest(whole, n_best) if n_best else None
+                if best is None:
+                    found["logits"] = whole
+            mx.eval(found, best or (), memory.arrays())
+            cut = None if best is None else settled(best, n_best)
+            if best is not None and cut is None:
+                found["logits"] = whole  # computed already
         except (RuntimeError, ValueError, MemoryError) as error:
-            # Half of the layers may have got their rows: start over, from the tokens, with the next pass.
-            memory.clear()
-            if self._first_float is not None:
-                del self.tokens[self._first_float :]
+            self._lose_memory()
             raise EngineError(f"{self.model.engine} failed to decode {n} tokens: {error}") from None
         memory.n_past += n
         # Nothing is copied: where CPU and GPU share their memory, these are views of MLX's arrays.
         arrays = {name: np.array(array, copy=False) for name, array in found.items()}
         logits = arrays.get("logits", np.empty((0, network.n_vocab), dtype=np.float32))
         nothing = np.empty((0, network.n_embd), dtype=np.float32)
-        return Forward(logits, {name: arrays.get(name, nothing) for name in n_of})
+        hidden = {name: arrays.get(name, nothing) for name in n_of}
+        return Forward(logits, hidden) if cut is None else Forward(cut[0], hidden, cut[1])
+
+    def _lose_memory(self) -> None:
+        """Half of the layers may have got their rows: start over, from the tokens, with the next pass."""
+        self._memory.clear()
+        if self._first_float is not None:
+            del self.tokens[self._first_float :]
 
     def _catch_up(self) -> None:
         """Feed again what the memory lost in a rollback that it could only do in part."""

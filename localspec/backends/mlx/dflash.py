@@ -17,6 +17,7 @@ from localspec.backends.mlx.architecture import MLP, Architecture, Attention, re
 from localspec.backends.mlx.eagle3 import (
     HEAD_DTYPE,
     FeedForward,
+    HeadAttention,
     embedding_of,
     head_network,
     needed,
@@ -64,56 +65,28 @@ class _Sizes:
     windows: tuple[int | None, ...]
 
 
-class _SelfAttention(nn.Module):  # type: ignore[misc]
-    rope: nn.Module
-
-    def __init__(self, sizes: _Sizes, window: int | None) -> None:
-        super().__init__()
-        self.sizes, self.window = sizes.attention, window
-        d_head, n, n_kv = self.sizes.d_head, sizes.n_embd, self.sizes.n_head_kv
-        self.q_proj = nn.Linear(n, self.sizes.n_head * d_head, bias=False)
-        self.k_proj = nn.Linear(n, n_kv * d_head, bias=False)
-        self.v_proj = nn.Linear(n, n_kv * d_head, bias=False)
-        self.o_proj = nn.Linear(self.sizes.n_head * d_head, n, bias=False)
-        self.q_norm, self.k_norm = nn.RMSNorm(d_head, eps=sizes.eps), nn.RMSNorm(d_head, eps=sizes.eps)
-
-    def remember(self, x: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
-        """Put rows' keys and values into the memory; returns all that they can see."""
-        keys = self.rope(self.k_norm(self._heads(self.k_proj(x))), offset=cache.offset)
-        return cast("tuple[mx.array, mx.array]", cache.update_and_fetch(keys, self._heads(self.v_proj(x))))
-
-    def __call__(self, x: mx.array, cache: Any) -> mx.array:
-        from mlx_lm.models.base import scaled_dot_product_attention
-
-        queries = self.rope(self.q_norm(self._heads(self.q_proj(x))), offset=cache.offset)
-        keys, values = self.remember(x, cache)
-        found = scaled_dot_product_attention(
-            queries, keys, values, cache=cache, scale=self.sizes.d_head**-0.5, mask=self._mask(x.shape[1], keys, cache)
-        )
-        return cast(mx.array, self.o_proj(found.swapaxes(1, 2).flatten(2)))
-
-    def _heads(self, projected: mx.array) -> mx.array:
-        return projected.reshape(1, projected.shape[1], -1, self.sizes.d_head).swapaxes(1, 2)
-
-    def _mask(self, n: int, keys: mx.array, cache: Any) -> mx.array | None:
-        """What each of n new rows sees: all of them one another, and of those before as far as the window reaches."""
-        if self.window is None:
-            return None
-        at = mx.arange(cache.offset - keys.shape[2], cache.offset)
-        return at[None] > mx.arange(cache.offset - n, cache.offset)[:, None] - self.window
-
-
 class _Layer(nn.Module):  # type: ignore[misc]
     def __init__(self, sizes: _Sizes, window: int | None) -> None:
         super().__init__()
         self.attn_norm = nn.RMSNorm(sizes.n_embd, eps=sizes.eps)
-        self.self_attn = _SelfAttention(sizes, window)
+        self.self_attn = HeadAttention(sizes.attention, sizes.n_embd, sizes.n_embd, sizes.eps)
+        self.window = window
         self.ffn_norm = nn.RMSNorm(sizes.n_embd, eps=sizes.eps)
         self.mlp = FeedForward(sizes.n_embd, sizes.n_ff)
 
     def __call__(self, x: mx.array, cache: Any) -> mx.array:
-        x = x + self.self_attn(self.attn_norm(x), cache)
+        x = x + self.self_attn(self.attn_norm(x), self._mask(x.shape[1], cache.offset), cache)
         return x + self.mlp(self.ffn_norm(x))
+
+    def _mask(self, n: int, n_past: int) -> mx.array | None:
+        """What each of n new rows sees: all of them one another, and of those before as far as the window reaches.
+
+        The memory shows those that the first new row sees.
+        """
+        if self.window is None:
+            return None
+        at = mx.arange(max(0, n_past + 1 - self.window), n_past + n)
+        return at[None] > mx.arange(n_past, n_past + n)[:, None] - self.window
 
 
 class BlockTrunk(nn.Module):  # type: ignore[misc]
@@ -168,7 +141,8 @@ def load_dflash(head: PublishedHead, target: Network | None) -> Network:
     assert head.block is not None
     if head.block.causal:
         raise UnsupportedModel(
-            f"{head.path.name} has blocks whose rows see those before them only; use --backend llama-cpp"
+            f"{head.path.name} has causal attention within its blocks, which the mlx backend does not support; "
+            "use --backend llama-cpp"
         )
     defer_mlx_lm()
     with GGUFFile(head.path) as file:

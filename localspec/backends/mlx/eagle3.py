@@ -63,30 +63,42 @@ class _Sizes:
     norm_before_fc: bool
 
 
-class _SelfAttention(nn.Module):  # type: ignore[misc]
+class HeadAttention(nn.Module):  # type: ignore[misc]
+    """Rows [1, n, n_in] -> what they attend to [1, n, n_embd].
+
+    Args:
+        attention: numbers of heads, and their size.
+        n_in, n_embd: see above.
+        norm_eps: that of the norms of queries and keys; None where there are none.
+    """
+
     rope: nn.Module
 
-    def __init__(self, sizes: _Sizes) -> None:
+    def __init__(self, attention: Attention, n_in: int, n_embd: int, norm_eps: float | None = None) -> None:
         super().__init__()
-        self.sizes = sizes.attention
-        d_head, width = self.sizes.d_head, 2 * sizes.n_embd
-        self.q_proj = nn.Linear(width, self.sizes.n_head * d_head, bias=False)
-        self.k_proj = nn.Linear(width, self.sizes.n_head_kv * d_head, bias=False)
-        self.v_proj = nn.Linear(width, self.sizes.n_head_kv * d_head, bias=False)
-        self.o_proj = nn.Linear(self.sizes.n_head * d_head, sizes.n_embd, bias=False)
+        self.d_head = d_head = attention.d_head
+        self.q_proj = nn.Linear(n_in, attention.n_head * d_head, bias=False)
+        self.k_proj = nn.Linear(n_in, attention.n_head_kv * d_head, bias=False)
+        self.v_proj = nn.Linear(n_in, attention.n_head_kv * d_head, bias=False)
+        self.o_proj = nn.Linear(attention.n_head * d_head, n_embd, bias=False)
+        self.q_norm = nn.Identity() if norm_eps is None else nn.RMSNorm(d_head, eps=norm_eps)
+        self.k_norm = nn.Identity() if norm_eps is None else nn.RMSNorm(d_head, eps=norm_eps)
+
+    def remember(self, x: mx.array, cache: Any) -> tuple[Any, Any]:
+        """Put rows' keys and values into the memory; returns all that they can see."""
+        keys = self.rope(self.k_norm(self._heads(self.k_proj(x))), offset=cache.offset)
+        return cast("tuple[Any, Any]", cache.update_and_fetch(keys, self._heads(self.v_proj(x))))
 
     def __call__(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
         from mlx_lm.models.base import scaled_dot_product_attention
 
-        def heads(projected: mx.array, n: int) -> mx.array:
-            return projected.reshape(1, -1, n, self.sizes.d_head).swapaxes(1, 2)
-
-        queries = self.rope(heads(self.q_proj(x), self.sizes.n_head), offset=cache.offset)
-        keys = self.rope(heads(self.k_proj(x), self.sizes.n_head_kv), offset=cache.offset)
-        keys, values = cache.update_and_fetch(keys, heads(self.v_proj(x), self.sizes.n_head_kv))
-        scale = self.sizes.d_head**-0.5
-        found = scaled_dot_product_attention(queries, keys, values, cache=cache, scale=scale, mask=mask)
+        queries = self.rope(self.q_norm(self._heads(self.q_proj(x))), offset=cache.offset)
+        keys, values = self.remember(x, cache)
+        found = scaled_dot_product_attention(queries, keys, values, cache=cache, scale=self.d_head**-0.5, mask=mask)
         return cast(mx.array, self.o_proj(found.swapaxes(1, 2).flatten(2)))
+
+    def _heads(self, projected: mx.array) -> mx.array:
+        return projected.reshape(1, projected.shape[1], -1, self.d_head).swapaxes(1, 2)
 
 
 class FeedForward(nn.Module):  # type: ignore[misc]
@@ -108,7 +120,7 @@ class _Layer(nn.Module):  # type: ignore[misc]
         self.norm_before_residual = sizes.norm_before_residual
         self.embedding_norm = nn.RMSNorm(sizes.n_embd, eps=sizes.eps)
         self.state_norm = nn.RMSNorm(sizes.n_embd, eps=sizes.eps)
-        self.self_attn = _SelfAttention(sizes)
+        self.self_attn = HeadAttention(sizes.attention, 2 * sizes.n_embd, sizes.n_embd)
         self.ffn_norm = nn.RMSNorm(sizes.n_embd, eps=sizes.eps)
         self.mlp = FeedForward(sizes.n_embd, sizes.n_ff)
 
@@ -248,7 +260,7 @@ def sort_rows(output: nn.Module, order: Any) -> None:
 def needed(target: Network | None) -> Network:
     """The target that a head borrows from."""
     if target is None:
-        raise UnsupportedModel("a head that borrows weights needs its target on MLX")
+        raise UnsupportedModel("a head that uses weights of its target needs the target on the mlx backend")
     return target
 
 

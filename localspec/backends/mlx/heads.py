@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from functools import cached_property
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from localspec.backends.base import Capabilities, FloatArray, Forward, Model
+from localspec.backends.best_rows import best_pays, head_pass
+from localspec.backends.forward import TokenIds, Wanted
 from localspec.backends.mlx.context import MLXContext
 from localspec.backends.mlx.dflash import BlockTrunk, load_dflash
 from localspec.backends.mlx.eagle3 import load_eagle3
@@ -42,8 +44,8 @@ class MLXHeadModel(MLXModel):
         if lender is None and (head.borrows or head.in_target):
             what = " and ".join(head.borrows) or "weights"
             raise UnsupportedModel(
-                f"{head.path.name} takes its {what} from its target, which has to be on mlx for that and is on "
-                f"{target.backend}"
+                f"{head.path.name} uses the {what} of its target, so the target must run on the mlx backend, "
+                f"not on {target.backend}"
             )
         engine = binding()
         self.head, self.owner = head, owner()
@@ -61,6 +63,10 @@ class MLXHeadModel(MLXModel):
         self.n_threads, self.n_vocab, self.kv_type = 1, network.n_vocab, "f16"
         on_gpu = self.device == mx.Device(mx.gpu)
         self.capabilities = Capabilities(device="gpu" if on_gpu else "cpu", hidden=True, float_rows=True)
+
+    @cached_property
+    def finds_best(self) -> bool:
+        return self.capabilities.device == "gpu" and best_pays(self, head_pass)
 
     def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> MLXHeadContext:
         return (MLXBlockContext if self.head.block else MLXHeadContext)(self, n_ctx, hidden)
@@ -87,23 +93,19 @@ class MLXHeadContext(MLXContext):
 
         return self._owner.run(compute)
 
-    def _decode_floats(
-        self, rows: FloatArray, tokens: Sequence[int], logits: Literal["all", "last", "none"]
-    ) -> Forward:
+    def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted, n_best: int = 0) -> Forward:
         if max(tokens) >= self.model.head.n_vocab:
             raise EngineError(f"{self.model.path.name} has no token {max(tokens)}")
-        return super()._decode_floats(rows, tokens, logits)
+        return super()._decode_floats(rows, tokens, logits, n_best)
 
-    def _decode(self, tokens: Sequence[int], logits: Literal["all", "last", "none"]) -> Forward:
-        raise EngineError(f"{self.model.path.name} is a head, which reads no text")
+    def _decode(self, tokens: Sequence[int], logits: Wanted) -> Forward:
+        raise EngineError(f"{self.model.path.name} is a draft head and cannot tokenize text")
 
 
 class MLXBlockContext(MLXHeadContext):
     """What a block drafter remembers; see ``backends.llama_heads.LlamaBlockContext``."""
 
-    def _decode_floats(
-        self, rows: FloatArray, tokens: Sequence[int], logits: Literal["all", "last", "none"]
-    ) -> Forward:
+    def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted, n_best: int = 0) -> Forward:
         for start in range(0, len(rows), self._n_chunk):
             part = rows[start : start + self._n_chunk]
             self._owner.run(lambda part=part: self._remember(part))  # type: ignore[misc]
@@ -121,14 +123,17 @@ class MLXBlockContext(MLXHeadContext):
             raise EngineError(f"{self.model.engine} failed on {len(rows)} rows: {error}") from None
         memory.n_past += len(rows)
 
-    def guesses(self, token: int, n: int) -> tuple[FloatArray, npt.NDArray[np.int64] | None]:
+    def guesses(self, token: int, n: int, n_best: int = 0) -> tuple[FloatArray, TokenIds | None]:
         """See ``backends.llama_heads.LlamaBlockContext.guesses``."""
         of = cast(MaskBlock, self.model.head.block)
         block = [token, *[of.mask] * (n + of.n_skipped - 1)]
         self._check_room(len(block))
         if not 0 <= token < self.model.head.n_vocab or not 0 < n <= of.n_guesses:
-            raise EngineError(f"{self.model.path.name} takes no block of {n} tokens after {token}")
-        return self._feed(block, lambda: self._pass(block, "all")).logits[of.n_skipped :], None
+            raise EngineError(f"{self.model.path.name} cannot decode a block of {n} tokens after {token}")
+        n_best = n_best if self.finds_best else 0
+        forward = self._feed(block, lambda: self._pass(block, "all", n_best=n_best))
+        ids = None if forward.ids is None else self.model.head.ids[forward.ids[of.n_skipped :]]
+        return forward.logits[of.n_skipped :], ids
 
 
 def load_head_model(head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None) -> MLXHeadModel:

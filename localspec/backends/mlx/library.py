@@ -46,7 +46,7 @@ class MLXLibrary:
             ) from None
         self.version = f"{versions['mlx']} (mlx-lm {versions['mlx-lm']})"
         self.gpu = bool(mx.metal.is_available())
-        self.built_for = ["Metal"] if self.gpu else ["CPU, to test with: slow"]
+        self.built_for = ["Metal"] if self.gpu else ["CPU: slow, for tests only"]
 
 
 def runs_here() -> bool:

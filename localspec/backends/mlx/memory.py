@@ -73,7 +73,9 @@ class _Windowed:
 
     def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
         if window_size is not None and window_size != self.window:
-            raise EngineError(f"a layer asks for a window of {window_size} tokens and was given {self.window}")
+            raise EngineError(
+                f"a layer needs a window of {window_size} tokens, but its memory has one of {self.window}"
+            )
         if n == 1:
             return None  # the only token sees every row that is shown
         if self.tree is not None:
@@ -216,7 +218,7 @@ class LayerCaches:
             return
         wanted = dict(like._named())
         if arrays.keys() != wanted.keys():
-            raise EngineError("the saved state is of another model, or of another type of cache")
+            raise EngineError("the saved state belongs to another model or cache type")
         taken: dict[str, mx.array] = {}
         for name, template in wanted.items():
             is_bfloat16 = template.dtype == mx.bfloat16
@@ -226,7 +228,7 @@ class LayerCaches:
             if not self._network.recurrent:
                 shape[-2] = n_past
             if list(array.shape) != shape or array.dtype != template.dtype:
-                raise EngineError("the saved state does not have the shape of this model's")
+                raise EngineError("the saved state does not have the shape that this model needs")
             taken[name] = array
         for i, layer in enumerate(self.layers):
             parts = [array for name, array in taken.items() if name.partition(".")[0] == str(i)]

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 
 import mlx.core as mx
 
 from localspec.backends.base import Capabilities, Model, Progress
+from localspec.backends.best_rows import best_pays
 from localspec.backends.mlx.context import MLXContext
 from localspec.backends.mlx.library import NAME, binding
 from localspec.backends.mlx.network import Network, load_network
 from localspec.backends.mlx.owner import owner
+from localspec.backends.mlx.sequences import MLXSequences, can_divide
 from localspec.backends.mlx.tokenizer import ByteLevel
+from localspec.backends.sequence_batch import SequenceBatch
 from localspec.backends.tokenizer import Tokenizer
 from localspec.errors import Closed, EngineUnavailable, LocalspecError, UnsupportedModel, UsageError
 from localspec.model_files.gguf_file import GGUFFile
@@ -56,6 +60,8 @@ class MLXModel(Model):
             trees=not network.recurrent,
             nextn=nextn,
             mtp=nextn,
+            batches=can_divide(network),
+            own_cells=True,
         )
 
     @property
@@ -69,14 +75,27 @@ class MLXModel(Model):
             raise Closed("this model was closed")
         return self._network
 
+    @cached_property
+    def finds_best(self) -> bool:
+        """Whether ``Context.decode_best`` looks for the largest logits on the device: where that takes less time."""
+        return self.capabilities.device == "gpu" and best_pays(self)
+
     def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> MLXContext:
         most = self.network.max_context
         if most is not None and n_ctx > most:
             raise UsageError(
-                f"MLX computes {self.path.name} up to {most} tokens of context; use --ctx {most}, or "
+                f"the mlx backend supports at most {most} tokens of context for {self.path.name}; use --ctx {most} or "
                 "--backend llama-cpp"
             )
         return MLXContext(self, n_ctx, hidden)
+
+    def _new_batch(
+        self, n_sequences: int, n_cells: int, n_ctx: int, n_threads: int, hidden: tuple[str, ...]
+    ) -> SequenceBatch:
+        if not self.capabilities.batches:
+            return super()._new_batch(n_sequences, n_cells, n_ctx, n_threads, hidden)
+        # They take no memory before they are fed.
+        return MLXSequences([self._new_context(n_ctx, n_threads, hidden) for _ in range(n_sequences)], n_cells)
 
     def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
         return self._tokenizer.encode(text, add_special, parse_special)
@@ -97,12 +116,10 @@ def device_for(file: GGUFFile, n_gpu_layers: int | None) -> mx.Device:
     if not n_gpu_layers:
         return mx.Device(mx.gpu if gpu and n_gpu_layers is None else mx.cpu)
     if not gpu:
-        raise EngineUnavailable("MLX has no GPU here; leave --gpu-layers away, or use --backend llama-cpp")
+        raise EngineUnavailable("MLX has no GPU here; omit --gpu-layers, or use --backend llama-cpp")
     n_layer = file.field("block_count", 0)
     if 0 < n_gpu_layers < n_layer:
-        raise UsageError(
-            f"MLX does not divide a model: --gpu-layers 0 or all {n_layer}; --backend llama-cpp can divide it"
-        )
+        raise UsageError(f"MLX cannot split a model: use --gpu-layers 0 or {n_layer}, or --backend llama-cpp")
     return mx.Device(mx.gpu)
 
 
@@ -124,5 +141,6 @@ def building(path: Path, device: mx.Device, load: Callable[[], Network]) -> Netw
         if isinstance(error, LocalspecError):
             raise
         raise UnsupportedModel(
-            f"MLX cannot build {path.name} by its header ({type(error).__name__}: {error}); use --backend llama-cpp"
+            f"MLX cannot build a model from the header of {path.name} ({type(error).__name__}: {error}); "
+            "use --backend llama-cpp"
         ) from error

@@ -258,8 +258,8 @@ def _check_head_size(header: Header, architecture: Architecture, args: Any) -> N
         attention = read_attention(header)
         if attention.d_head * attention.n_head != args.hidden_size:
             raise UnsupportedModel(
-                f"{header.name}: {attention.n_head} heads of {attention.d_head} channels do not make the "
-                f"{args.hidden_size} that mlx-lm's {architecture.module} expects; use --backend llama-cpp"
+                f"{header.name}: {attention.n_head} heads of {attention.d_head} channels are not the "
+                f"{args.hidden_size} channels that mlx-lm's {architecture.module} expects; use --backend llama-cpp"
             )
 
 

@@ -63,14 +63,16 @@ class OwnerThread:
         """Finish what was handed in, and free MLX's streams. Nothing runs here afterwards."""
         with self._handing_in:
             if not self._ended:
-                self._ended = "MLX has ended with the program"
+                self._ended = "MLX cannot be used any more: the program is ending"
                 self._waiting.put(None)
         self._thread.join(_PATIENCE_S)
 
     def _renounce(self) -> None:
         """In a forked child: the thread, and what MLX itself runs, are the parent's."""
         self._handing_in = threading.Lock()
-        self._ended = "MLX was used before this process was forked, and cannot be used in the child: start it afresh"
+        self._ended = (
+            "MLX was used before this process was forked, and cannot be used in the child; start a new process instead"
+        )
 
     def _work(self) -> None:
         while (item := self._waiting.get()) is not None:

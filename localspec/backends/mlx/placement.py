@@ -48,7 +48,7 @@ def fill(
     lost = [name for name, place in places.items() if place is None]
     if lost:
         raise UnsupportedModel(
-            f"{file.path.name}: the mlx backend has no place for {_some(lost)} in a {file.architecture} model; "
+            f"{file.path.name}: the mlx backend does not use {_some(lost)} in a {file.architecture} model; "
             "use --backend llama-cpp"
         )
     _check_complete(file, architecture, module, {place for place in places.values() if place is not None})
@@ -171,8 +171,8 @@ def _put(
     actual = (*stored.weight.shape[:-1], columns)
     if expected is not None and actual != expected:
         raise UnsupportedModel(
-            f"{file.path.name}: {info.name} is {'x'.join(map(str, actual))} where "
-            f"{'x'.join(map(str, expected))} is needed"
+            f"{file.path.name}: {info.name} has the shape {'x'.join(map(str, actual))}, "
+            f"but {'x'.join(map(str, expected))} is needed"
         )
     if stored.scales is None:
         owner[place.parameter] = stored.weight

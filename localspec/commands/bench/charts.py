@@ -9,8 +9,8 @@ from localspec.commands.bench.reliability import wilson
 from localspec.commands.bench.results import ALL, Passes, PredictionQuality, Results, Row
 from localspec.commands.bench.words import arm_name, interval_text, seconds_text, times_text, title
 from localspec.commands.report.svg import N_COLOURS, Axis, Drawing, Point, Scale, Series, chart, label, ticks
-from localspec.commands.timing.answer import Sample
-from localspec.commands.timing.statistics import Estimate
+from localspec.measuring.answer import Sample
+from localspec.measuring.statistics import Estimate
 
 _LABELS = 96
 """Width of the column with the categories' names."""

@@ -56,7 +56,7 @@ class Outputs:
         """
         named = [each for each in (self.json, self.markdown, self.html, self.svg) if each is not None]
         if len({each if each == STREAM else os.path.realpath(each) for each in named}) < len(named):
-            raise UsageError("two outputs go to one place: name another file")
+            raise UsageError("two outputs have the same path: choose another file")
         for name, each in (("--html", self.html), ("--svg", self.svg)):
             if each == STREAM:
                 raise UsageError(f"{name} needs a file")
@@ -105,7 +105,7 @@ def measure_command(request: BenchRequest, outputs: Outputs) -> int:
     deliver(record, outputs)
     if record.ended == "interrupted":
         if path is not None:
-            print(f"localspec: go on with: localspec bench --resume {path}", file=sys.stderr)
+            print(f"localspec: resume with: localspec bench --resume {path}", file=sys.stderr)
         return INTERRUPTED
     return 0
 
@@ -113,7 +113,7 @@ def measure_command(request: BenchRequest, outputs: Outputs) -> int:
 def show_command(words: Sequence[str], outputs: Outputs) -> int:
     """Print and write what a stored run says."""
     if len(words) != 1:
-        raise UsageError("bench show takes one file of bench --json")
+        raise UsageError("bench show takes one bench --json file")
     outputs.check()
     deliver(read_record(Path(words[0])), outputs)
     return 0
@@ -122,9 +122,9 @@ def show_command(words: Sequence[str], outputs: Outputs) -> int:
 def compare_command(words: Sequence[str], outputs: Outputs) -> int:
     """Set two stored runs against each other."""
     if len(words) != 2:
-        raise UsageError("bench compare takes two files of bench --json: what was, and what is to be compared with it")
+        raise UsageError("bench compare takes two bench --json files: the baseline, then the run to compare with it")
     if outputs.html or outputs.svg:
-        raise UsageError("bench compare has --json and --markdown only")
+        raise UsageError("bench compare writes --json and --markdown only")
     outputs.check()
     found = comparison(read_record(Path(words[0])), read_record(Path(words[1])), (words[0], words[1]))
     report = comparison_report(found)

@@ -19,9 +19,9 @@ from localspec.commands.bench.remarks import doubts
 from localspec.commands.bench.results import ALL, Ratios, by_question, drifts, ratios
 from localspec.commands.bench.words import interval_text, times_text, title
 from localspec.commands.report.model import Facts, Part, Report, Table, Text
-from localspec.commands.timing.answer import Sample
-from localspec.commands.timing.statistics import LEVEL, Estimate, estimate, estimate_quotient, middle, range_level
 from localspec.errors import UsageError
+from localspec.measuring.answer import Sample
+from localspec.measuring.statistics import LEVEL, Estimate, estimate, estimate_quotient, middle, range_level
 
 SCHEMA_VERSION = 1
 

@@ -11,10 +11,10 @@ from localspec.backends.base import Context
 from localspec.backends.trust import fingerprint
 from localspec.commands.bench.record import Engine, ModelFile
 from localspec.commands.doctor.costs import WIDTHS, Watch
-from localspec.commands.timing.subject import EngineUnderTest, kv_bytes
 from localspec.controllers.calibration import calibrating
 from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.passes import WHOLE, PassKind
+from localspec.measuring.subject import EngineUnderTest, kv_bytes
 from localspec.model_files.gguf_parts import model_bytes, model_files
 from localspec.runtime.pair import Pair
 from localspec.system.home import home

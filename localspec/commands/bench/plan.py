@@ -10,10 +10,10 @@ from typing import Any
 from localspec.backends.placement import Placement
 from localspec.commands.bench.record import Record, Settings
 from localspec.commands.options import RunOptions, check_text
-from localspec.commands.questions import SETS, Question, digest, in_turns, of_categories, own_questions, read_questions
-from localspec.commands.timing.arms import Arm, parse_arms
-from localspec.commands.timing.turns import SLICE_TOKENS
 from localspec.errors import UsageError
+from localspec.measuring.arms import Arm, parse_arms
+from localspec.measuring.questions import SETS, Question, digest, in_turns, of_categories, own_questions, read_questions
+from localspec.measuring.turns import SLICE_TOKENS
 from localspec.runtime.load_options import LoadOptions
 
 
@@ -133,7 +133,7 @@ def make_plan(request: BenchRequest, before: Record | None = None) -> BenchPlan:
     options = request.options if then is None else _resumed(request.options, then)
     mode = _mode(request, then)
     if request.prompts is not None and request.which is not None:
-        raise UsageError("--set chooses among our own questions, and --prompts brings others")
+        raise UsageError("--set selects built-in questions and cannot be combined with --prompts")
     backends, names, categories = (_split(each) for each in (request.backends, request.arms, request.categories))
     source = request.prompts or (f"own:{request.which}" if request.which else None)
     slice_tokens, ignore_eos = request.slice_tokens, request.ignore_eos
@@ -171,7 +171,7 @@ def make_plan(request: BenchRequest, before: Record | None = None) -> BenchPlan:
 
 def _mode(request: BenchRequest, then: Settings | None) -> Mode:
     if request.quick and request.full:
-        raise UsageError("--quick and --full exclude each other")
+        raise UsageError("--quick and --full cannot be combined")
     name = "quick" if request.quick else "full" if request.full else then.mode if then is not None else "default"
     mode = {"quick": QUICK, "full": FULL}.get(name, DEFAULT)
     changes: dict[str, Any] = {}

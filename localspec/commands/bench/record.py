@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from localspec.commands.timing.answer import Sample
+from localspec.measuring.answer import Sample
 
 SCHEMA_VERSION = 2
 READABLE_VERSIONS = (1, 2)
@@ -102,7 +102,7 @@ class Record:
     def __post_init__(self) -> None:
         names = [engine.backend for engine in self.engines]
         if not names or not self.sessions or names != self.settings.backends:
-            raise ValueError("engines, sessions and backends do not go together")
+            raise ValueError("engines, sessions and backends do not match")
         if any(all(model.source != "target" for model in engine.models) for engine in self.engines):
             raise ValueError("an engine has no target")
         if "plain" not in self.settings.arms:

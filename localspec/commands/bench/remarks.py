@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from localspec.commands.bench.record import Record
-from localspec.commands.timing.statistics import FEWEST
+from localspec.measuring.statistics import FEWEST
 
 if TYPE_CHECKING:
     from localspec.commands.bench.results import Drift, Row
@@ -68,7 +68,7 @@ def _drifting(drift: Sequence[Drift]) -> Iterator[str]:
             what = "slower" if each.change < 0 else "faster"
             yield (
                 f"Plain decoding{name} was {abs(each.change):.0%} {what} in the last third of the run than in the "
-                "first; speed-ups compare answers next to each other, so they bear that, tok/s do not."
+                "first; speed-ups are unaffected; tok/s are not comparable."
             )
         if each.noise > 2 * DRIFT:
             yield f"Plain decoding{name} itself varied by ±{each.noise:.0%} from answer to answer."

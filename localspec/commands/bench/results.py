@@ -14,9 +14,9 @@ from localspec.commands.bench.record import Engine, Record, Settings
 from localspec.commands.bench.reliability import Reliability, reliability
 from localspec.commands.bench.remarks import remarks
 from localspec.commands.doctor.payoff import break_even_by_length
-from localspec.commands.timing.answer import Sample
-from localspec.commands.timing.statistics import Estimate, estimate, middle
 from localspec.controllers.cost_model import PassTimes
+from localspec.measuring.answer import Sample
+from localspec.measuring.statistics import Estimate, estimate, middle
 from localspec.spec_decode.rounds import SpecStats
 
 ALL = "all"

@@ -22,14 +22,14 @@ from localspec.commands.bench.words import arm_name, time_text
 from localspec.commands.doctor import machine
 from localspec.commands.doctor.costs import Watch
 from localspec.commands.options import ensure_model
-from localspec.commands.questions import Question
-from localspec.commands.timing.answer import TimedAnswer
-from localspec.commands.timing.schedule import Block, Clock, blocks, is_tight
-from localspec.commands.timing.statistics import Values
-from localspec.commands.timing.subject import EngineUnderTest
-from localspec.commands.timing.turns import Place, measure, places
 from localspec.errors import Cancelled, UsageError
 from localspec.llm import LLM
+from localspec.measuring.answer import TimedAnswer
+from localspec.measuring.questions import Question
+from localspec.measuring.schedule import Block, Clock, blocks, is_tight
+from localspec.measuring.statistics import Values
+from localspec.measuring.subject import EngineUnderTest
+from localspec.measuring.turns import Place, measure, places
 from localspec.model_files.sources.base import size_text
 from localspec.sampling.sampling import SamplingParams
 from localspec.system import power
@@ -133,7 +133,7 @@ class BenchRun:
         if free is not None and need > free:
             raise UsageError(
                 f"{n_more} more engine{'s' * (n_more > 1)} beside {llm.backend_name} need about {size_text(need)} and "
-                f"{size_text(free)} are free; measure one at a time with --json, and set them against each other with "
+                f"{size_text(free)} are free; measure one at a time with --json, then compare them with "
                 "bench compare"
             )
 
@@ -157,9 +157,7 @@ class BenchRun:
         if before is not None:
             for name, was, is_now in differences(before, record):
                 if name not in ("localspec", "Python"):
-                    raise RecordError(
-                        f"cannot resume: it was measured with {name} {was!r}, and this would be {is_now!r}"
-                    )
+                    raise RecordError(f"cannot resume: it was measured with {name} {was!r}, now {is_now!r}")
             record.sessions = [*before.sessions, sitting]
             record.samples, record.skipped, record.engines = before.samples, before.skipped, before.engines
         return record

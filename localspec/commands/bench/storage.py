@@ -77,7 +77,7 @@ def _build(wanted: Any, value: Any, where: str) -> Any:
         return _build(typing.get_type_hints(Record)[wanted], value, where)
     if is_dataclass(wanted):
         if not isinstance(value, dict):
-            raise ValueError(f"{where} is no object")
+            raise ValueError(f"{where} is not an object")
         hints, found = typing.get_type_hints(wanted), {}
         for each in fields(wanted):
             if each.name in value:
@@ -92,13 +92,13 @@ def _build(wanted: Any, value: Any, where: str) -> Any:
     origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
     if origin is list:
         if not isinstance(value, list):
-            raise ValueError(f"{where} is no list")
+            raise ValueError(f"{where} is not a list")
         if inner[0] is float and all(type(each) in (float, int) and abs(each) < math.inf for each in value):
             return [float(each) for each in value]  # most of a record is this
         return [_build(inner[0], each, f"{where}[{i}]") for i, each in enumerate(value)]
     if origin is dict:
         if not isinstance(value, dict):
-            raise ValueError(f"{where} is no object")
+            raise ValueError(f"{where} is not an object")
         return {key: _build(inner[1], each, f"{where}[{key}]") for key, each in value.items()}
     if origin is Literal:
         if value not in inner:

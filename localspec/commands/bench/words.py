@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from localspec.commands.bench.record import Record
-from localspec.commands.timing.statistics import Estimate
+from localspec.measuring.statistics import Estimate
 from localspec.model_files.catalog import short_name
 
 

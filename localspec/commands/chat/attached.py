@@ -37,13 +37,13 @@ def read_file(path: Path) -> AttachedFile:
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     if len(data) > MAX_BYTES:
-        raise UsageError(f"{path} has more than {MAX_BYTES >> 20} MiB, which no context holds")
+        raise UsageError(f"{path} has more than {MAX_BYTES >> 20} MiB, too large for any context")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text:
-        raise UsageError(f"{path} is no text in UTF-8")
+        raise UsageError(f"{path} is not UTF-8 text")
     if not text.strip():
         raise UsageError(f"{path} is empty")
     return AttachedFile(path, text.replace("\r\n", "\n"))

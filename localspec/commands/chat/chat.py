@@ -14,6 +14,7 @@ from localspec.commands.chat.saved_chat import AnswerRecord, save
 from localspec.commands.chat.screen import ChatScreen, no_echo
 from localspec.commands.chat.status import AnswerStatus
 from localspec.commands.chat.style import Style
+from localspec.commands.chat.views import only_thought
 from localspec.errors import LocalspecError, SessionFileError, line_of
 from localspec.model_files.catalog import short_name
 from localspec.sampling.sampling import SamplingParams
@@ -136,7 +137,7 @@ class Chat:
             self.records.append(record)
             self.attached = [file for file in self.attached if file not in files]
         self.keep()
-        self._remark(record, kept)
+        self._remark(record, kept, "".join(pieces))
         self.read_ahead()
         if self.screen.terminal and not self.screen.ansi:
             self.screen.note(f"({self.status})")
@@ -179,16 +180,20 @@ class Chat:
             self._kept_at = stamp(self.keep_in)
         except (OSError, SessionFileError) as error:
             self.keep_in = None
-            self.screen.note(f"note: this conversation is not kept: {line_of(error)}")
+            self.screen.note(f"note: this conversation is not saved: {line_of(error)}")
 
-    def _remark(self, record: AnswerRecord, kept: bool) -> None:
-        """Say why the answer ends where it does, if that is not by itself."""
+    def _remark(self, record: AnswerRecord, kept: bool, text: str) -> None:
+        """Say why the answer ends where it does, if that is not by itself, or why there is none."""
         if record.finish_reason == "cancelled":
             if not self.screen.interactive:
                 raise KeyboardInterrupt
             said = "what was said is kept" if kept else "nothing was said yet"
             self.screen.note(f"[stopped; {said}; /retry asks again]")
-        elif record.finish_reason == "length":
+            return
+        if said := only_thought(text, record.stats.get("thinking_tokens", 0)):
+            shown = self.screen.terminal and not self.screen.folded
+            self.screen.note(f"[{said}]" if shown else f"[{said}; /think show prints it]")
+        if record.finish_reason == "length":
             self.screen.note(f"[cut short: {self._limit(record.stats)}]")
 
     def read_ahead(self) -> None:

@@ -46,7 +46,7 @@ def copy(text: str, terminal: TextIO | None) -> str:
     data = text.encode("utf-8", "replace")
     failed = f"{tool[0]} failed" if tool else "no tool for it was found (wl-copy, xclip, xsel, pbcopy, clip, tmux)"
     if terminal is None:
-        raise UsageError(f"cannot copy: {failed}, and there is no terminal to ask")
+        raise UsageError(f"cannot copy: {failed}, and no terminal is available")
     if len(data) > MAX_OSC_52:
         raise UsageError(f"cannot copy {len(data):,} bytes: {failed}, and terminals take {MAX_OSC_52:,} at most")
     terminal.write(f"\x1b]52;c;{base64.b64encode(data).decode()}\x07")

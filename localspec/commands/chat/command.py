@@ -91,7 +91,7 @@ def _model_of(kept: KeptChat) -> str | None:
 def _resume(chat: Chat, options: RunOptions, latest: KeptChat | None) -> None:
     """Go on with the conversation that was kept last; what the command line says goes before what was kept."""
     if latest is None:
-        chat.screen.note("note: no conversation is kept yet, so this is a new one")
+        chat.screen.note("note: no saved conversation yet; starting a new one")
         return
     go_on_with(chat, latest.path)
     chat.keep_at(latest.path)

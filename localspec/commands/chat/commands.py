@@ -64,7 +64,7 @@ def run_command(chat: Chat, line: str) -> bool:
         if name not in COMMANDS:
             close = get_close_matches(name, COMMANDS, n=1)
             hint = f"did you mean /{close[0]}?" if close else "/help lists the commands"
-            raise UsageError(f"no command /{name}: {hint} (a space in front sends the line as text)")
+            raise UsageError(f"no command /{name}: {hint} (start the line with a space to send it as text)")
         COMMANDS[name].run(chat, argument.strip())
     except BrokenPipeError:
         raise
@@ -214,7 +214,7 @@ _THINK = (*THINK, "show", "hide")
 
 def _think(chat: Chat, argument: str) -> None:
     if chat.llm.thinking is None:
-        raise UsageError(f"{chat.llm.model_name} is not known to think before it answers")
+        raise UsageError(f"{chat.llm.model_name} does not support thinking")
     if argument.isdecimal() or argument == "none":
         chat.thinking_budget = None if argument == "none" else int(argument)
     elif argument in ("show", "hide"):
@@ -243,7 +243,7 @@ def _undo(chat: Chat, argument: str) -> None:
     chat.session.undo()
     chat.records.pop()
     chat.keep()
-    chat.screen.note(f"taken back: {clip(on_one_line(without_files(question)), 60)}")
+    chat.screen.note(f"undone: {clip(on_one_line(without_files(question)), 60)}")
 
 
 def _retry(chat: Chat, argument: str) -> None:

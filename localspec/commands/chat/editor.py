@@ -38,7 +38,7 @@ def edit(text: str) -> tuple[str, str | None]:
     try:
         edited = path.read_text(encoding="utf-8-sig").rstrip("\n")
     except (OSError, ValueError):
-        raise UsageError(f"{command[0]} left no text in UTF-8; what it wrote is in {path}") from None
+        raise UsageError(f"{command[0]} did not write UTF-8 text; its output is in {path}") from None
     path.unlink()
     return edited, f"{command[0]} ended with status {status}; the text is as it left it" if status else None
 
@@ -62,5 +62,5 @@ def _editor() -> list[str]:
                 raise UsageError(f"cannot read ${variable}: {error}") from None
     found = next(filter(shutil.which, ("editor", "nano", "vim", "vi", "notepad")), None)
     if found is None:
-        raise UsageError("no editor was found; set EDITOR to the command of one")
+        raise UsageError("no editor was found; set EDITOR to its command")
     return [found]

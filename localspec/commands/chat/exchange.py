@@ -57,11 +57,11 @@ def go_on_with(chat: Chat, path: Path) -> None:
 
 def sessions(chat: Chat, argument: str) -> None:
     if argument == "forget":
-        chat.screen.note(f"forgotten: {forget_all()} kept conversations")
+        chat.screen.note(f"deleted {forget_all()} saved conversations")
         return
     kept = list(kept_chats())
     if not kept:
-        raise UsageError("no conversation is kept yet")
+        raise UsageError("no conversation is saved yet")
     if argument:
         if not (argument.isascii() and argument.isdigit() and 1 <= int(argument) <= len(kept)):
             raise UsageError(f"/sessions takes a number from 1 to {len(kept)}, or forget")
@@ -102,9 +102,10 @@ def copy_answer(chat: Chat, argument: str) -> None:
 
         found = code_blocks(text)
         if not found:
-            raise UsageError("the last answer has no code block; /copy alone copies all of it")
+            raise UsageError("the last answer has no code block; /copy without a number copies all of it")
         if not (argument.isascii() and argument.isdigit() and 1 <= int(argument) <= len(found)):
-            raise UsageError(f"/copy takes a number from 1 to {len(found)}: so many code blocks has the last answer")
+            n_blocks = f"{len(found)} code block{'s' * (len(found) > 1)}"
+            raise UsageError(f"/copy takes a number from 1 to {len(found)}: the last answer has {n_blocks}")
         text, what = found[int(argument) - 1], f"code block {int(argument)}"
     how = copy(text, chat.screen.file if chat.screen.ansi else None)
     chat.screen.note(f"copied {what} ({len(text):,} characters) {how}")

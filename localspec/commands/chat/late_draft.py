@@ -10,9 +10,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from localspec.commands.options import has_head
 from localspec.errors import Cancelled, Closed, line_of
 from localspec.model_files.catalog import short_name
+from localspec.runtime.at_hand import drafts_at_hand, heads_of
 from localspec.runtime.engine_choice import draft_gain
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ class LateDraft:
 
     def _run(self) -> None:
         try:
-            if self._missing and has_head(self._llm.model_path):
+            first = self._llm.run(lambda pair: next(heads_of(pair.target), None)) if self._missing else None
+            if first is not None:
                 self._load("the head")
             if self._missing and self._llm.run(lambda pair: draft_gain(pair.times)) <= 1.0:
                 names = " ".join(entry.name for entry in self._missing)
@@ -112,7 +113,5 @@ class LateDraft:
 
 
 def may_be_drafted_for(llm: LLM) -> bool:
-    """Whether there is a head or a draft model on the disk for the target of an LLM."""
-    from localspec.model_files.catalog import Catalog
-
-    return has_head(llm.model_path) or Catalog.load().draft_for(llm.model_path) is not None
+    """Whether ``auto`` would load anything for the target of an LLM: a head, a layer of its own, a draft model."""
+    return llm.run(lambda pair: next(drafts_at_hand(pair.target), None) is not None)

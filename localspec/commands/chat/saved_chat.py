@@ -68,7 +68,7 @@ def load(llm: LLM, path: Path) -> tuple[Session, list[AnswerRecord]]:
     said = session.messages[session.system is not None :]
     try:
         if [message["role"] for message in said] != ["user", "assistant"] * (len(said) // 2):
-            raise ValueError("it is no chat of questions and answers")
+            raise ValueError("it is not a chat of questions and answers")
         if not all(isinstance(message["content"], str) for message in session.messages):
             raise ValueError("a message is not text")
         records = [AnswerRecord(**answer) for answer in session.notes.get("answers", [{}] * (len(said) // 2))]

@@ -137,6 +137,13 @@ class TextView(View):
         self._file.flush()
 
 
+def only_thought(text: str, n_thinking: int) -> str:
+    """What to say of an answer that has nothing but thoughts; empty where it has more, or nothing at all."""
+    if not n_thinking or text.strip():
+        return ""
+    return f"no answer came after {n_thinking} token{'s' * (n_thinking > 1)} of thinking"
+
+
 _MARKS = {True: ("✓", "✗", "→", "+", "·"), False: ("+", "-", ">", "*", ".")}
 
 

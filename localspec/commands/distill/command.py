@@ -23,6 +23,7 @@ from localspec.training.recipe import Effort, Recipe
 from localspec.training.standing import Standing
 
 INTERRUPTED = 130
+COMMAND = "localspec distill"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +40,11 @@ class DistillRequest:
     model: str | None
     minutes: float | None
     kind: str
-    seed: int
+    seed: int | None
+    begin_with: str | None
     resume: bool
     force: bool
-    prompts: str | None
+    prompts: tuple[str, ...]
     texts: tuple[str, ...]
     chats: bool
     html: str | None
@@ -51,18 +53,24 @@ class DistillRequest:
     verbose: bool
 
     def __post_init__(self) -> None:
-        for name, text in (("MODEL", self.model), ("--prompts", self.prompts), ("--html", self.html)):
+        for name, text in (
+            ("MODEL", self.model),
+            ("--begin-with", self.begin_with),
+            ("--html", self.html),
+        ):
             check_text(text, name)
-        for text in self.texts:
-            check_text(text, "--text")
-        if self.prompts is not None and not Path(self.prompts).is_file():
-            raise UsageError(f"--prompts {self.prompts}: there is no such file")
+        for option, paths in (("--prompts", self.prompts), ("--text", self.texts)):
+            for path in paths:
+                check_text(path, option)
+        for prompts in self.prompts:
+            if not Path(prompts).is_file():
+                raise UsageError(f"--prompts {prompts}: there is no such file")
         for text in self.texts:
             if not Path(text).exists():
                 raise UsageError(f"--text {text}: there is no such file or folder")
         if self.html == STREAM:
             raise UsageError("--html needs a file")
-        Recipe(kind=self.kind, seed=self.seed)  # type: ignore[arg-type]
+        Recipe(kind=self.kind, seed=self.seed or 0)  # type: ignore[arg-type]
         if self.minutes is not None:
             Effort(self.minutes)
 
@@ -96,6 +104,7 @@ def distill_command(request: DistillRequest) -> int:
                 minutes=request.minutes,
                 kind=request.kind,
                 seed=request.seed,
+                begin_with=request.begin_with,
                 resume=request.resume,
                 force=request.force,
                 prompts=request.prompts,
@@ -103,14 +112,14 @@ def distill_command(request: DistillRequest) -> int:
                 chats=request.chats,
                 backend=request.backend,
                 n_threads=request.n_threads,
-                command=_again(request, model),
+                command=COMMAND,
                 report=report,
                 say=watch.say,
                 cancel=stop,
             )
         except Cancelled:
             watch.clear()
-            print(f"localspec: stopped; go on with: {_resume(request, model)}", file=sys.stderr)
+            print(f"localspec: stopped; resume with: {_resume(request, model)}", file=sys.stderr)
             return INTERRUPTED
     found = finished_report(model, made)
     if page is not None:
@@ -127,13 +136,3 @@ def _resume(request: DistillRequest, model: str) -> str:
     rest += [] if request.n_threads is None else ["--threads", str(request.n_threads)]
     named = [] if request.model is None else [model]
     return shlex.join(["localspec", "distill", *named, *kind, *minutes, *rest, "--resume"])
-
-
-def _again(request: DistillRequest, model: str) -> str:
-    """What makes the head again, without what is only of this machine."""
-    parts = ["localspec", "distill", model, "--kind", request.kind, "--seed", str(request.seed)]
-    parts += ["--minutes", f"{request.minutes:g}"] if request.minutes is not None else []
-    parts += ["--prompts", Path(request.prompts).name] if request.prompts is not None else []
-    for text in request.texts:
-        parts += ["--text", Path(text).name]
-    return shlex.join([*parts, *(["--chats"] if request.chats else [])])

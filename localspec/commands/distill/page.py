@@ -8,6 +8,7 @@ from functools import partial
 from localspec.commands.report.model import Facts, Figure, KeyFigure, KeyFigures, Part, Report, Table, Text
 from localspec.commands.report.svg import Axis, Drawing, Point, Series, chart
 from localspec.model_files.head_card import CurvePoint, Rates
+from localspec.model_files.head_folders import heads_folder
 from localspec.training.standing import Distilled, Standing
 from localspec.training.worth import Worth
 
@@ -34,6 +35,7 @@ def finished_report(model: str, made: Distilled) -> Report:
     facts = {
         "file": str(made.kept or made.path),
         "made by": training.command,
+        **({"went on from": "; ".join(training.earlier)} if training.earlier else {}),
         "examples": f"{training.data_tokens:,} tokens",
         "learned from": f"{training.tokens_seen:,} tokens, repetitions counted",
         "time": f"{training.minutes:.0f} minutes",
@@ -51,17 +53,25 @@ def _worth_parts(made: Distilled) -> list[Part]:
     worth = made.worth
     if worth is None:
         return [Text(f"What it is worth could not be measured; it lies in {made.path}.", "note")]
-    return [KeyFigures([_key_figure(worth, kept=made.kept is not None)]), Text(_how_measured(worth), "muted")]
+    parts: list[Part] = [KeyFigures([_key_figure(worth, kept=made.kept is not None)])]
+    if made.kept is None:
+        where = f"It lies in {made.path}. --draft head:{made.path} uses it all the same, and"
+        parts.append(Text(f"{where} --draft auto finds it if it is copied to {heads_folder()}.", "note"))
+    return [*parts, Text(_how_measured(worth), "muted")]
 
 
 def _key_figure(worth: Worth, *, kept: bool) -> KeyFigure:
     speeds = (
         f"{worth.head:.1f} tokens per second with the head, {worth.without:.1f} without it, {worth.plain:.1f} plain"
     )
-    verdict = (
-        "kept: --draft auto uses it" if kept else "not kept, as it does not pay here; more --minutes may change that"
-    )
-    verdict = f"×{worth.gain:.2f} in the median; {verdict}"
+    if kept:
+        verdict = "kept: --draft auto uses it"
+    elif worth.is_unclear:
+        verdict = "not kept, as the difference is within the noise; more --minutes may change that"
+    else:
+        verdict = "not kept, as it does not pay here; more --minutes may change that"
+    interval = "" if worth.interval is None else f" (95 %: {worth.interval[0]:.2f} to {worth.interval[1]:.2f})"
+    verdict = f"×{worth.gain:.2f} in the median{interval}; {verdict}"
     return KeyFigure("with the head", f"×{worth.gain:.2f}", f"{speeds}: {verdict}", "ok" if kept else "note")
 
 

@@ -95,12 +95,12 @@ def recommend_ranked(rank: RankFacts, target: str, drafts: Mapping[str, str]) ->
     top, margin = best.speedup or 0.0, noise_margin(rank)
     name = " + ".join(best.drafters)
     if top < 1 + _LEAST_MARGIN:
-        text = f"Do not speculate here: nothing was faster than plain decoding; the best, {name}, came to ×{top:.2f}."
+        text = f"Do not speculate here: nothing was faster than plain decoding; the best, {name}, reached ×{top:.2f}."
         return Recommendation(False, text, f"{chat} --draft none")
     if top < 1 + margin:
         text = (
-            f"This cannot tell: the best, {name}, came to ×{top:.2f}, and noise alone makes ±{margin:.0%} here. With "
-            "--draft auto, guesses are only made while they pay."
+            f"Inconclusive: the best, {name}, reached ×{top:.2f}, within the ±{margin:.0%} noise of this measurement. "
+            "--draft auto drafts only while it pays off."
         )
         return Recommendation(None, text, chat)
     close = [" + ".join(each.drafters) for each in measured[1:] if (each.speedup or 0.0) > top - margin]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localspec import __version__
+from localspec.backends.published_heads import computes_mtp
 from localspec.commands.doctor import devices, engines, fit, machine, models, payoff, ranking, screen
 from localspec.commands.doctor.advice import recommend, recommend_ranked
 from localspec.commands.doctor.costs import Watch, branches_finding, compare_engines, cost_finding, measure_costs
@@ -17,12 +18,13 @@ from localspec.commands.doctor.models import ExaminedModel
 from localspec.commands.options import RunOptions
 from localspec.commands.report.model import Finding, Findings, Part
 from localspec.commands.report.terminal import Screen
-from localspec.errors import EngineError, LocalspecError, UsageError
+from localspec.errors import EngineError, LocalspecError, ModelFileError, UsageError
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.head_kinds import names_published_head
 from localspec.model_files.sources.base import size_text
+from localspec.runtime.at_hand import heads_at_hand, heads_of
 from localspec.spec_decode.drafters.free import FREE_DRAFTERS
-from localspec.spec_decode.drafters.names import FROM_STATES, HEAD, MTP, NGRAM, is_corpus
+from localspec.spec_decode.drafters.names import CORPUS, FROM_STATES, HEAD, NGRAM, is_corpus
 from localspec.system import power
 from localspec.system.files import is_same_file
 from localspec.terminal.progress import Progress
@@ -118,6 +120,8 @@ class Doctor:
         if examined is None:
             found.recommendation = self._first_steps()
         else:
+            if examined.automatic and examined.target.present and engine is not None:
+                examined = replace(examined, heads=_heads_at_hand(examined.target, engine.name))
             self._examine_pair(examined, engine)
             found.recommendation = self._obstacle(examined) or self._measure(examined, calibrate, rank)
         slowed = power.throttled(throttle, power.throttle_count())
@@ -142,9 +146,9 @@ class Doctor:
             found = catalog.draft_for(target.file)
             known = target.entry.draft[:1] if target.entry is not None else ()
             drafts = (models.of_path(found),) if found is not None else tuple(map(models.find_model, known))
-            return ExaminedPair(target, drafts, True, True, ranking.heads_of(target), corpora)
+            return ExaminedPair(target, drafts, True, True, (), corpora)
         named: list[ExaminedModel] = []
-        names = [f"{HEAD}:{name}" if _is_published(name) else name for name in names]
+        names = [f"{HEAD}:{path}" if (path := _published(name)) is not None else name for name in names]
         heads = tuple(name for name in names if name.partition(":")[0] in FROM_STATES)
         for each in (models.find_model(name) for name in names if name not in (*FREE_DRAFTERS, *heads, *corpora)):
             if not any(is_same_file(each.file, other.file) for other in named):
@@ -236,12 +240,15 @@ class Doctor:
         drafts = [draft for draft in examined.drafts if draft.present and differences.get(draft.name) is None]
         free = [*([NGRAM] if examined.ngram else []), *examined.corpora]
         specs = [*free, *examined.heads, *(draft.path for draft in drafts)]
+        if examined.automatic:
+            specs = ["auto", *examined.corpora]  # which goes on without what cannot be loaded
         bandwidth = found.machine.bandwidth_gb_per_s
         with self._open(examined.target, specs) as llm:
             if calibrate:
                 watch.call(llm, lambda pair: pair.recalibrate(watch.report))
             cost, times = measure_costs(llm, examined.target.name, [draft.name for draft in drafts], bandwidth, watch)
-            one_pass = llm.run(lambda pair: {each.name for each in pair.state.models if each.drafter.one_pass})
+            loaded = llm.run(lambda pair: pair.state.models)
+            one_pass = {each.name for each in loaded if each.drafter.one_pass}
             rows = [cost_finding(cost, bandwidth), *compare_engines(llm, watch), branches_finding(cost)]
             rows += [Finding("info", "engine", warning) for warning in llm.warnings if not _is_shown(warning)]
         drafters = [(name, 0.0) for name in free]
@@ -253,7 +260,9 @@ class Doctor:
         if self.screen is not None:
             self._show(screen.cost_parts(cost, rows, self.screen.width, self.screen.unicode))
             self._show(screen.payoff_parts(payoffs))
-        names = {name.partition(":")[0]: name for name in examined.heads}
+        names = {each.name: each.spec for each in loaded if not each.drafter.reads_text}
+        if examined.automatic or HEAD in examined.heads:
+            names[HEAD] = HEAD
         names |= {draft.name: draft.spec for draft in drafts}
         advice = recommend(cost, payoffs, examined.target.spec, names, automatic=examined.automatic)
         return self._with_doubt(advice) if payoffs else advice
@@ -265,8 +274,8 @@ class Doctor:
         with self._open(target, [NGRAM]) as llm:
             if calibrate:
                 watch.call(llm, lambda pair: pair.recalibrate(watch.report))
-            has_mtp = llm.run(lambda pair: pair.target.capabilities.mtp)
-            heads = examined.heads or (*ranking.heads_of(target), *([MTP] if has_mtp else []))
+            chosen = () if examined.automatic else examined.heads
+            heads = chosen or llm.run(lambda pair: ranking.called(heads_of(pair.target)))
             rank = self.found.rank = ranking.rank(llm, heads, drafts, self.options.params({}), watch, ranking.SECONDS)
         self._show(screen.ranking_parts(rank))
         advice = recommend_ranked(rank, target.spec, {draft.name: draft.spec for draft in drafts})
@@ -336,9 +345,21 @@ def _rollback(models: Sequence[ExaminedModel]) -> Iterator[Finding]:
 
 def _is_shown(warning: str) -> bool:
     """Whether a warning from loading says what the header has shown already."""
-    return "is larger than the target" in warning or warning.startswith("--ctx ")
+    shown = ("is larger than the target", " cannot draft for ")
+    return any(part in warning for part in shown) or warning.startswith("--ctx ")
 
 
-def _is_published(name: str) -> bool:
-    """Whether a draft is the file of a published head, which has no vocabulary or memory to examine."""
-    return name.endswith(".gguf") and names_published_head(Path(name).expanduser())
+def _published(name: str) -> Path | None:
+    """The file that a draft is where that is a published head, which has no vocabulary or memory to examine."""
+    if name in FREE_DRAFTERS or name.partition(":")[0] in (*FROM_STATES, CORPUS):
+        return None
+    try:
+        path = Catalog.load().resolve(name)
+    except ModelFileError:
+        return None
+    return path if names_published_head(path) else None
+
+
+def _heads_at_hand(target: ExaminedModel, backend: str) -> tuple[str, ...]:
+    """What ``auto`` is going to load of heads, as far as files say it before the target is loaded."""
+    return ranking.called(heads_at_hand(target.file, backend, mtp=computes_mtp(target.file, backend)))

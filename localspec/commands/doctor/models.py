@@ -9,10 +9,11 @@ from pathlib import Path
 
 from localspec.commands.doctor.facts import ModelFacts
 from localspec.commands.report.model import Finding
-from localspec.errors import ModelFileError
+from localspec.errors import ModelFileError, UnsupportedModel
 from localspec.model_files.catalog import Catalog, Entry, free_bytes
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.gguf_parts import model_bytes
+from localspec.model_files.head_kinds import is_published_head, read_open
 from localspec.model_files.kv_memory import KVShape, kv_shape
 from localspec.model_files.local_files import known_entries
 from localspec.model_files.sources.base import size_text
@@ -48,11 +49,13 @@ class ExaminedModel(ModelFacts):
         spec: what names it on a command line.
         sizes: from its header, where that can be read.
         entry: its catalogue entry.
+        unused: of a published head, why none here drafts with it, if so. Its file is whole.
     """
 
     spec: str
     sizes: Sizes | None = None
     entry: Entry | None = None
+    unused: str | None = None
 
     @property
     def file(self) -> Path:
@@ -88,13 +91,13 @@ def of_path(path: Path) -> ExaminedModel:
 
 
 def on_disk() -> list[ExaminedModel]:
-    """Every model under the models folder, damaged ones included."""
+    """Every model and published head under the models folder, damaged ones included."""
     return [_of_entry(entry) for entry in known_entries() if entry.bytes_on_disk]
 
 
 def _of_entry(entry: Entry) -> ExaminedModel:
     if entry.present:
-        return _read(entry.path, entry.name, entry.name, entry)
+        return _read(entry.path, entry.name, entry.name, entry, heads=True)
     error = None
     if entry.bytes_on_disk:
         error = f"it has {entry.bytes_on_disk:,} bytes instead of {entry.bytes:,}"
@@ -106,13 +109,15 @@ def _of_entry(entry: Entry) -> ExaminedModel:
     )  # fmt: skip
 
 
-def _read(path: Path, spec: str, name: str, entry: Entry | None) -> ExaminedModel:
-    """A file that is there."""
+def _read(path: Path, spec: str, name: str, entry: Entry | None, *, heads: bool = False) -> ExaminedModel:
+    """A file that is there; where a text is to come of it, a head is an error."""
     model = ExaminedModel(
         spec=spec, name=name, path=str(path), present=True, bytes=model_bytes(path), bytes_exact=True, entry=entry
     )
     try:
         with GGUFFile(path) as gguf:
+            if heads and is_published_head(gguf):
+                return _of_head(gguf, model)
             gguf.check_generates_text()
             vocab, kv = Vocab.from_gguf(gguf), kv_shape(gguf)
             n_layer, n_embd, n_ff = (
@@ -132,6 +137,22 @@ def _read(path: Path, spec: str, name: str, entry: Entry | None) -> ExaminedMode
         return replace(model, error=str(error).removesuffix("; fetch it again"))
     except OSError as error:
         return replace(model, error=f"it cannot be read: {error.strerror or os.strerror(error.errno or 0)}")
+
+
+def _of_head(gguf: GGUFFile, model: ExaminedModel) -> ExaminedModel:
+    """A published head, which has no vocabulary and no memory to examine before its target is there."""
+    unused = None
+    try:
+        read_open(gguf)
+    except UnsupportedModel as error:
+        unused = str(error)
+    return replace(
+        model,
+        bytes=gguf.n_bytes,
+        architecture=gguf.architecture,
+        quantization=gguf.quantization,
+        unused=unused,
+    )
 
 
 def count(gguf: GGUFFile, field: str) -> int:
@@ -156,7 +177,11 @@ def model_findings(models: list[ExaminedModel]) -> Iterator[Finding]:
         yield Finding("ok", "on disk", ", ".join(whole))
     elif not models:
         yield Finding("info", "on disk", f"none yet in {models_dir()}", "localspec pull; localspec list")
-    yield from (broken(model.name, model) for model in models if model.error is not None)
+    for model in models:
+        if model.error is not None:
+            yield broken(model.name, model)
+        elif model.unused is not None:
+            yield Finding("note", model.name, model.unused, f"localspec rm {model.spec} frees its room on the disk")
 
 
 def broken(name: str, model: ExaminedModel) -> Finding:

@@ -5,22 +5,21 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from localspec.backends.heads import heads_for
 from localspec.commands.doctor.costs import Watch
 from localspec.commands.doctor.facts import RankedFacts, RankFacts
 from localspec.commands.doctor.fit import TIGHT
 from localspec.commands.doctor.models import ExaminedModel, on_disk
-from localspec.commands.questions import Question, in_turns, own_questions
-from localspec.commands.timing.answer import Sample
-from localspec.commands.timing.arms import PLAIN, Arm
-from localspec.commands.timing.schedule import Block
-from localspec.commands.timing.subject import EngineUnderTest
-from localspec.commands.timing.turns import SLICE_TOKENS, measure, places
 from localspec.errors import Cancelled, LocalspecError
+from localspec.measuring.answer import Sample
+from localspec.measuring.arms import PLAIN, Arm
+from localspec.measuring.questions import Question, in_turns, own_questions
+from localspec.measuring.schedule import Block
+from localspec.measuring.subject import EngineUnderTest
+from localspec.measuring.turns import SLICE_TOKENS, measure, places
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.drafters.names import HEAD, NGRAM
 from localspec.system.interrupts import on_interrupt
@@ -61,12 +60,11 @@ def matching_drafts(target: ExaminedModel) -> list[ExaminedModel]:
     return sorted(found, key=lambda model: picks.index(model.name) if model.name in picks else len(picks))
 
 
-def heads_of(target: ExaminedModel) -> tuple[str, ...]:
-    """``head`` if there is one for a target on this disk."""
-    try:
-        return (HEAD,) if target.present and heads_for(target.file) else ()
-    except LocalspecError:  # of the target, which is said elsewhere
-        return ()
+def called(at_hand: Iterable[str]) -> tuple[str, ...]:
+    """Heads as ``at_hand`` finds them, by shorter names: the first file is what ``--draft head`` takes."""
+    names = list(at_hand)
+    first = next((name for name in names if name.startswith(f"{HEAD}:")), None)
+    return tuple(HEAD if name == first else name for name in names)
 
 
 def rank(

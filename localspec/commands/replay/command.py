@@ -37,7 +37,7 @@ def replay_command(file: str, html: str | None = None, *, force: bool = False) -
         raise RecordingError(f"cannot replay {_called(file)}: {error}") from None
     out = _destination(file, html, force)
     if recording.damage:
-        print(f"localspec: {_called(file)} is shown in part: {recording.damage}", file=sys.stderr)
+        print(f"localspec: {_called(file)} is shown only in part: {recording.damage}", file=sys.stderr)
     page = replay_page(recording, Path(file).name if file != STREAM else "")
     if out is None:
         sys.stdout.buffer.write(page.encode())

@@ -28,13 +28,13 @@ def checked_output(name: str, *, force: bool, otherwise: str = "") -> Path:
     """
     path = Path(name)
     if not name or path.is_dir():
-        raise UsageError(f"{name or 'an empty name'} is a folder or no name: name a file")
+        raise UsageError(f"{name or 'an empty name'} is a folder or not a file name")
     if not path.absolute().parent.is_dir():
         raise UsageError(f"there is no folder {path.parent}")
     if path.exists() and not path.is_file():
         raise UsageError(f"{path} is not a file; {STREAM} stands for standard output")
     if path.exists() and not force:
-        raise UsageError(f"{path} exists: --force replaces it{otherwise}")
+        raise UsageError(f"{path} exists; use --force to overwrite it{otherwise}")
     return path
 
 

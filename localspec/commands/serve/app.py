@@ -34,6 +34,7 @@ from localspec.commands.serve.infill import InfillAnswer, infill_request
 from localspec.commands.serve.requests import chat_request, completion_request
 from localspec.commands.serve.service import Service
 from localspec.errors import LocalspecError
+from localspec.runtime.saved_chats import CONVERSATIONS
 from localspec.system.home import home
 
 PAGE = Path(__file__).parent / "page"
@@ -58,7 +59,7 @@ def build(service: Service) -> Starlette:
         service: what answers.
     """
     what_is_there, ollama_models = _WhatIsThere(service), OllamaModels(service)
-    conversations = ConversationApi(service, ConversationStore(home() / "conversations"))
+    conversations = ConversationApi(service, ConversationStore(home() / CONVERSATIONS))
     routes = [
         Route("/v1/chat/completions", _answer_at(service, "chat"), methods=["POST"]),
         Route("/v1/completions", _answer_at(service, "completions"), methods=["POST"]),

@@ -21,6 +21,11 @@ from localspec.system.files import write_atomically
 FORMAT = 1
 _LOCK_SECONDS = 10.0  # a write takes milliseconds; a server that was stopped with Ctrl-Z holds its lock for ever
 _ID = re.compile(r"[0-9a-f]{16}")
+_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "title": str, "system": str, "settings": dict, "messages": list,
+    "revision": int, "created": (int, float), "updated": (int, float),
+}  # fmt: skip
+"""What a file has besides its format and its id: it may have been edited by hand, or damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +211,20 @@ def _read(path: Path) -> dict[str, Any]:
     whole = json.loads(path.read_bytes())
     if not isinstance(whole, dict) or whole.get("format") != FORMAT or whole.get("id") != path.stem:
         raise ValueError("not a conversation")
+    if not _has_fields(whole, _FIELDS) or not all(map(_is_message, whole["messages"])):
+        raise ValueError("parts of the conversation are missing")
     return whole
+
+
+def _is_message(message: Any) -> bool:
+    if not _has_fields(message, {"role": str, "content": str}):
+        return False
+    files = message.get("files", [])
+    return isinstance(files, list) and all(_has_fields(file, {"name": str, "text": str}) for file in files)
+
+
+def _has_fields(value: Any, fields: Mapping[str, type | tuple[type, ...]]) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(name), kind) for name, kind in fields.items())
 
 
 def _size(path: Path) -> int:

@@ -39,7 +39,11 @@ PAGE_POLICY = "; ".join(
 )
 
 _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(?::(?P<port>\d{1,5}))?")
-_CORS_HEADERS = "authorization, content-type, x-api-key, anthropic-version"
+_HEADER = re.compile(r"[a-z0-9-]{1,64}")
+_CORS_HEADERS = ("authorization", "content-type", "idempotency-key", "user-agent", "x-api-key")
+_CORS_FAMILIES = ("anthropic-", "openai-", "x-stainless-")
+"""What pages of allowed origins may send: these headers, and those that begin so. OpenAI's and Anthropic's clients do;
+a browser takes no pattern, so each that it asks for is answered by name."""
 
 
 class Guard:
@@ -72,7 +76,7 @@ class Guard:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
-                _harden(MutableHeaders(scope=message), path, allowed)
+                _harden(MutableHeaders(scope=message), path, allowed, headers.get("access-control-request-headers", ""))
             await send(message)
 
         try:
@@ -149,7 +153,7 @@ class Guard:
         )
 
 
-def _harden(headers: MutableHeaders, path: str, allowed: str | None) -> None:
+def _harden(headers: MutableHeaders, path: str, allowed: str | None, asked_for: str) -> None:
     headers["X-Content-Type-Options"] = "nosniff"
     headers["Referrer-Policy"] = "no-referrer"
     headers["Cross-Origin-Resource-Policy"] = "cross-origin" if allowed else "same-origin"
@@ -161,7 +165,13 @@ def _harden(headers: MutableHeaders, path: str, allowed: str | None) -> None:
         headers.setdefault("Cache-Control", "no-store")
     if allowed:
         headers["Access-Control-Allow-Origin"] = allowed
-        headers["Access-Control-Allow-Methods"] = "GET, POST"
-        headers["Access-Control-Allow-Headers"] = _CORS_HEADERS
+        headers["Access-Control-Allow-Methods"] = "GET, POST, DELETE"
+        headers["Access-Control-Allow-Headers"] = ", ".join((*_CORS_HEADERS, *_of_a_family(asked_for)))
         headers["Access-Control-Max-Age"] = "600"
         headers.add_vary_header("Origin")
+        headers.add_vary_header("Access-Control-Request-Headers")
+
+
+def _of_a_family(asked_for: str) -> list[str]:
+    names = (name.strip().lower() for name in asked_for.split(","))
+    return [name for name in names if name.startswith(_CORS_FAMILIES) and _HEADER.fullmatch(name)]

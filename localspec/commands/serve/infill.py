@@ -168,11 +168,12 @@ class InfillAnswer:
     async def _pieces(self) -> AsyncGenerator[str, None]:
         if self._request.reads_only:
             return
-        with self._service.slots.newest(self._request.slot):
-            async with aclosing(self._service.answers(self.options, [self._task])) as happenings:
-                async for happening in happenings:
-                    if piece := self._text_of(happening):
-                        yield piece
+        # The slot is taken once the queue has this request: one that is refused leaves an older one alone.
+        slot = self._service.slots.newest(self._request.slot)
+        async with aclosing(self._service.answers(self.options, [self._task], slot)) as happenings:
+            async for happening in happenings:
+                if piece := self._text_of(happening):
+                    yield piece
 
     def _text_of(self, happening: AnswerEvent) -> str:
         text = self._rules.push(happening.delta.text) if not self._rules.over else ""

@@ -29,8 +29,8 @@ _NUMBERS = {
 }
 _INTEGERS = {
     "seed": (-(2**63), 2**64 - 1),
-    "max_tokens": (1, MAX_COUNT),
-    "max_completion_tokens": (1, MAX_COUNT),
+    "max_tokens": (-1, MAX_COUNT),
+    "max_completion_tokens": (-1, MAX_COUNT),
     "top_k": (-1, MAX_COUNT),
     "repeat_last_n": (0, MAX_COUNT),
 }
@@ -194,6 +194,11 @@ def _answer_options(fields: Fields, served: ServedModel, logprobs: int | None) -
 def _params(fields: Fields, served: ServedModel) -> SamplingParams:
     given: dict[str, Any] = {name: fields.number(name, *within) for name, within in _NUMBERS.items()}
     given |= {name: fields.integer(name, *within) for name, within in _INTEGERS.items()}
+    for name in ("max_tokens", "max_completion_tokens"):
+        if given[name] == 0:
+            raise fields.wrong(name, "at least 1, or -1 for no bound of the request's own")
+        if given[name] == -1:  # llama-server's word for that, and llama.vscode's
+            given[name] = None
     for synonym, name in _SYNONYMS.items():
         if (value := given.pop(synonym)) is not None:
             given[name] = value

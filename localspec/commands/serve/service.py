@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing, contextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -174,8 +174,18 @@ class Service:
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
-    async def answers(self, options: AnswerOptions, tasks: Sequence[AnswerTask]) -> AsyncGenerator[AnswerEvent, None]:
+    async def answers(
+        self,
+        options: AnswerOptions,
+        tasks: Sequence[AnswerTask],
+        holding: AbstractContextManager[None] | None = None,
+    ) -> AsyncGenerator[AnswerEvent, None]:
         """Answer every task, one after the other. To be closed where it is not read to the end.
+
+        Args:
+            options: how.
+            tasks: what.
+            holding: what is entered once the queue has taken all of them, and left when they are answered.
 
         Raises:
             ApiError: the queue is full, or the wait was too long.
@@ -187,6 +197,8 @@ class Service:
                 streams = [await stack.enter_async_context(self._ask(options, task, conversation)) for task in tasks]
             except QueueFull as error:
                 raise too_busy(str(error), self.metrics.mean_request_seconds * (self.llm.queue_length + 1)) from None
+            if holding is not None:
+                stack.enter_context(holding)
             for index, (task, stream) in enumerate(zip(tasks, streams, strict=True)):
                 async with aclosing(self._answer(options, task, index, stream)) as events:
                     async for event in events:

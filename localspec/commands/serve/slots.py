@@ -7,6 +7,7 @@ prompt that begins one line later has nothing in common with what was read. So w
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from typing import Any
 from localspec.commands.serve.errors import ApiError
 
 MAX_WINDOWS, MAX_CHARACTERS = 64, 1 << 18
-"""Slots whose windows are remembered, the latest, and the longest window [characters]: 16 MB together."""
+"""Editors whose windows are remembered, the latest, and the longest window [characters]: 16 MB together."""
 
 HEAD_CHARACTERS = 200
 """Of a window's beginning, looked for in the one before: some five lines."""
@@ -64,38 +65,73 @@ class Slots:
                 raise ApiError(409, f"a newer request took slot {slot}", code="superseded") from None
             raise
         finally:
-            if self._turns[slot] is turn:
+            if self._turns.get(slot) is turn:  # a newer request may have had it, and be gone already
                 del self._turns[slot]
 
 
 class Windows:
-    """What each slot's editor showed before the cursor, from as far up as it was read. From any thread."""
+    """What each editor showed before the cursor, from as far up as it was read. From any thread.
+
+    Not every plugin names a slot. A window without one goes on from that without one which it is most like.
+    """
 
     def __init__(self) -> None:
-        self._shown: dict[int, str] = {}
+        self._shown: dict[int, str] = {}  # without a slot, under numbers below 0
+        self._unnamed = itertools.count(-1, -1)
         self._changing = threading.Lock()
 
     def joined(self, slot: int | None, prefix: str) -> str:
-        """The text before the cursor, with what slid out of the slot's window put in front of it."""
-        if slot is None or not prefix:
+        """The text before the cursor, with what slid out of the editor's window put in front of it."""
+        if not prefix or (slot is None and len(prefix) < HEAD_CHARACTERS):  # so little may stand in any text
             return prefix
         with self._changing:
-            whole = join(self._shown.pop(slot, ""), prefix)
+            key = self._most_alike(prefix) if slot is None else slot
+            whole = join(self._shown.pop(key, ""), prefix)
             if len(whole) <= MAX_CHARACTERS:
-                self._shown[slot] = whole
+                self._shown[key] = whole
             if len(self._shown) > MAX_WINDOWS:
                 del self._shown[next(iter(self._shown))]
         return whole
 
+    def _most_alike(self, prefix: str) -> int:
+        """Under what number the window without a slot is that overlaps most with this one; a new one if none does."""
+        found, most = None, 0
+        for key, before in self._shown.items():
+            if key < 0 and (start := _place(before, prefix)) >= 0:
+                overlap = _n_alike(before[start:], prefix)
+                if overlap > most:
+                    found, most = key, overlap
+        return next(self._unnamed) if found is None else found
+
 
 def join(before: str, prefix: str) -> str:
-    """A window with what an earlier one has in front of it; the window alone if they are not of one text.
+    """A window with what an earlier one has in front of it; the window alone if they are not of one text."""
+    start = _place(before, prefix)
+    if start <= 0 or start + len(prefix) > MOST_WINDOWS * len(prefix):
+        return prefix
+    return before[:start] + prefix
 
-    They are where the window's beginning stands in the earlier one, and half of what follows is the same in both:
+
+def _place(before: str, prefix: str) -> int:
+    """Where in an earlier window this one begins; -1 if they are not of one text.
+
+    That is where the window's beginning stands in the earlier one, and half of what follows is the same in both:
     something else may have been typed at the end.
     """
     start = before.find(prefix[:HEAD_CHARACTERS])
-    if start <= 0 or start + len(prefix) > MOST_WINDOWS * len(prefix):
-        return prefix
+    if start < 0:
+        return -1
     half = min(len(before) - start, len(prefix)) // 2
-    return before[:start] + prefix if before.startswith(prefix[:half], start) else prefix
+    return start if before.startswith(prefix[:half], start) else -1
+
+
+def _n_alike(one: str, other: str) -> int:
+    """How many characters two texts have in common from their beginnings on; by halving, as windows are long."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[:middle] == other[:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

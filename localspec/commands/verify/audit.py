@@ -14,7 +14,6 @@ from typing import Any, Literal
 import numpy as np
 
 from localspec.backends.trust import MAX_MEAN_KL
-from localspec.commands.questions import Question, in_turns, own_questions
 from localspec.commands.verify import verification_law
 from localspec.commands.verify.answers import AuditArm, RunningSystem
 from localspec.commands.verify.betting import Bets
@@ -27,6 +26,7 @@ from localspec.controllers.auto_controller import MAX_DRAFT
 from localspec.controllers.fixed import FixedController
 from localspec.errors import UsageError
 from localspec.llm import LLM
+from localspec.measuring.questions import Question, in_turns, own_questions
 from localspec.runtime.pair import Pair
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.drafters.base import Drafter
@@ -297,7 +297,7 @@ class Audit:
             if len(chosen) == self.options.n_prompts:
                 break
         if not chosen:
-            raise UsageError(f"a context of {self.pair.context.n_ctx} tokens holds no prompt of the audit; raise --ctx")
+            raise UsageError(f"a context of {self.pair.context.n_ctx} tokens is too small for the audit; raise --ctx")
         return chosen
 
     def _in_words(self, token: int) -> str:

@@ -52,9 +52,9 @@ def verify_command(
         LocalspecError: the pair cannot be loaded, or does not work at all.
     """
     if prompts is not None and prompts < 1:
-        raise UsageError(f"--prompts must be over 0, not {prompts}")
+        raise UsageError(f"--prompts must be at least 1, not {prompts}")
     if options.sampling.get("max_tokens", TOKENS) < LEAST_TOKENS:
-        raise UsageError(f"--max-tokens must be at least {LEAST_TOKENS} here: shorter answers show too little")
+        raise UsageError(f"--max-tokens must be at least {LEAST_TOKENS} for verify")
     with options.opened() as llm:
         stop = threading.Event()
         with Progress() as progress, on_interrupt(stop.set):

@@ -74,7 +74,7 @@ class KeptRow:
             EngineError: its largest value is not a finite number.
         """
         if not np.isfinite(row.max()):
-            raise EngineError("the engine computed logits that are not numbers")
+            raise EngineError("the engine returned non-finite logits")
         n = min(KEPT, len(row))
         # All that equal the last one kept are candidates, so that ties are cut by id and not by chance.
         candidates = np.flatnonzero(row >= np.partition(row, len(row) - n)[len(row) - n])

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 from localspec.errors import ModelFileError, UnsupportedModel
 from localspec.model_files.gguf_file import GGUFFile
-from localspec.model_files.head_kinds import dflash, eagle3, mtp
+from localspec.model_files.gguf_types import HEADS
+from localspec.model_files.head_kinds import mtp
 from localspec.model_files.head_kinds.base import PublishedHead
 
-
-def _of_a_fork(file: GGUFFile) -> PublishedHead:
-    raise UnsupportedModel(
-        f"{file.path.name} is a DFlash drafter in the format of a fork of llama.cpp; those that llama.cpp's "
-        "own converter made are run"
-    )
-
-
 KINDS: dict[str, Callable[[GGUFFile], PublishedHead]] = {
-    "eagle3": eagle3.read,
-    "dflash": dflash.read,
-    "dflash-draft": _of_a_fork,
-    "gemma4-assistant": mtp.read,
+    architecture: import_module(f"{__name__}.{module}").read for architecture, module in HEADS.items()
 }
-"""The architecture that a file of a published head names -> what reads and checks its header. MTP layers in files of
-their own name that of their target."""
+"""The architecture that a file of a published head names -> what reads and checks its header."""
 
 
 def is_published_head(file: GGUFFile) -> bool:
@@ -57,7 +47,7 @@ def read_published(path: Path) -> PublishedHead:
     """The header of a published head's file.
 
     Raises:
-        UnsupportedModel: it is none, or one that the engine cannot compute.
+        UnsupportedModel: it is not a published head, or the engine cannot compute it.
         ModelFileError: it is damaged; says what is wrong, in a line.
     """
     with GGUFFile(path) as file:
@@ -67,5 +57,5 @@ def read_published(path: Path) -> PublishedHead:
 def read_open(file: GGUFFile) -> PublishedHead:
     """The same of an open file."""
     if file.architecture not in KINDS and not mtp.is_alone(file):
-        raise UnsupportedModel(f"{file.path.name} is no published head")
+        raise UnsupportedModel(f"{file.path.name} is not a published head")
     return KINDS.get(file.architecture, mtp.read)(file)

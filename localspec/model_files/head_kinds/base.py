@@ -52,6 +52,7 @@ class PublishedHead:
     Attributes:
         kind: its name in files and arguments.
         title: what people call the kind.
+        engines: those that compute it. The first computes all kinds, and serves targets on engines that do not.
         path: its file.
         taps: the hidden states of the target that it reads, in order; see ``backends.forward``.
         n_target: width of each of them.
@@ -60,6 +61,7 @@ class PublishedHead:
         ids: the target's tokens that it can guess, ascending int64 [n_out].
         fuses: whether the engine makes a state of the tapped ones first, by a pass of its own.
         in_target: whether it is a part of its target's file.
+        states_need_logits: whether llama.cpp keeps states only of rows whose logits are wanted.
         has_zeroth: whether its memory begins with the first token and no state.
         borrows: what it has not itself and the engine takes from the target: ``embeddings``, ``output``.
         vocab: its tokens; None where the file names none.
@@ -70,6 +72,7 @@ class PublishedHead:
 
     kind: str
     title: str
+    engines: tuple[str, ...]
     path: Path
     taps: tuple[str, ...]
     n_target: int
@@ -78,6 +81,7 @@ class PublishedHead:
     ids: npt.NDArray[np.int64]
     fuses: bool = False
     in_target: bool = False
+    states_need_logits: bool = False
     has_zeroth: bool = False
     borrows: tuple[str, ...] = ()
     vocab: Vocab | None = None
@@ -103,27 +107,27 @@ class PublishedHead:
             vocab: the target's tokens.
         """
         if self.n_target != target.n_embd:
-            return f"it is for a model with states of {self.n_target} channels, and {target.name} has {target.n_embd}"
+            return f"it needs a target with states of {self.n_target} channels, but {target.name} has {target.n_embd}"
         deepest = max((int(tap.removeprefix("layer:")) for tap in self.taps if tap.startswith("layer:")), default=-1)
         if deepest >= target.n_layers - 1:
-            return f"it reads the state after layer {deepest + 1}, and {target.name} has {target.n_layers} layers"
+            return f"it reads the state after layer {deepest + 1}, but {target.name} has {target.n_layers} layers"
         if self.in_target:
             return ""
         if self.of_model not in (None, (target.architecture, target.n_layers)):
             architecture, n_layers = self.of_model or ("", 0)
             return (
-                f"it is for a {architecture} of {n_layers} layers, and {target.name} is a {target.architecture} of "
-                f"{target.n_layers}"
+                f"it is for a {architecture} model with {n_layers} layers, but {target.name} is a "
+                f"{target.architecture} model with {target.n_layers}"
             )
         if max(int(self.ids[-1]) + 1, self.n_vocab * bool(self.borrows)) > target.n_vocab:
-            return f"it is for a model with {self.n_vocab} tokens, and {target.name} has {target.n_vocab}"
+            return f"it is for a vocabulary of {self.n_vocab} tokens, but {target.name} has {target.n_vocab}"
         if self.borrows and self.n_embd != target.n_embd:
             what = " and ".join(self.borrows)
-            return f"it lacks {what} of its own, and those of {target.name} have {target.n_embd} channels"
+            return f"it needs {what} of {self.n_embd} channels from its target, but {target.name} has {target.n_embd}"
         if "output" in self.borrows and self.n_vocab != target.n_vocab:
-            return f"it takes the output matrix of a model with {self.n_vocab} tokens, not {target.n_vocab}"
+            return f"it needs an output matrix for {self.n_vocab} tokens, but {target.name} has {target.n_vocab}"
         difference = vocab.difference(self.vocab) if self.vocab is not None else ""
-        return f"its vocabulary is not that of {target.name}: {difference}" if difference else ""
+        return f"its vocabulary differs from that of {target.name}: {difference}" if difference else ""
 
 
 def whole(file: GGUFFile, name: str, default: int | None = None) -> int:
@@ -168,9 +172,9 @@ def attention_sizes(file: GGUFFile, n_embd: int) -> tuple[int, int, int]:
     d_head = whole(file, "attention.key_length", usual)
     n_rot = whole(file, "rope.dimension_count", d_head)
     if n_head % n_head_kv:
-        raise damaged(file, f"its {n_head} attention heads share {n_head_kv} of keys")
+        raise damaged(file, f"its {n_head} attention heads cannot share {n_head_kv} key heads")
     if n_rot % 2 or n_rot > d_head:
-        raise damaged(file, f"it turns {n_rot} of {d_head} channels")
+        raise damaged(file, f"it rotates {n_rot} of {d_head} channels")
     if whole(file, "attention.value_length", usual) != d_head:
         raise damaged(file, "its keys and values differ in width")
     return n_head, n_head_kv, d_head
@@ -180,16 +184,16 @@ def token_map(file: GGUFFile, n_vocab: int) -> npt.NDArray[np.int64]:
     """The target's token of each row of the output matrix [n_out], in the file's order.
 
     Raises:
-        ModelFileError: it is none, or names other tokens than there are.
+        ModelFileError: the map is malformed, repeats a token or names one outside the vocabulary.
     """
     info = file.tensors.get("d2t")
     if info is None:
         return np.arange(n_vocab)
     if TENSOR_TYPES.get(info.ggml_type, ("",))[0] != "I64" or len(info.shape) != 1:
-        raise damaged(file, "its token map d2t is no list of 64-bit numbers")
+        raise damaged(file, "its token map d2t is not a list of 64-bit numbers")
     ids = file.tensor_bytes("d2t").view("<i8").astype(np.int64)
     if len(ids) < 2 or int(ids.min()) < 0 or int(ids.max()) >= n_vocab or len(np.unique(ids)) < len(ids):
-        raise damaged(file, f"its token map d2t names tokens twice, or outside 0..{n_vocab - 1}")
+        raise damaged(file, f"its token map d2t has a token twice, or one outside 0..{n_vocab - 1}")
     return ids
 
 
@@ -205,7 +209,7 @@ def layers_read(file: GGUFFile) -> list[int]:
         raise damaged(file, f"{file.architecture}.target_layers is {shown(layers)}")
     if int(layers.min()) < 1:
         raise UnsupportedModel(
-            f"{file.path.name} reads the target's embeddings among its states, which is not supported"
+            f"{file.path.name} reads the target's embeddings as one of its states, which is not supported"
         )
     return [int(layer) for layer in layers]
 

@@ -43,13 +43,21 @@ def read(file: GGUFFile) -> PublishedHead:
         UnsupportedModel: the engine, or what feeds it, cannot compute it.
         ModelFileError: it is damaged.
     """
-    name, vocab = file.path.name, Vocab.from_gguf(file)
+    name = file.path.name
+    if file.architecture == "dflash-draft":
+        raise UnsupportedModel(
+            f"{name} is a DFlash drafter in the format of a fork of llama.cpp; only files made by llama.cpp's own "
+            "converter are supported"
+        )
+    vocab = Vocab.from_gguf(file)
     is_dspark = "markov_w1.weight" in file.tensors
     is_dflash2 = "selector_hidden.weight" in file.tensors
     if is_dspark and is_dflash2:
-        raise UnsupportedModel(f"{name} is a drafter of DSpark's kind and of DFlash2's, which localspec does not run")
+        raise UnsupportedModel(f"{name} is both a DSpark and a DFlash2 drafter, which localspec does not support")
     if file.field("hyper_connection.count", 0):
-        raise UnsupportedModel(f"{name} is a DSpark drafter of DeepSeek-V4's layers, which localspec does not run")
+        raise UnsupportedModel(
+            f"{name} is a DSpark drafter with layers of DeepSeek-V4, which localspec does not support"
+        )
     layers = layers_read(file)
     n, n_layers, n_ff = whole(file, "embedding_length"), whole(file, "block_count"), whole(file, "feed_forward_length")
     n_head, n_head_kv, d_head = attention_sizes(file, n)
@@ -72,16 +80,17 @@ def read(file: GGUFFile) -> PublishedHead:
     n_candidates = whole(file, "selector_top_k") if is_dflash2 else 0
     if is_dflash2:
         if n_candidates > len(ids) or n < n_candidates * (n_candidates + 1):
-            raise damaged(file, f"it scores {n_candidates} candidates of {len(ids)}, in rows of {n} channels")
+            raise damaged(file, f"{n_candidates} candidates do not fit its {len(ids)} tokens and rows of {n} channels")
         shapes |= _shapes_of_selector(file, vocab.n_tokens, n, n_layers)
     check_shapes(file, shapes, optional=(*_OWN.values(), *values))
     borrows = [what for what, tensor in _OWN.items() if tensor not in file.tensors]
     if "output" in borrows and "embeddings" not in borrows:
         borrows.remove("output")  # its embeddings serve as that, too
     if "output.weight" not in file.tensors and len(ids) < vocab.n_tokens:
-        raise damaged(file, "it has a token map, and no output matrix for it")
+        raise damaged(file, "it has a token map but no output matrix")
     return PublishedHead(
         kind="dflash",
+        engines=("llama-cpp",) if is_dspark or is_dflash2 else ("llama-cpp", "mlx"),
         title="DSpark" if is_dspark else "DFlash2" if is_dflash2 else "DFlash",
         path=file.path,
         taps=tuple(f"layer:{layer - 1}" for layer in layers),  # what goes into a layer came out of the last
@@ -99,12 +108,12 @@ def _block(file: GGUFFile, n_vocab: int, is_dspark: bool, n_candidates: int) -> 
     size = whole(file, "block_size", None if is_dspark or n_candidates else _BLOCK_SIZE)
     mask: Any = file.metadata.get("tokenizer.ggml.mask_token_id")
     if not is_whole(mask) or not 0 <= mask < n_vocab:
-        raise damaged(file, f"its mask token is {shown(mask)}")
+        raise damaged(file, f"its mask token {shown(mask)} is no token of its vocabulary")
     n_skipped = 0 if is_dspark and _flag(file, "sample_from_anchor", True) else 1
     if size <= n_skipped:
-        raise damaged(file, f"its blocks have {size} rows, and so guess nothing")
+        raise damaged(file, f"its blocks have {size} rows, too few to draft with")
     if size > MAX_ROWS:
-        raise UnsupportedModel(f"{file.path.name} has blocks of {size} rows; those of up to {MAX_ROWS} are run")
+        raise UnsupportedModel(f"{file.path.name} has blocks of {size} rows; the maximum is {MAX_ROWS}")
     return MaskBlock(size, int(mask), n_skipped, _flag(file, "attention.causal", False), n_candidates)
 
 
@@ -130,7 +139,7 @@ def _shapes_of_selector(file: GGUFFile, n_vocab: int, n: int, n_layers: int) -> 
     rank, kernel = whole(file, "selector_rank"), whole(file, "conv_kernel_size")
     group = whole(file, "conv_group_size")
     if n % group:
-        raise damaged(file, f"its {n} channels do not fall into groups of {group}")
+        raise damaged(file, f"its {n} channels cannot be divided into groups of {group}")
     shapes: dict[str, tuple[int, ...]] = {
         "selector_predecessor.weight": (n_vocab, rank),
         "selector_successor.weight": (n_vocab, rank),
@@ -141,7 +150,7 @@ def _shapes_of_selector(file: GGUFFile, n_vocab: int, n: int, n_layers: int) -> 
         shapes[f"{part}_conv_proj.weight"] = (2 * kernel * (n // group), n)
         base = file.tensors.get(f"{part}_conv_base")
         if base is not None and base.type_name != "F32":  # the engine adds floats to it
-            raise damaged(file, f"{part}_conv_base is {base.type_name}")
+            raise damaged(file, f"{part}_conv_base has the type {base.type_name}")
     return shapes
 
 
@@ -159,14 +168,14 @@ def _wrong_sections(file: GGUFFile, d_head: int) -> str:
         return ""
     whole_ones = isinstance(sections, np.ndarray) and sections.dtype.kind in "iu" and 3 <= len(sections) <= 4
     if not whole_ones or int(sections.min()) < 0 or int(sections[0]) < 1 or int(sections.sum()) > d_head:
-        return f"its sections of positions are {shown(sections)}"
+        return f"its rope.dimension_sections {shown(sections)} are invalid"
     return ""
 
 
 def _wrong_windows(file: GGUFFile, n_layers: int) -> str:
     window, pattern = file.field("attention.sliding_window", 0), file.field("attention.sliding_window_pattern")
     if not is_whole(window) or not 0 <= window < 1 << 31:
-        return f"its window is {shown(window)}"
+        return f"its sliding window {shown(window)} is invalid"
     if window and (not isinstance(pattern, np.ndarray) or pattern.dtype != bool or len(pattern) != n_layers):
-        return f"which of its {n_layers} layers have a window is {shown(pattern)}"
+        return f"its attention.sliding_window_pattern {shown(pattern)} does not fit its {n_layers} layers"
     return ""

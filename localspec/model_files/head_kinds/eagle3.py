@@ -38,7 +38,7 @@ def read(file: GGUFFile) -> PublishedHead:
     """
     name = file.path.name
     if whole(file, "block_count") != 1:
-        raise UnsupportedModel(f"{name} is an EAGLE-3 head of several layers, which llama.cpp does not compute")
+        raise UnsupportedModel(f"{name} is an EAGLE-3 head with several layers, which llama.cpp does not support")
     layers = layers_read(file)
     if len(layers) != N_TAPS:
         raise damaged(file, f"eagle3.target_layers is {shown(layers)}")
@@ -50,7 +50,7 @@ def read(file: GGUFFile) -> PublishedHead:
     ids = token_map(file, n_vocab)
     borrows = [what for what, tensor in _OWN.items() if tensor not in file.tensors]
     if "output" in borrows and "d2t" in file.tensors:
-        raise damaged(file, "it has a token map, and no output matrix for it")
+        raise damaged(file, "it has a token map but no output matrix")
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (n, N_TAPS * n_target),
         "output_norm.weight": (n,),
@@ -73,6 +73,7 @@ def read(file: GGUFFile) -> PublishedHead:
     return PublishedHead(
         kind="eagle3",
         title="EAGLE-3",
+        engines=("llama-cpp", "mlx", "reference"),
         path=file.path,
         taps=tuple(f"layer:{layer - 1}" for layer in layers),  # what goes into a layer came out of the last
         n_target=n_target,

@@ -36,9 +36,13 @@ _TENSORS: dict[str, tuple[str, ...]] = {
 
 ARCHITECTURES = frozenset(_TENSORS)
 
+_STATES_NEED_LOGITS = frozenset({"qwen3next"})
+"""Those whose graph drops rows without logits before their states are taken, as ``models/qwen3next.cpp`` does: to read
+the states of such rows ends the process."""
+
 _OTHERWISE = {
-    "step35": "are several, each for a place further ahead",
-    "mimo2": "are several, each for a place further ahead",
+    "step35": "are several, each for one position further ahead",
+    "mimo2": "are several, each for one position further ahead",
     "deepseek4": "read several states side by side",
     "glm5-next": "read several states side by side",
     "gemma4-assistant": "read the keys and values of their target",
@@ -78,18 +82,18 @@ def read(file: GGUFFile) -> PublishedHead:
         raise UnsupportedModel(f"{name} has no layer for multi-token prediction (MTP)")
     if architecture in _OTHERWISE:
         raise UnsupportedModel(
-            f"{name} has MTP layers of {architecture}, which {_OTHERWISE[architecture]}: they are not drafted with"
+            f"{name} has MTP layers of {architecture}, which {_OTHERWISE[architecture]}; this is not supported"
         )
     if architecture not in _TENSORS:
         raise UnsupportedModel(
-            f"{name} has MTP layers of the architecture {shown(architecture)}; those of {', '.join(_TENSORS)} are read"
+            f"{name} has MTP layers of {shown(architecture)}; supported are those of {', '.join(_TENSORS)}"
         )
     if found > 1:
-        raise UnsupportedModel(f"{name} has {found} MTP layers; models with one are supported")
+        raise UnsupportedModel(f"{name} has {found} MTP layers; only models with one are supported")
     layer, n = whole(file, "block_count") - 1, whole(file, "embedding_length")
     block = f"blk.{layer}.nextn"
     if f"{block}.eh_proj.weight" not in file.tensors:
-        raise UnsupportedModel(f"{name} was made without the MTP layer that its header speaks of")
+        raise UnsupportedModel(f"{name} lacks the MTP layer that its header declares")
     n_vocab = file.tensors["token_embd.weight"].shape[-1]
     shapes: dict[str, tuple[int, ...]] = {
         "token_embd.weight": (n_vocab, n),
@@ -101,13 +105,14 @@ def read(file: GGUFFile) -> PublishedHead:
         if tensor in _ROUTER:
             shapes[f"blk.{layer}.{tensor}.weight"] = (whole(file, "expert_count"), n)
         elif f"blk.{layer}.{tensor}.weight" not in file.tensors:
-            raise UnsupportedModel(f"{name} has an MTP layer without {tensor}, which llama.cpp does not compute")
+            raise UnsupportedModel(f"{name} has an MTP layer without {tensor}, which llama.cpp does not support")
     if file.field("attention.temperature_scale", 0.0):
-        raise UnsupportedModel(f"{name} scales its attention by place, with which llama.cpp computes no MTP layer")
+        raise UnsupportedModel(f"{name} scales attention by position, which llama.cpp does not support with MTP layers")
     check_shapes(file, shapes)
     return PublishedHead(
         kind="mtp",
         title="MTP",
+        engines=("llama-cpp",) if is_alone(file) else ("llama-cpp", "mlx"),
         path=file.path,
         taps=(TAP,),
         n_target=n,
@@ -115,6 +120,7 @@ def read(file: GGUFFile) -> PublishedHead:
         n_vocab=n_vocab,
         ids=np.arange(n_vocab),
         in_target=not is_alone(file),
+        states_need_logits=architecture in _STATES_NEED_LOGITS,
         has_zeroth=True,
         vocab=Vocab.from_gguf(file) if is_alone(file) else None,
         of_model=(architecture, layer),

@@ -87,7 +87,7 @@ def check(entry: Entry) -> int | None:
     from localspec.model_files.sources.hub import Hub
 
     if offline():
-        raise DownloadError("LOCALSPEC_OFFLINE is set, so the hub is not asked")
+        raise DownloadError("LOCALSPEC_OFFLINE is set, so the hub cannot be checked")
     places = [place for place in entry.sources if place["kind"] == Hub.kind]
     return sum(Hub().check(entry, place) for place in places[:1]) if places else None
 

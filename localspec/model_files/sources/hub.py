@@ -89,7 +89,7 @@ def _offered(entry: Entry, repo: str, name: str, *, patient: bool) -> _Offered:
     promised = (metadata.etag or "").strip('"')
     expected = entry.sha256 or (promised if _SHA256.fullmatch(promised) else "")
     if not expected:
-        raise DownloadError(f"the hub gives no digest for {repo}/{name}, so it could not be checked")
+        raise DownloadError(f"the hub has no digest for {repo}/{name}, so it cannot be verified")
     if entry.sha256 and _SHA256.fullmatch(promised) and promised != entry.sha256:
         raise DigestMismatch(f"{repo}/{name} was changed on the hub: it is not the file that was checked")
     size = metadata.size or 0
@@ -101,7 +101,7 @@ def _offered(entry: Entry, repo: str, name: str, *, patient: bool) -> _Offered:
             )
         size = entry.bytes
     if not size:
-        raise DownloadError(f"the hub does not say how large {repo}/{name} is, so it is not fetched")
+        raise DownloadError(f"the hub does not report the size of {repo}/{name}, so it is not fetched")
     return _Offered(url, size, expected)
 
 
@@ -184,7 +184,7 @@ class _Download:
                 if out.n_bytes + len(chunk) > self.size:
                     out.restart()
                     raise DigestMismatch(
-                        f"the hub sends more than the {self.size:,} bytes of {self.label}; what came was deleted"
+                        f"the hub sends more than the {self.size:,} bytes of {self.label}; the download was deleted"
                     )
                 out.write(chunk)
                 self.watch(f"downloading {self.label}", out.n_bytes, self.size)

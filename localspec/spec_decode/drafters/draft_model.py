@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Literal
 
 from localspec.backends.base import FEW_ROWS, Context, Forward, shared_prefix
+from localspec.backends.forward import Wanted
 from localspec.errors import ContextFull, EngineError
 from localspec.sampling.sampling import Ids
 from localspec.spec_decode.drafters.base import Drafter, DrafterFailed, Plan, Proposer
@@ -95,7 +95,7 @@ class DraftModelDrafter(Drafter):
                 continue
             if plan.more(self.source, pending):
                 self._n_hidden, self._n_hideable = n_hidden, 0
-                return seen, (yield from self._probe(seen, known, plan))
+                return seen, known if pending == 1 else (yield from self._probe(seen, known, plan))
         return tokens, None
 
     def _probe(self, tokens: Sequence[int], known: int, plan: Plan) -> Drafting[int | None]:
@@ -143,7 +143,7 @@ class DraftModelDrafter(Drafter):
 
     # The answer does not need a draft model: where its engine fails, it is done without.
 
-    def _decode(self, tokens: Sequence[int], rows: Literal["all", "last", "none"]) -> Drafting[Forward]:
+    def _decode(self, tokens: Sequence[int], rows: Wanted) -> Drafting[Forward]:
         wanted, started = DraftPass(self.context, tokens, rows, self._n_best), time.perf_counter()
         try:
             forward = yield wanted

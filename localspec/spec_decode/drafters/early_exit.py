@@ -10,8 +10,9 @@ import numpy as np
 from localspec.backends.base import Context
 from localspec.backends.heads import Head
 from localspec.errors import EngineError
-from localspec.sampling.sampling import Row
+from localspec.sampling.sampling import Ids, Row
 from localspec.spec_decode.drafters.base import Drafter, DrafterFailed, Plan, Proposer
+from localspec.spec_decode.drafters.head import tokens_of
 from localspec.spec_decode.rounds import DraftToken
 
 
@@ -54,22 +55,22 @@ class EarlyExitDrafter(Drafter):
         if not unread or len(unread) > target.n_free or not plan.more(self.source, len(unread)):
             return []
         started = time.perf_counter()
-        row = self._row(target, unread)
-        confidence = proposer.confidence(row, tokens, ids=self._ids)
+        row, ids = self._row(target, unread, proposer.n_best)
+        confidence = proposer.confidence(row, tokens, ids=ids)
         plan.spent(self.source, len(unread), (time.perf_counter() - started) * 1e3)
         return self._proposed(confidence, len(tokens), plan, proposer)
 
-    def _row(self, target: Context, tokens: Sequence[int]) -> Row:
-        """Decode tokens through the first layers and return the logits after the last [n_out]."""
+    def _row(self, target: Context, tokens: Sequence[int], n_best: int) -> tuple[Row, Ids]:
+        """Decode tokens through the first layers and return the logits after the last, and the tokens they are of."""
         try:
             state = target.decode_first_layers(tokens, self._n_layers).hidden[self.taps[0]][-1:]
             if not np.isfinite(state).all():
                 raise DrafterFailed("computed states that are not numbers")
             self.context.truncate(0)
-            row: Row = self.context.decode_floats(state, [0]).logits[0]
+            forward = self.context.decode_floats(state, [0], "all", n_best)
         except EngineError as error:
             raise DrafterFailed(f"failed: {error}") from error
-        return row
+        return forward.logits[0], tokens_of(forward, 0, self._ids)
 
     def drafted(self) -> None:
         if self._target is not None and self._n_past is not None:

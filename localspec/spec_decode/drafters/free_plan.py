@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+SURE_COPY = 0.7
+"""Confidence of a copy under which a draft model is asked instead, where nothing is weighed."""
+
 
 @dataclass(slots=True)
 class FreePlan:

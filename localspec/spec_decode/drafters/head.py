@@ -11,20 +11,32 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 
 from localspec.backends.base import FEW_ROWS, Context, FloatArray, Forward, shared_prefix
 from localspec.backends.draft_head import STATE, DraftHead
+from localspec.backends.forward import Wanted
 from localspec.errors import EngineError
-from localspec.sampling.sampling import Row
+from localspec.sampling.sampling import Ids, Row
 from localspec.spec_decode.drafters.base import Drafter, DrafterFailed, Plan, Proposer
 from localspec.spec_decode.drafters.states import StateWindow
 from localspec.spec_decode.rounds import DraftToken
 
 LONGEST_PASS = 65
 """Rows of the longest verification: as many tokens as may be drafted, and the one before."""
+
+
+def tokens_of(forward: Forward, row: int, ids: Ids) -> Ids:
+    """The target's tokens that a row of a head's logits is of, increasing.
+
+    Args:
+        forward: a pass of the head.
+        row: which of its rows.
+        ids: all tokens that the head can guess, increasing; see ``DraftHead.token_map``.
+    """
+    tokens: Ids = ids if forward.ids is None else ids[forward.ids[row]]
+    return tokens
 
 
 class HeadDrafter(Drafter):
@@ -113,11 +125,11 @@ class HeadDrafter(Drafter):
         except EngineError as error:
             raise DrafterFailed(f"failed: {error}") from error
 
-    def _read(self, positions: range, logits: Literal["all", "last", "none"] = "last") -> Forward:
+    def _read(self, positions: range, logits: Wanted = "last", n_best: int = 0) -> Forward:
         """Put true rows into the memory, in the place of whatever follows those it has."""
         names = self._text[positions.start + 1 : positions.stop + 1]
         self._forget_untrue()
-        forward = self._decode(self._true_rows(positions), names, logits)
+        forward = self._decode(self._true_rows(positions), names, logits, n_best)
         self._n_true += len(names)
         return forward
 
@@ -129,11 +141,17 @@ class HeadDrafter(Drafter):
         except EngineError as error:
             raise DrafterFailed(f"failed: {error}") from error
 
-    def _decode(self, rows: FloatArray, names: Sequence[int], logits: Literal["all", "last", "none"]) -> Forward:
+    def _decode(
+        self,
+        rows: FloatArray,
+        names: Sequence[int],
+        logits: Wanted,
+        n_best: int = 0,
+    ) -> Forward:
         if not np.isfinite(rows).all():
             raise DrafterFailed("computed states that are not numbers")
         try:
-            return self.context.decode_floats(rows, names, logits)
+            return self.context.decode_floats(rows, names, logits, n_best)
         except EngineError as error:
             raise DrafterFailed(f"failed: {error}") from error
 
@@ -171,40 +189,42 @@ class ChainedHead(HeadDrafter):
             return []
         started, n_pass = time.perf_counter(), len(unread)
         if self._n_drafted is None:
-            row = self._catch_up(unread, tokens, plan, proposer)
+            row, ids = self._catch_up(unread, tokens, plan, proposer)
             self._n_drafted = 0
         for token in drafted[self._n_drafted :]:
             if n_pass:
                 plan.spent(self.source, n_pass, (time.perf_counter() - started) * 1e3)
             started, n_pass = time.perf_counter(), 1
-            row = self._keep(self._decode(self.head.chained_rows(self._state, [token]), [token], "last"))
+            row, ids = self._keep(
+                self._decode(self.head.chained_rows(self._state, [token]), [token], "last", proposer.n_best)
+            )
             self._n_drafted += 1
-        confidence = proposer.confidence(row, tokens, ids=self._ids)
+        confidence = proposer.confidence(row, tokens, ids=ids)
         plan.spent(self.source, n_pass, (time.perf_counter() - started) * 1e3)
         self._judged = len(tokens) + 1
         return self._proposed(confidence, len(tokens), plan, proposer)
 
-    def _catch_up(self, unread: range, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> Row:
-        """Read true rows and return the logits after the last; on the way, score counterfactual draft tokens.
+    def _catch_up(self, unread: range, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> tuple[Row, Ids]:
+        """Read true rows and return the logits after the last, and their tokens; on the way, score counterfactual ones.
 
         Scored is what it would have drafted for settled tokens that it was not asked for; as many as take few rows.
         """
         n_scored = max(0, min(len(self._text) - max(self._judged, unread.start + 2), FEW_ROWS - 1))
         if not n_scored:
-            return self._keep(self._read(unread))
+            return self._keep(self._read(unread, "last", proposer.n_best))
         last = range(unread.stop - 1 - n_scored, unread.stop)
         if unread.start < last.start:
             self._read(range(unread.start, last.start), "none")
-        forward = self._read(last, "all")
-        for position, row in zip(last[:-1], forward.logits, strict=False):
-            at = position + 2
-            confidence = proposer.confidence(row, tokens[:at], n_known=len(tokens) - at, ids=self._ids)
+        forward = self._read(last, "all", proposer.n_best)
+        for i, position in enumerate(last[:-1]):
+            row, at = forward.logits[i], position + 2
+            ids = tokens_of(forward, i, self._ids)
+            confidence = proposer.confidence(row, tokens[:at], n_known=len(tokens) - at, ids=ids)
             if confidence:
                 plan.counterfactual(self.source, confidence, proposer.best() == tokens[at])
         return self._keep(forward)
 
-    def _keep(self, forward: Forward) -> Row:
-        """The last row of logits; the state after it is what the next step goes on from."""
+    def _keep(self, forward: Forward) -> tuple[Row, Ids]:
+        """The last row of logits, and their tokens; the state after it is what the next step goes on from."""
         self._state = forward.hidden[STATE][-1:]
-        row: Row = forward.logits[-1]
-        return row
+        return forward.logits[-1], tokens_of(forward, -1, self._ids)

@@ -41,7 +41,7 @@ class OnePassHead(HeadDrafter):
             if unread is None or not plan.more(self.source, n_pass := self._n_rows(unread, n_wanted)):
                 return []
             self._candidates = None
-            self._rows = self._guesses(unread, n_wanted)
+            self._rows = self._guesses(unread, n_wanted, proposer.n_best)
         elif n_drafted >= len(self._rows) or not plan.more(self.source):
             return []
         ids = self._ids if self._candidates is None else self._candidates[n_drafted]
@@ -55,8 +55,9 @@ class OnePassHead(HeadDrafter):
         """How many rows of a pass over these true ones count, which guesses so many tokens, or more."""
 
     @abstractmethod
-    def _guesses(self, unread: range, n_wanted: int) -> FloatArray:
-        """Logits by position ahead [n_wanted or more, n_out]; valid until the next pass."""
+    def _guesses(self, unread: range, n_wanted: int, n_best: int) -> FloatArray:
+        """Logits by position ahead [n_wanted or more, n_out], valid until the next pass; or the largest ``n_best`` or
+        more of each, and their tokens as ``_candidates``."""
 
 
 class ParallelHead(OnePassHead):
@@ -67,14 +68,16 @@ class ParallelHead(OnePassHead):
     def _n_rows(self, unread: range, n_wanted: int) -> int:
         return len(unread) + len(self.head.masks)
 
-    def _guesses(self, unread: range, n_wanted: int) -> FloatArray:
+    def _guesses(self, unread: range, n_wanted: int, n_best: int) -> FloatArray:
         if len(unread) > 1:
             self._read(unread[:-1], "none")
         self._forget_untrue()
         rows = np.concatenate([self._true_rows(unread[-1:]), self.head.masks])
-        logits = self._decode(rows, [self._text[-1], *[0] * len(self.head.masks)], "all").logits
+        forward = self._decode(rows, [self._text[-1], *[0] * len(self.head.masks)], "all", n_best)
+        if forward.ids is not None:
+            self._candidates = self._ids[forward.ids]
         self._n_true += 1
-        return logits
+        return forward.logits
 
 
 class BlockHead(OnePassHead):
@@ -89,10 +92,10 @@ class BlockHead(OnePassHead):
     def _n_rows(self, unread: range, n_wanted: int) -> int:
         return len(unread)  # the block is the same whatever there is to read
 
-    def _guesses(self, unread: range, n_wanted: int) -> FloatArray:
+    def _guesses(self, unread: range, n_wanted: int, n_best: int) -> FloatArray:
         self._read(unread, "none")
         try:
-            rows, self._candidates = self.head.block_logits(self.context, self._text[-1], n_wanted)
+            rows, self._candidates = self.head.block_logits(self.context, self._text[-1], n_wanted, n_best)
         except EngineError as error:
             raise DrafterFailed(f"failed: {error}") from error
         return rows
@@ -106,7 +109,7 @@ class MedusaHead(OnePassHead):
     def _n_rows(self, unread: range, n_wanted: int) -> int:
         return self.head.steps
 
-    def _guesses(self, unread: range, n_wanted: int) -> FloatArray:
+    def _guesses(self, unread: range, n_wanted: int, n_best: int) -> FloatArray:
         (state,) = self._states.between(unread.stop - 1, unread.stop)
         if not np.isfinite(state).all():
             raise DrafterFailed("computed states that are not numbers")

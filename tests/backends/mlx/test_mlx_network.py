@@ -251,21 +251,21 @@ def test_the_formats_tell_how_large_a_model_is(name: str, dtype: str, tmp_path: 
 REFUSED: dict[str, tuple[TinyFile, str]] = {
     "unknown tensor": (
         replace(LLAMA, extra={"blk.1.attn_sinks.weight": np.ones(4, np.float32)}),
-        r"no place for blk\.1\.attn_sinks\.weight in a llama model",
+        r"does not use blk\.1\.attn_sinks\.weight in a llama model",
     ),
     "norms of another architecture": (
         replace(LLAMA, extra={"blk.0.attn_q_norm.weight": np.ones(64, np.float32)}),
-        r"no place for blk\.0\.attn_q_norm\.weight",
+        r"does not use blk\.0\.attn_q_norm\.weight",
     ),
     "layer that the header does not count": (
         replace(LLAMA, settings={"block_count": 3}),
-        r"no place for blk\.3\.attn_k\.weight, .* and 6 more tensors",
+        r"does not use blk\.3\.attn_k\.weight, .* and 6 more tensors",
     ),
     "missing tensor": (replace(LLAMA, omit=("blk.2.ffn_up.weight",)), r"lacks blk\.2\.ffn_up\.weight$"),
     "missing norm": (replace(LLAMA, omit=("output_norm.weight",)), r"lacks output_norm\.weight$"),
     "wrong shape": (
         replace(LLAMA, settings={"feed_forward_length": 1024}),
-        r"blk\.\d\.ffn_\w+\.weight is \w+ where \w+ is needed",
+        r"blk\.\d\.ffn_\w+\.weight has the shape \w+, but \w+ is needed",
     ),
     "unknown setting": (
         replace(LLAMA, settings={"attention.temperature_scale": 0.1}),
@@ -283,12 +283,12 @@ REFUSED: dict[str, tuple[TinyFile, str]] = {
     ),
     "head of a width that mlx-lm does not expect": (
         TinyFile("qwen2", {"attention.key_length": 96, "attention.value_length": 96}),
-        r"4 heads of 96 channels do not make the 256",
+        r"4 heads of 96 channels are not the 256",
     ),
     "heads that do not divide": (replace(LLAMA, settings={"attention.head_count_kv": 3}), r"do not fit together"),
     "window pattern out of order": (
         TinyFile("gemma3", {"attention.sliding_window_pattern": [True, False, True, True, False, True]}),
-        r"in no order that mlx-lm can compute",
+        r"in an order that mlx-lm cannot compute",
     ),
     "no head count": (replace(LLAMA, settings={"attention.head_count": "many"}), r"is 'many', not a whole number"),
     "a ternary tensor": (

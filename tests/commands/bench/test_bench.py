@@ -17,10 +17,10 @@ from localspec.commands.bench.reliability import reliability, wilson
 from localspec.commands.bench.report import bench_report
 from localspec.commands.bench.results import analyse
 from localspec.commands.options import RunOptions
-from localspec.commands.questions import digest, own_questions
 from localspec.commands.report.markdown import markdown
-from localspec.commands.timing.answer import Sample
 from localspec.errors import UsageError
+from localspec.measuring.answer import Sample
+from localspec.measuring.questions import digest, own_questions
 from localspec.runtime.load_options import LoadOptions
 
 

@@ -30,21 +30,16 @@ from tests.conftest import TinyFiles, open_backend
 from tests.support.interrupting import self_interrupting
 from tests.support.waiting import PATIENCE
 
+pytestmark = pytest.mark.usefixtures("in_warm_home")
+
 ARMS = ("plain", "auto", "model:3", "ngram:4")
 N_QUESTIONS, N_REPEATS, N_TOKENS = 9, 2, 20
 
 Bench = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is measured once per file and engine is kept between the tests of this module."""
-    return tmp_path_factory.mktemp("home")
-
-
 @pytest.fixture(autouse=True)
-def _warm(home: Path, isolated_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCALSPEC_HOME", str(home))
+def _brief_load(monkeypatch: pytest.MonkeyPatch) -> None:
     busy = usage.busy_share
     monkeypatch.setattr(usage, "busy_share", lambda: busy(0.02))
 
@@ -77,12 +72,12 @@ def pair(tiny: TinyFiles) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def made(pair: list[str], tmp_path_factory: pytest.TempPathFactory, home: Path) -> Path:
+def made(pair: list[str], tmp_path_factory: pytest.TempPathFactory, warm_home: Path) -> Path:
     """A folder with everything that one run writes."""
     folder = tmp_path_factory.mktemp("run")
     questions = write_questions(folder / "questions.jsonl")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCALSPEC_HOME", str(home))
+        patch.setenv("LOCALSPEC_HOME", str(warm_home))
         out = [f"--{kind}={folder / f'run.{kind}'}" for kind in ("json", "markdown", "html", "svg")]
         status = run(
             ["bench", *pair, "--prompts", str(questions), "--arm", ",".join(ARMS[1:]), "--repeats", str(N_REPEATS),
@@ -174,7 +169,7 @@ def test_slices_say_what_whole_answers_do(measured: Record, made: Path, pair: li
 def test_without_memory_for_more_caches_whole_answers_take_turns(
     pair: list[str], made: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("localspec.commands.timing.subject.read_memory", lambda: SystemMemory(1 << 30, 1 << 10))
+    monkeypatch.setattr("localspec.measuring.subject.read_memory", lambda: SystemMemory(1 << 30, 1 << 10))
     few = ["--prompts", made / "questions.jsonl", "--repeats", 1, "--max-tokens", 4, "--json", "-"]
     status, out, _ = bench(*pair, *few)
     assert status == 0
@@ -456,13 +451,13 @@ def test_a_complete_run_has_nothing_to_resume(made: Path, tmp_path: Path, bench:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--max-tokens", "5"], "max tokens 20, and this would be 5"),
+        (["--max-tokens", "5"], "max tokens 20, now 5"),
         (["--arm", "auto,2"], "arms"),
         (["--draft", "ngram"], "no drafter 'model'"),
         (["--temperature", "1.0"], "sampling"),
         (["--category", "code"], "categories"),
         (["--set", "report"], "questions"),
-        (["--ctx", "64"], "and this would be [64]"),
+        (["--ctx", "64"], "now [64]"),
     ],
 )
 def test_another_run_is_not_resumed(arguments: list[str], said: str, made: Path, tmp_path: Path, bench: Bench) -> None:
@@ -529,8 +524,8 @@ def test_a_damaged_file_is_one_line(made: Path, tmp_path: Path, bench: Bench) ->
         (["--category", "cooking"], "no category 'cooking'"),
         (["--set", "all"], "--set must be report or tuning"),
         (["--prompts", "nothing.jsonl"], "cannot read nothing.jsonl"),
-        (["--prompts", "x.jsonl", "--set", "report"], "--prompts brings others"),
-        (["--quick", "--full"], "exclude each other"),
+        (["--prompts", "x.jsonl", "--set", "report"], "cannot be combined with --prompts"),
+        (["--quick", "--full"], "--quick and --full cannot be combined"),
         (["--minutes", "0"], "--minutes"),
         (["--minutes", "nan"], "--minutes"),
         (["--repeats", "0"], "--repeats"),
@@ -567,7 +562,7 @@ def test_files_that_are_there_stay(made: Path, pair: list[str], bench: Bench) ->
     assert "--resume goes on with it" in errors
     status, _, errors = bench("show", made / "run.json", "--html", made / "run.html")
     assert status == 2
-    assert "--force replaces it" in errors
+    assert "use --force to overwrite it" in errors
     assert (made / "run.json").read_bytes() == before
     assert bench("show", made / "run.json", "--html", made / "run.html", "--force")[0] == 0
 

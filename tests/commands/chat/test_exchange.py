@@ -83,7 +83,8 @@ def test_files_that_cannot_go_are_one_line_and_those_that_wait_stay(tmp_path: Pa
     (tmp_path / "long").write_text("word " * 5000)
     for name, words in {
         "none": "with the next message: no file", "missing": "No such file", ".": "Is a directory",
-        "binary": "no text", "latin": "no text", "empty": "is empty", "long": "5,000 tokens, and the context is 4,096",
+        "binary": "UTF-8 text", "latin": "UTF-8 text", "empty": "is empty",
+        "long": "5,000 tokens, and the context is 4,096",
     }.items():  # fmt: skip
         if name == "none":
             continue
@@ -267,7 +268,7 @@ def test_copying_with_the_desk_s_tool_and_without_any(tmp_path: Path, monkeypatc
 
 def test_a_conversation_is_gone_on_with(open_chat: Open, isolated_home: Path) -> None:
     first = open_chat("--max-tokens", "4", "--continue")
-    first.wait("no conversation is kept yet")
+    first.wait("no saved conversation yet")
     first.wait(READY)
     first.type("first question")
     first.wait("[cut short: max_tokens is 4")
@@ -282,7 +283,7 @@ def test_a_conversation_is_gone_on_with(open_chat: Open, isolated_home: Path) ->
     second.wait("[cut short: max_tokens is 5")
     assert [turn["user"] for turn in saved_turns(kept)] == ["first question", "second question"]
     second.type("/undo")
-    second.wait("taken back")
+    second.wait("undone")
     assert [turn["user"] for turn in saved_turns(kept)] == ["first question"]
     second.type("/sessions")
     screen = second.wait("1 turn  first question")
@@ -293,7 +294,7 @@ def test_the_last_conversations_are_listed_and_chosen(open_chat: Open, isolated_
     terminal = open_chat(command=scripted(0.0))
     terminal.wait(READY)
     terminal.type("/sessions")
-    terminal.wait("no conversation is kept yet")
+    terminal.wait("no conversation is saved yet")
     for question in ("about rivers", "about hills"):
         it = Scripted("an answer")
         it.chat.keep_in = isolated_home / "chats" / f"{question.split()[1]}.chat"
@@ -308,7 +309,7 @@ def test_the_last_conversations_are_listed_and_chosen(open_chat: Open, isolated_
     terminal.type("/sessions 3")
     terminal.wait("takes a number from 1 to 2")
     terminal.type("/sessions forget")
-    terminal.wait("forgotten: 3 kept conversations")
+    terminal.wait("deleted 3 saved conversations")
     assert list((isolated_home / "chats").iterdir()) == []
 
 
@@ -370,9 +371,9 @@ def test_a_home_that_cannot_be_written_costs_a_note_and_no_answer(isolated_home:
     (isolated_home / "chats").write_text("a file in the folder's place")
     it.chat.keep_in = isolated_home / "chats" / "x.chat"
     assert it.chat.say("question")
-    assert "this conversation is not kept" in it.errors
+    assert "this conversation is not saved" in it.errors
     assert it.chat.say("question")
-    assert "not kept" not in it.errors
+    assert "not saved" not in it.errors
 
 
 def test_a_pipe_goes_on_with_a_conversation_and_alone_keeps_none(tiny: TinyFiles, isolated_home: Path) -> None:

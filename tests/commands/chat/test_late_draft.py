@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,11 @@ from localspec.runtime.engine_choice import draft_gain
 from localspec.runtime.jobs import Job
 from localspec.runtime.load_options import LoadOptions
 from localspec.spec_decode.drafters.names import AUTOMATIC
-from tests.conftest import TinyFiles
+from tests.conftest import TinyFiles, open_backend
+from tests.support.ggufs import write_glm, write_hybrid
 from tests.support.heads import write_random_head
+from tests.support.mtp_ggufs import write_apart
+from tests.support.published_heads import write_dflash, write_eagle3
 
 SOON = 60.0
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -234,6 +238,42 @@ def test_a_head_alone_comes_too(llm: LLM, tiny: TinyFiles, monkeypatch: pytest.M
     assert may_be_drafted_for(llm)
     assert LateDraft(llm, []).wait(SOON)
     assert llm.draft_names == [*AUTOMATIC, "head"]
+
+
+def mtp_target(tiny: TinyFiles, folder: Path) -> tuple[Path, list[str]]:
+    return write_glm(folder / "glm.gguf"), ["mtp"]
+
+
+def with_eagle3(tiny: TinyFiles, folder: Path) -> tuple[Path, list[str]]:
+    target = Path(shutil.copy(tiny.pair.target, folder / "target.gguf"))
+    write_eagle3(target, folder / "head.gguf")
+    return target, ["head"]
+
+
+def with_dflash(tiny: TinyFiles, folder: Path) -> tuple[Path, list[str]]:
+    target = Path(shutil.copy(tiny.pair.target, folder / "target.gguf"))
+    write_dflash(target, folder / "head.gguf")
+    return target, ["head"]
+
+
+def with_mtp_beside(tiny: TinyFiles, folder: Path) -> tuple[Path, list[str]]:
+    (folder / "elsewhere").mkdir()
+    whole = write_hybrid(folder / "elsewhere/whole.gguf", residual=0.3, mtp=1)
+    return write_apart(whole, folder / "trunk.gguf", folder / "mtp.gguf")[0], ["head"]
+
+
+@pytest.mark.parametrize("make", [mtp_target, with_eagle3, with_dflash, with_mtp_beside])
+def test_what_models_are_published_with_comes_without_being_asked_for(
+    tiny: TinyFiles, tmp_path: Path, make: Callable[[TinyFiles, Path], tuple[Path, list[str]]]
+) -> None:
+    """Where no draft model and no trained head is there too; and before a draft model is fetched."""
+    open_backend("llama-cpp")
+    target, found = make(tiny, tmp_path)
+    with LLM(target, "ngram", backend="llama-cpp", n_ctx=256, idle=False) as loaded:
+        assert may_be_drafted_for(loaded)
+        late = LateDraft(loaded, [])
+        assert late.wait(SOON)
+        assert (loaded.draft_names, late.notes) == ([*AUTOMATIC, *found], [])
 
 
 @pytest.mark.parametrize(

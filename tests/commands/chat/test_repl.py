@@ -221,7 +221,7 @@ def test_commands_that_change_the_chat(open_chat: Open, tmp_path: Path, tiny: Ti
     terminal.type("second question")
     terminal.wait(lambda s: answers(s) == 2)
     terminal.type("/undo")
-    terminal.wait("taken back: second question")
+    terminal.wait("undone: second question")
     terminal.type(f"/save {path}")
     terminal.wait("saved to")
     terminal.type("/retry")

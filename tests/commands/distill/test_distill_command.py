@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from localspec.commands.distill.progress import RunDisplay, sparkline
 from localspec.commands.report.html import html
 from localspec.commands.report.markdown import markdown
 from localspec.model_files.head_card import CurvePoint, HeadCard, TargetFacts, Training
+from localspec.model_files.head_folders import heads_folder
 from localspec.training.standing import Distilled, Standing
 from localspec.training.worth import Worth
 from tests.commands.test_cli import assert_one_line
@@ -21,6 +24,7 @@ from tests.commands.test_cli import localspec as run_localspec
 from tests.conftest import TinyFiles
 from tests.support.interrupting import interrupted
 from tests.support.tmux import Tmux
+from tests.support.waiting import PATIENCE
 
 PROGRAM = [sys.executable, "-m", "localspec"]
 CURVE = tuple(
@@ -38,21 +42,35 @@ def made(gain: float | None, folder: Path) -> Distilled:
         "localspec distill 'a <b>'", 7, 5000, 6000, 12.5, "a CPU", {"numpy": "2"}, CURVE, CURVE[-1].acceptance
     )
     card = HeadCard("medusa", ("norm",), np.arange(100, dtype=np.int32), 3, target, training=training)
-    worth = None if gain is None else Worth(20.0, 10.0, 20.0 * gain, gain, 4, ("ngram",))
-    return Distilled(folder / "head.gguf", folder / "kept.gguf" if gain and gain > 1 else None, card, worth)
+    worth = None
+    if gain is not None:
+        worth = Worth(20.0, 10.0, 20.0 * gain, gain, 6, ("ngram",), (gain - 0.05, gain + 0.05))
+    return Distilled(folder / "head.gguf", folder / "kept.gguf" if worth and worth.pays else None, card, worth)
+
+
+def plain(text: str) -> str:
+    """Markdown, with nothing escaped."""
+    return text.replace("\\", "").replace("&lt;", "<").replace("&gt;", ">")
 
 
 @pytest.mark.parametrize(
     ("gain", "said"),
-    [(1.25, "kept: --draft auto uses it"), (0.9, "not kept, as it does not pay here"), (None, "could not be measured")],
+    [
+        (1.25, "×1.25 in the median (95 %: 1.20 to 1.30); kept: --draft auto uses it"),
+        (1.02, "×1.02 in the median (95 %: 0.97 to 1.07); not kept, as the difference is within the noise"),
+        (0.9, "not kept, as it does not pay here"),
+        (None, "could not be measured"),
+    ],
 )
 def test_the_report_says_what_the_head_is_worth(tmp_path: Path, gain: float | None, said: str) -> None:
     report = finished_report("<model>", made(gain, tmp_path))
     text, page = markdown(report), html(report)
     assert said in text
+    assert (f"--draft head:{tmp_path / 'head.gguf'} uses it all the same" in plain(text)) == (gain in (0.9, 1.02))
+    assert (f"copied to {heads_folder()}" in plain(text)) == (gain in (0.9, 1.02))
     assert ("×1.25" in page) == (gain == 1.25)
     assert "25.0 tokens per second with the head, 10.0 without it, 20.0 plain" in text or gain != 1.25
-    assert "localspec distill 'a <b>'" in text.replace("\\", "").replace("&lt;", "<").replace("&gt;", ">")
+    assert "localspec distill 'a <b>'" in plain(text)
     assert "<model>" not in page
     assert "6,000 tokens: 0.600" in page  # a point of the curve
 
@@ -92,6 +110,7 @@ def test_a_curve_of_characters() -> None:
         (("--kind", "eagle"), ("chained, parallel, medusa", "eagle")),
         (("--seed", "-3"), ("seed",)),
         (("--prompts", "/nowhere"), ("--prompts /nowhere", "no such file")),
+        (("--begin-with", "/nowhere"), ("cannot begin with the head /nowhere",)),
         (("--text", "/nowhere"), ("--text /nowhere", "no such file or folder")),
         (("--html", "-"), ("--html needs a file",)),
         (("--html", "/nowhere/page.html"), ("there is no folder",)),
@@ -122,7 +141,7 @@ def test_ctrl_c_says_how_to_go_on(tiny: TinyFiles, at: str, more: list[str]) -> 
     arguments = ["distill", str(tiny.quick.target), *more, "--minutes", "500", "--backend", "reference"]
     out, errors = interrupted(at, arguments)
     assert out == b""
-    assert errors[-1] == f"localspec: stopped; go on with: localspec {' '.join(arguments)} --resume"
+    assert errors[-1] == f"localspec: stopped; resume with: localspec {' '.join(arguments)} --resume"
     out, errors = interrupted(at, [*arguments, "--resume"])
     assert errors[-1].endswith("--resume")
 
@@ -134,18 +153,25 @@ def test_a_run_that_is_told_to_end_says_how_to_go_on(tiny: TinyFiles, by: str) -
     pytest.importorskip("jax", reason="heads are trained with JAX")
     arguments = ["distill", str(tiny.quick.target), "--minutes", "500", "--backend", "reference"]
     _, errors = interrupted("call localspec.training.examples:ExampleMaker.step", arguments, by=by)
-    assert errors[-1] == f"localspec: stopped; go on with: localspec {' '.join(arguments)} --resume"
+    assert errors[-1] == f"localspec: stopped; resume with: localspec {' '.join(arguments)} --resume"
 
 
 def test_without_a_terminal_the_end_says_what_came_of_it(
     tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "distill", lambda *given, **options: made(0.9, tmp_path))
+    asked_for: dict[str, Any] = {}
+
+    def distill(*given: Any, **options: Any) -> Distilled:
+        asked_for.update(options)
+        return made(0.9, tmp_path)
+
+    monkeypatch.setattr(command, "distill", distill)
     monkeypatch.setattr(command, "lower_priority", lambda: None)
     asked = command.DistillRequest(
-        str(tiny.quick.target), None, "chained", 0, False, False, None, (), False, None, "auto", None, False
+        str(tiny.quick.target), None, "chained", 0, None, False, False, (), (), False, None, "auto", None, False
     )
     assert command.distill_command(asked) == 0
+    assert asked_for["command"] == "localspec distill"  # the card adds what the run used
     said = "".join(capsys.readouterr().out.split())  # lines are broken anywhere
     assert "tokenspersecondwiththehead" in said
     assert "notkept,asitdoesnotpayhere" in said
@@ -168,5 +194,14 @@ def test_a_terminal_shows_a_curve_and_ctrl_c_leaves_it_clean(
         terminal.close()
     assert "EXIT 130" in screen
     lines = [line for line in screen.splitlines() if line.strip()]
-    assert any(line.startswith("localspec: stopped; go on with: localspec distill") for line in lines)
+    assert any(line.startswith("localspec: stopped; resume with: localspec distill") for line in lines)
     assert not any("the model writes examples" in line for line in lines)
+
+
+def test_without_jax_it_says_what_to_install() -> None:
+    code = "import sys; sys.modules['jax'] = None; from localspec.__main__ import main; main(sys.argv[1:])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "distill", "smollm2-135m"], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode == 1
+    assert done.stderr == "localspec: training a head needs JAX: pip install 'localspec[distill]'\n"

@@ -29,15 +29,16 @@ from localspec.commands.doctor.advice import recommend_ranked
 from localspec.commands.doctor.screen import bars, ranking_parts
 from localspec.commands.report.model import Finding, Findings, Lines, Table
 from localspec.commands.report.terminal import Screen
-from localspec.model_files.catalog import Catalog
+from localspec.model_files.catalog import Catalog, Entry
 from localspec.model_files.head_folders import heads_folder
 from localspec.system import bandwidth, memory, usage
 from localspec.system.home import home, models_dir
 from localspec.system.memory import SystemMemory
-from tests.conftest import TinyFiles
+from tests.conftest import TinyFiles, open_backend
 from tests.support import ggufs
 from tests.support.heads import write_random_head
 from tests.support.interrupting import interrupted
+from tests.support.published_heads import write_eagle3
 
 PROGRAM = [sys.executable, "-m", "localspec", "doctor"]
 GB = 10**9
@@ -186,6 +187,83 @@ def test_a_head_is_measured_beside_the_others(doctor: Doctor, tiny: TinyFiles) -
     assert list(costs) == ["head", "early-exit:1", pair.draft.stem]
     status, found = doctor.json(pair.target, "--backend", "reference")  # auto takes it
     assert [each["drafter"] for each in found["pair"]["payoff"]] == ["ngram", "head"]
+
+
+# -- published heads ---------------------------------------------------------------------------------------------------
+
+
+def published(found: dict[str, Any]) -> list[str]:
+    """The drafters whose costs were measured."""
+    return [each["drafter"] for each in found["pair"]["payoff"]]
+
+
+@pytest.mark.parametrize("rank", [False, True])
+def test_heads_that_are_published_are_found_by_themselves(
+    doctor: Doctor, tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: bool
+) -> None:
+    """Beside a target, beside a trained one, and inside a target."""
+    few = ranking.tuning_questions()[:1]
+    monkeypatch.setattr(ranking, "tuning_questions", lambda: few)
+    monkeypatch.setattr(ranking, "SECONDS", 3600.0)
+    monkeypatch.setattr(ranking, "MOST_TOKENS", ranking.LEAST_TOKENS)
+    open_backend("llama-cpp")
+    target = Path(shutil.copy(tiny.pair.target, tmp_path / "target.gguf"))
+    beside = write_eagle3(target, tmp_path / "eagle.gguf")
+    glm = ggufs.write_glm(tmp_path / "glm.gguf")
+    heads_folder().mkdir(parents=True)
+    write_random_head(target, heads_folder() / "trained.gguf")
+    cases: list[tuple[Path, list[str]]] = [(target, ["head", f"head:{beside}"]), (glm, ["mtp"])]
+    for model, heads in cases:
+        status, found = doctor.json(model, "--backend", "llama-cpp", *(["--rank"] * rank))
+        assert status == 0
+        if rank:
+            tried = {name for each in found["rank"]["candidates"] for name in each["drafters"]}
+            assert tried == {"ngram", *heads}
+        else:
+            assert published(found) == ["ngram", *(["head", "head2"] if model == target else heads)]
+
+
+def test_a_published_head_is_named_as_elsewhere(doctor: Doctor, tiny: TinyFiles) -> None:
+    """By its address or its file; and by itself it is no damaged model."""
+    open_backend("llama-cpp")
+    folder = models_dir() / "hf/someone/heads"
+    folder.mkdir(parents=True)
+    address, head = "hf:someone/heads/eagle.gguf", write_eagle3(tiny.pair.target, folder / "eagle.gguf")
+    for name in (address, head):
+        status, found = doctor.json(tiny.pair.target, "--draft", name, "--draft-only", "--backend", "llama-cpp")
+        assert status == 0
+        assert published(found) == ["head"]
+        assert address in row(found, "models", "on disk")["text"]
+    assert doctor.text(head)[0] == 1  # nothing answers with a head
+
+
+def test_a_head_from_the_catalogue_is_named_by_its_name(
+    doctor: Doctor, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_backend("llama-cpp")
+    name = next(head for entry in Catalog.load().values() for head in entry.heads)
+    path = Catalog.load()[name].path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_eagle3(tiny.pair.target, path)
+    monkeypatch.setattr(Entry, "present", property(lambda entry: entry.path.exists()))
+    arguments = (tiny.pair.target, "--draft", name, "--draft-only", "--backend", "llama-cpp")
+    status, found = doctor.json(*arguments)
+    assert (status, published(found)) == (0, ["head"])
+    assert name in row(found, "models", "on disk")["text"]
+
+
+def test_a_head_that_is_damaged_or_of_no_use_is_told_apart(doctor: Doctor, tiny: TinyFiles) -> None:
+    folder = models_dir() / "hf/someone/heads"
+    folder.mkdir(parents=True)
+    write_eagle3(tiny.pair.target, folder / "deep.gguf", extra={"eagle3.block_count": 2})
+    status, found = doctor.json(tiny.quick.target, "--draft", "none", "--backend", "reference")
+    assert (status, row(found, "models", "hf:someone/heads/deep.gguf")["status"]) == (0, "note")
+    write_eagle3(tiny.pair.target, folder / "broken.gguf", drop=("fc.weight",))
+    status, found = doctor.json(tiny.quick.target, "--draft", "none", "--backend", "reference")
+    assert (status, row(found, "models", "hf:someone/heads/broken.gguf")["status"]) == (1, "fail")
+
+
+# -- a pair that does not fit ------------------------------------------------------------------------------------------
 
 
 def test_a_vocabulary_that_does_not_match(doctor: Doctor, tiny: TinyFiles) -> None:
@@ -399,7 +477,7 @@ def test_a_ranking_that_has_no_time(doctor: Doctor, tiny: TinyFiles, monkeypatch
     ("speedup", "noise", "speculate", "part"),
     [
         (1.30, 0.05, True, "ngram was the fastest, ×1.30 of plain; x cannot be told apart from it."),
-        (1.30, 0.40, None, "noise alone makes"),
+        (1.30, 0.40, None, "noise of this measurement"),
         (1.01, 0.01, False, "Do not speculate here"),
         (1.30, None, True, "was the fastest"),
     ],

@@ -329,7 +329,7 @@ def test_a_recording_in_part_is_shown_with_a_remark(recorded: Path, capsys: pyte
     assert run(["replay", str(recorded)]) == 0
     out, err = capsys.readouterr()
     assert is_page(Path(out.strip()).read_bytes())
-    assert err.startswith(f"localspec: {recorded} is shown in part: it ends in the middle of line")
+    assert err.startswith(f"localspec: {recorded} is shown only in part: it ends in the middle of line")
 
 
 def test_what_generate_prints_can_be_replayed(tiny: TinyFiles) -> None:

@@ -137,7 +137,7 @@ def test_tokens_and_their_fates_are_the_files(tab: Callable[[Path], Tab], real: 
     shown = tab(real).run(
         """() => [...document.querySelectorAll("#answer .line > [data-round] > *")].map((it) => ({
             round: Number(it.parentElement.dataset.round), token: it.dataset.token, guess: it.dataset.guess,
-            text: it.textContent, ink: it.className, tag: it.tagName}))"""
+            text: it.textContent, style: it.className, tag: it.tagName}))"""
     )
     for index, round_ in enumerate(REAL):
         mine = [it for it in shown if it["round"] == index]
@@ -145,14 +145,16 @@ def test_tokens_and_their_fates_are_the_files(tab: Callable[[Path], Tab], real: 
             pieces = [it for it in mine if it["token"] == str(i)]
             assert "".join(it["text"] for it in pieces) == token["text"], (index, i)
             slot = {"model": " s0", "ngram": " s1", "target": ""}[token["source"]]
-            assert {it["ink"] for it in pieces} == {f"token {token['kind']}{slot}"}
+            assert {it["style"] for it in pieces} == {f"token {token['kind']}{slot}"}
         rejected = [(it["guess"], it["text"], it["tag"]) for it in mine if it["guess"] is not None]
         expected = [(str(i), g["text"], "DEL") for i, g in enumerate(round_["draft"]) if not g["accepted"]]
         assert rejected == [(i, one_line(text), tag) for i, text, tag in expected]
         # In the order in which it happened: accepted, rejected, the target's own.
-        rank = ["accepted" in it["ink"] or 1 + ("rejected" not in it["ink"]) for it in mine if it["ink"] != "ending"]
+        rank = [
+            "accepted" in it["style"] or 1 + ("rejected" not in it["style"]) for it in mine if it["style"] != "ending"
+        ]
         assert rank == sorted(rank)
-    kinds = {it["ink"] for it in shown}
+    kinds = {it["style"] for it in shown}
     assert kinds >= {"token accepted s0", "token accepted s1", "token recovered", "token bonus", "token rejected"}
 
 
@@ -501,7 +503,7 @@ def test_the_keyboards_place_outlives_its_round(tab: Callable[[Path], Tab], real
 
 
 def test_light_and_dark_differ_and_both_can_be_read(tab: Callable[[Path], Tab], tmp_path: Path) -> None:
-    # Every ink there is, in every state, over what is really behind it; WCAG 2.1 asks for 4.5 (AA).
+    # Every style there is, in every state, over what is really behind it; WCAG 2.1 asks for 4.5 (AA).
     drafters = ("model", "ngram", "third", "fourth")
     rounds = [a_round(emitted("x", "accepted", name), draft=[guess("x", True, name)]) for name in drafters]
     rounds += [
@@ -509,7 +511,7 @@ def test_light_and_dark_differ_and_both_can_be_read(tab: Callable[[Path], Tab], 
         a_round(emitted("b", "bonus")),
         a_round(emitted("p STOP")),
     ]
-    path = write(tmp_path / "inks.html", events(*rounds, text="xxxxownbp ") + EVENTS.read_bytes()[:900])
+    path = write(tmp_path / "styles.html", events(*rounds, text="xxxxownbp ") + EVENTS.read_bytes()[:900])
     it, pictures = tab(path), []
     for scheme in ("light", "dark"):
         it.page.emulate_media(color_scheme=scheme)
@@ -530,7 +532,7 @@ def test_colour_is_never_the_only_sign(tab: Callable[[Path], Tab], tmp_path: Pat
     rounds = [a_round(emitted("x", "accepted", name), draft=[guess("x", True, name)]) for name in drafters]
     rounds += [a_round(emitted("own", "recovered"), draft=[guess("no", False)]), a_round(emitted("b", "bonus")),
                a_round(emitted("p"))]  # fmt: skip
-    it = tab(write(tmp_path / "inks.html", events(*rounds, text="xxxxownbp")))
+    it = tab(write(tmp_path / "styles.html", events(*rounds, text="xxxxownbp")))
     looks = it.run(
         """() => [...document.querySelectorAll("#answer .token")].map((token) => { const s = getComputedStyle(token);
             return [s.textDecorationLine, s.textDecorationStyle, s.boxShadow === "none"].join(" "); })"""

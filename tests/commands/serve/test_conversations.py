@@ -6,7 +6,7 @@ import json
 import stat
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +166,39 @@ def test_damaged_files_are_passed_over_and_left_alone(tmp_path: Path) -> None:
             store.get(name)
         assert refused.value.status == 500
         assert (tmp_path / f"{name}.json").exists()
+
+
+def without(name: str) -> Callable[[dict[str, Any]], object]:
+    return lambda conversation: conversation.pop(name)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *map(without, ("title", "messages", "updated", "system", "settings", "revision", "created")),
+        lambda conversation: conversation.update(messages={}),
+        lambda conversation: conversation.update(updated="now"),
+        lambda conversation: conversation["messages"].append("hello"),
+        lambda conversation: conversation["messages"][0].pop("content"),
+        lambda conversation: conversation["messages"][0].update(files=[{"text": "hello"}]),
+    ],
+)
+def test_a_file_with_parts_missing_is_passed_over(
+    server: Server, isolated_home: Path, damage: Callable[[dict[str, Any]], object]
+) -> None:
+    good, bad = (ask(server, "POST", body=content())[1]["id"] for _ in range(2))
+    path = isolated_home / "conversations" / f"{bad}.json"
+    conversation = json.loads(path.read_bytes())
+    damage(conversation)
+    path.write_text(json.dumps(conversation))
+    for query in ("", "?q=hello"):
+        status, listed = ask(server, "GET", query)
+        assert (status, [entry["id"] for entry in listed["data"]]) == (200, [good])
+    for path_end in (f"/{bad}", f"/{bad}?format=markdown"):
+        status, refused = ask(server, "GET", path_end)
+        assert (status, refused["error"]["code"]) == (500, "conversation_damaged")
+    assert ask(server, "PUT", f"/{bad}", content() | {"revision": 1})[0] == 500
+    assert ask(server, "DELETE", f"/{bad}")[0] == 204
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="permissions are of POSIX")

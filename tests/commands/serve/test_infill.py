@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import threading
@@ -17,10 +18,10 @@ from localspec.commands.serve.errors import ApiError
 from localspec.commands.serve.fields import Fields
 from localspec.commands.serve.infill import LineRules, infill_request
 from localspec.commands.serve.requests import ServedModel
-from localspec.commands.serve.slots import MAX_CHARACTERS, MAX_WINDOWS, Windows, join
+from localspec.commands.serve.slots import MAX_CHARACTERS, MAX_WINDOWS, Slots, Windows, join
 from tests.conftest import TinyFiles
 from tests.support.serving import Server, serve
-from tests.support.waiting import PATIENCE, wait_until
+from tests.support.waiting import PATIENCE, Brake, wait_until
 
 BEFORE, TYPED, BEHIND = "def area(r):\n" * 12, "    return the ", "\n\nprint(area(2))\n"
 EXTRA = [{"text": "he re in an\n", "time": [1, 2], "filename": "b.py"}]
@@ -184,7 +185,10 @@ def test_what_slides_out_of_the_editor_s_window_stays(server: Server) -> None:
     window = read(9, 20)
     assert window > 200
     assert all(read(9, last) < window / 3 for last in range(21, 40))
-    assert read(-1, 30) > window / 2  # without a slot nothing is known of it
+    # llama.vscode names no slot: a window goes on from the one that it overlaps with.
+    read(-1, 20)
+    assert all(read(-1, last) < window / 3 for last in range(21, 40))
+    assert read(7, 30) > window / 2  # another editor's slot, which has shown nothing yet
 
 
 def test_only_windows_of_one_text_are_joined() -> None:
@@ -207,6 +211,26 @@ def test_few_windows_are_remembered() -> None:
     windows.joined(1, long)
     assert windows.joined(1, long[7:]) == long[7:]
     assert windows.joined(None, text) == text
+
+
+def test_windows_without_a_slot_are_told_apart_by_their_text() -> None:
+    one, two = ("".join(f"{word} {i}\n" for i in range(100)) for word in ("line", "row"))
+    windows = Windows()
+    for text in (one, two):
+        assert windows.joined(None, text) == text
+    assert windows.joined(None, one[7:] + "and") == one + "and"
+    assert windows.joined(None, two[6:]) == two
+    assert windows.joined(None, one[14:] + "and more") == one + "and more"  # both are there still
+    assert windows.joined(None, one[7:60]) == one[7:60]  # too little to be told apart
+    assert windows.joined(3, one[7:]) == one[7:]  # what has a slot is another editor's
+    near, far = one[:400] + two, one
+    windows = Windows()
+    for text in (near, far):
+        windows.joined(None, text)
+    assert windows.joined(None, far[7:]) == far  # both have its beginning: the longer overlap it is
+    for i in range(MAX_WINDOWS):
+        windows.joined(None, f"{i} " * 200)
+    assert windows.joined(None, far[14:]) == far[14:]
 
 
 # -- a newer request ---------------------------------------------------------------------------------------------------
@@ -234,6 +258,41 @@ def test_a_newer_request_takes_the_slot(server: Server) -> None:
     assert (status, refusal["error"]["code"]) == (409, "superseded")
     assert newer["timings"]["predicted_n"] > 0
     server.wait_idle()
+
+
+def test_a_request_that_is_refused_leaves_the_older_one_alone(llm: LLM) -> None:
+    with serve(llm, queue=0) as server, Brake(llm) as brake:
+        thread, answers = begun(server, n_predict=100)
+        brake.wait()
+        status, _, refusal = server.ask("POST", "/infill", VIM)
+        assert (status, json.loads(refusal)["error"]["code"]) == (429, "queue_full")
+        brake.release()
+        thread.join(PATIENCE)
+    assert answers[0][0] == 200
+    assert answers[0][1]["tokens_predicted"] == 100
+
+
+def test_a_newer_request_may_be_gone_before_the_older_one_has_cleaned_up() -> None:
+    async def older(slots: Slots, begun: asyncio.Event, cleaned_up: asyncio.Event) -> None:
+        with slots.newest(0):
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await cleaned_up.wait()
+
+    async def both() -> None:
+        slots, begun, cleaned_up = Slots(), asyncio.Event(), asyncio.Event()
+        task = asyncio.create_task(older(slots, begun, cleaned_up))
+        await begun.wait()
+        with slots.newest(0):
+            pass
+        cleaned_up.set()
+        await task
+
+    with pytest.raises(ApiError) as refused:
+        asyncio.run(both())
+    assert (refused.value.status, refused.value.code) == (409, "superseded")
 
 
 def test_other_slots_wait_for_their_turn(server: Server) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from localspec import LLM, SamplingParams
+from localspec.spec_decode.drafters.free import FREE_DRAFTERS
+from localspec.spec_decode.drafters.names import FROM_STATES
 from tests.conftest import TinyFiles
 from tests.support.browsing import CONTRAST
 from tests.support.endless import N_CTX, write_endless
@@ -45,10 +47,28 @@ def endless(tmp_path_factory: pytest.TempPathFactory, module_home: Path) -> Iter
         yield running
 
 
+def test_what_shared_passes_were_for_is_said_after_an_answer(
+    tab: Callable[..., Tab], tiny: TinyFiles, module_home: Path
+) -> None:
+    with LLM(tiny.quick.target, "ngram", backend="reference", n_ctx=1024, parallel=2) as llm, serve(llm) as running:
+        it = tab(running.url)
+        it.ask(QUESTION)
+        it.until("() => document.getElementById('shared').textContent")
+        passes = llm.parallel_info()["passes"]
+        line = it.page.text_content("#shared")
+        assert f"{passes['passes']} passes, 1.0 answers a pass" in line
+        n_rows = sum(passes["rows"].values())
+        # The page rounds a half upwards; Python's format would round it to the even number.
+        own, drafts, prompts = (f"{int(100 * (n / n_rows) + 0.5)} %" for n in passes["rows"].values())
+        assert line.endswith(f"rows: {own} next tokens, {drafts} guesses, {prompts} prompts.")
+
+
 # -- the chat ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_answer_shows_every_token_in_its_ink(tab: Callable[..., Tab], server: Server, llm: LLM) -> None:
+def test_an_answer_shows_every_token_in_the_style_of_its_origin(
+    tab: Callable[..., Tab], server: Server, llm: LLM
+) -> None:
     it = tab(server.url)
     assert llm.model_name in it.page.text_content("#engine")
     it.page.select_option("#draft-length", "4")
@@ -90,6 +110,25 @@ def test_an_answer_shows_every_token_in_its_ink(tab: Callable[..., Tab], server:
     assert f"{share} of {stats['num_draft_tokens']} guesses accepted" in it.page.text_content(".turn-figures")
     assert it.page.locator("#strip > i").count() == min(72, len(rounds))
     assert it.page.locator("#strip .wrong").count() > 0
+
+
+def test_every_drafter_has_a_name_and_a_style_of_the_legend(tab: Callable[..., Tab], server: Server) -> None:
+    it = tab(server.url)
+    kinds = ["model", "grammar", "corpus", *FREE_DRAFTERS, *FROM_STATES]
+    script = """async (sources) => {
+        const {slot, sourceName} = await import("/page/words.js");
+        return sources.map((source) => [slot(source), sourceName(source)]);
+    }"""
+    looks = dict(zip(kinds, it.run(script, kinds), strict=True))
+    assert it.run(script, [f"{kind}2" for kind in kinds]) == list(looks.values())  # the second of its kind
+    assert len({name for _, name in looks.values()}) == len(kinds)
+    assert [kind for kind, (_, name) in looks.items() if name == kind] == ["grammar", "head"]  # those are its names
+    # Those that read the target's states look alike, those that cost nothing too, and no others.
+    assert len({slot for slot, _ in looks.values()}) == len(kinds) - len(FROM_STATES) + 1 - len(FREE_DRAFTERS) + 1
+    for group in (FROM_STATES, FREE_DRAFTERS):
+        assert len({looks[kind][0] for kind in group}) == 1
+    for slot, _ in looks.values():
+        assert it.page.locator(f"#legend .accepted.s{slot}").count() == 1
 
 
 def test_a_conversation_and_its_settings_reach_the_server(tab: Callable[..., Tab], server: Server) -> None:
@@ -223,8 +262,8 @@ def test_nothing_that_a_model_says_is_markup(tab: Callable[..., Tab], tiny: Tiny
         it.page.fill("#race-prompt", HOSTILE)
         it.page.click("#start")
         it.page.wait_for_selector("#again:enabled")
-        assert it.page.locator(".lane img, .lane script").count() == 0
-        assert HOSTILE in it.page.text_content("#plain-lane .text")
+        assert it.page.locator(".racer img, .racer script").count() == 0
+        assert HOSTILE in it.page.text_content("#plain-racer .text")
 
 
 def test_the_policy_stops_what_the_code_would_let_through(browser: Any, server: Server) -> None:
@@ -333,20 +372,20 @@ def test_the_race_is_one_after_the_other_and_ends_with_a_verdict(
     assert whose == [{"off": True}, {"draft_length": 4}, {"draft_length": 4}, {"off": True}]  # turns change
     assert len({body["seed"] for body in it.asked}) == 2  # the same dice for both sides of a race
     reply = llm.chat([{"role": "user", "content": QUESTION}], SamplingParams())
-    lanes = {name: it.page.locator(f"#{name}-lane") for name in ("plain", "speculative")}
+    racers = {name: it.page.locator(f"#{name}-racer") for name in ("plain", "speculative")}
     shown = "(box) => [...box.querySelectorAll('.token:not(.rejected)')].map((t) => t.textContent).join('')"
-    for name, lane in lanes.items():
-        assert lane.locator(".text").evaluate(shown) == reply.text
-        assert lane.locator(".clock").text_content().endswith(" ✓")
-        assert f"{len(reply.token_ids)} tokens" in lane.locator(".lane-figures").text_content()
-        assert lane.locator(".runner").evaluate("(runner) => runner.style.width") == "100%"
-        assert lane.locator(".place").text_content() == {"plain": "ran second", "speculative": "ran first"}[name]
-    assert lanes["plain"].locator(".rejected").count() == 0
-    assert lanes["speculative"].locator(".rejected").count() > 0
+    for name, racer in racers.items():
+        assert racer.locator(".text").evaluate(shown) == reply.text
+        assert racer.locator(".clock").text_content().endswith(" ✓")
+        assert f"{len(reply.token_ids)} tokens" in racer.locator(".racer-figures").text_content()
+        assert racer.locator(".runner").evaluate("(runner) => runner.style.width") == "100%"
+        assert racer.locator(".place").text_content() == {"plain": "ran second", "speculative": "ran first"}[name]
+    assert racers["plain"].locator(".rejected").count() == 0
+    assert racers["speculative"].locator(".rejected").count() > 0
     verdict = it.page.text_content("#verdict")
     assert f"The answers are the same: all {len(reply.token_ids)} tokens are equal." in verdict
     # The ratio is that of the clocks, which are the server's.
-    clocks = [float(lanes[name].locator(".clock").text_content().split()[0]) for name in ("plain", "speculative")]
+    clocks = [float(racers[name].locator(".clock").text_content().split()[0]) for name in ("plain", "speculative")]
     ratio = float(verdict.split("×")[1].split()[0])
     if min(clocks):  # they show hundredths, and a tiny model may be done in less
         assert ratio == pytest.approx(clocks[0] / clocks[1], rel=0.01 / min(clocks) + 0.01)
@@ -354,14 +393,14 @@ def test_the_race_is_one_after_the_other_and_ends_with_a_verdict(
     it.page.get_by_role("button", name="Watch again").click()
     it.page.wait_for_selector("#start:enabled")
     assert len(it.asked) == 4
-    assert lanes["speculative"].locator(".text").evaluate(shown) == reply.text
+    assert racers["speculative"].locator(".text").evaluate(shown) == reply.text
 
 
 def test_a_race_can_be_stopped(tab: Callable[..., Tab], endless: Server) -> None:
     it = tab(endless.url)
     it.page.click("#race-tab")
     it.page.click("#start")
-    it.until("() => document.querySelectorAll('#plain-lane .token').length > 5")
+    it.until("() => document.querySelectorAll('#plain-racer .token').length > 5")
     it.press("Escape")
     it.page.wait_for_selector("#start:enabled")
     endless.wait_idle()
@@ -397,7 +436,7 @@ def test_it_can_be_read_in_both_schemes_and_at_every_width(tab: Callable[..., Ta
     assert pictures[0] != pictures[1]
 
 
-SPILLING = """() => [...document.querySelectorAll(".lane > *, main > section > *")].filter((it) => {
+SPILLING = """() => [...document.querySelectorAll(".racer > *, main > section > *")].filter((it) => {
     const inner = it.getBoundingClientRect(), outer = it.parentElement.getBoundingClientRect();
     return inner.height && getComputedStyle(it.parentElement).overflowY === "visible"
         && (inner.bottom > outer.bottom + 1 || inner.right > outer.right + 1);

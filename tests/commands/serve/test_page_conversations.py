@@ -128,6 +128,46 @@ def test_find_rename_export_delete_and_undo(tab: Callable[..., Tab], server: Ser
     assert it.page.locator(".question p").text_content() == "about apples"
 
 
+def test_a_deletion_can_be_undone_until_that_has_worked(tab: Callable[..., Tab], server: Server) -> None:
+    def refuse(route: Any) -> None:
+        route.fulfill(status=507, json={"error": {"message": "the disk is full"}})
+
+    it = tab(server.url)
+    it.ask("about apples")
+    saved(it, "about apples")
+    it.page.get_by_role("button", name="Delete").click()
+    saved(it)
+    it.page.route("**/v1/localspec/conversations", refuse)
+    it.page.get_by_role("button", name="Undo").click()
+    it.page.get_by_text("the disk is full").first.wait_for()
+    assert it.page.is_visible("#deleted")
+    it.page.unroute("**/v1/localspec/conversations")
+    it.page.get_by_role("button", name="Undo").click()
+    saved(it, "about apples")
+    it.until("() => document.getElementById('deleted').hidden")
+    it.page.get_by_role("button", name="Delete").click()
+    saved(it)
+    it.page.get_by_role("button", name="Close this note").click()
+    assert not it.page.is_visible("#deleted")
+
+
+def test_thoughts_are_kept_where_the_answer_then_fails(tab: Callable[..., Tab], server: Server) -> None:
+    thought = {"choices": [{"index": 0, "delta": {"reasoning_content": "Let me see."}}]}
+    events = [thought, {"error": {"message": "the engine broke"}}]
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+
+    it = tab(server.url)
+    it.page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    it.ask("why?")
+    assert it.page.text_content("#chat-alert") == "the engine broke"
+    assert it.page.locator(".thoughts").text_content() == "Let me see."
+    assert it.page.input_value("#question") == ""
+    assert "no answer came after the thoughts" in it.page.text_content(".turn-figures")
+    it.page.reload()
+    it.until("() => document.querySelectorAll('.turn').length === 1")
+    assert it.page.locator(".thoughts").text_content() == "Let me see."
+
+
 def test_a_message_is_edited_and_an_answer_made_anew(tab: Callable[..., Tab], server: Server) -> None:
     it = tab(server.url)
     first = it.ask("first")
@@ -219,6 +259,26 @@ def test_a_dropped_file_becomes_part_of_the_message_and_a_prediction(
     it.ask("what does it do?")
     assert "prediction" not in it.asked[-1]
     assert it.asked[-1]["messages"][0] == sent["messages"][0]
+
+
+DROP = """([where, name]) => {
+    const data = new DataTransfer();
+    data.items.add(new File(["x = 1"], name));
+    const event = (kind) => new DragEvent(kind, {dataTransfer: data, bubbles: true, cancelable: true});
+    return ["dragover", "drop"].map((kind) => !document.querySelector(where).dispatchEvent(event(kind)));
+}"""
+
+
+def test_no_file_that_is_dropped_anywhere_takes_the_page_s_place(tab: Callable[..., Tab], server: Server) -> None:
+    it = tab(server.url)
+    for n, where in enumerate(("header", "#conversations", "#settings", "#talk"), 1):
+        assert it.run(DROP, [where, f"{n}.py"]) == [True, True]  # what the browser would do with it is prevented
+        it.until("(n) => document.querySelectorAll('#attached li').length === n", n)
+    it.page.click("#race-tab")
+    assert it.run(DROP, ["#race", "5.py"]) == [True, True]
+    it.page.click("#chat-tab")
+    assert it.page.locator("#attached li").count() == 4
+    assert it.page.locator(".dropping").count() == 0
 
 
 def test_an_answer_is_done_once_it_is_kept(tab: Callable[..., Tab], server: Server) -> None:

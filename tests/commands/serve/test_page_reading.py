@@ -98,8 +98,8 @@ def test_markdown_is_read_as_it_is_meant(tab: Callable[..., Tab], llm: LLM) -> N
         assert code.locator(".hl-keyword").all_text_contents() == ["def", "return"]
         assert code.locator(".hl-comment").text_content() == "# <b>"
         assert code.locator(".hl-string").text_content() == '"one"'
-        ink = "(code) => getComputedStyle(code.querySelector('.hl-keyword')).color !== getComputedStyle(code).color"
-        assert code.evaluate(ink)
+        colour = "(code) => getComputedStyle(code.querySelector('.hl-keyword')).color !== getComputedStyle(code).color"
+        assert code.evaluate(colour)
         assert part.locator("th, td").all_text_contents() == ["name", "n", "a", "1"]
         right = part.locator("td").last.evaluate("(cell) => getComputedStyle(cell).textAlign")
         assert right == "right"

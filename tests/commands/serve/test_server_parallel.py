@@ -52,8 +52,8 @@ def nothing_is_left(llm: LLM, server: Server) -> Iterator[None]:
 
     def check(pair: Any) -> None:
         batch = pair.state.batch
-        assert batch.n_cells - batch.free_cells <= sum(batch[i].n_past for i in range(N))
-        for i in range(N):
+        assert batch.n_cells - batch.free_cells <= sum(batch[i].n_past for i in range(batch.n_sequences))
+        for i in range(batch.n_sequences):
             batch[i].truncate(0)
         assert batch.free_cells == batch.n_cells
 
@@ -308,6 +308,42 @@ def test_the_figures_say_how_many_run_and_wait(server: Server, llm: LLM) -> None
     assert figures()[0]["parallel"]["running"] == 0
     explained = [json.loads(answer)["localspec"]["explanation"] for answer in answers]
     assert any("shared by" in each for each in explained)
+
+
+def test_the_figures_say_what_the_rows_of_shared_passes_were_for(
+    server: Server, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are counted where they are decoded, and compared with what the answers say of themselves."""
+
+    def figures() -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(server.ask("GET", "/v1/localspec/stats")[2])["parallel"]["passes"]
+        return found
+
+    fed: list[Sequence[Piece]] = []
+    batch = llm._pair.state.batch
+    assert batch is not None
+    decode = batch.decode
+
+    def recorded(pieces: Sequence[Piece]) -> list[Forward]:
+        fed.append(pieces)
+        return decode(pieces)
+
+    monkeypatch.setattr(batch, "decode", recorded)
+    before = figures()
+    options = {"localspec": {"draft_length": 3}, "max_tokens": 20}
+    asking = Asking(server, [("/v1/completions", body_of(i, **options)) for i in range(N)])
+    with Brake(llm, after=0) as brake:
+        asking.start(lambda: sum(counts(llm)))
+        brake.release()
+        stats = [json.loads(answer)["localspec"]["stats"] for answer in asking.end()]
+    server.wait_idle()
+    after = figures()
+    rows = {name: after["rows"][name] - before["rows"][name] for name in after["rows"]}
+    assert after["passes"] - before["passes"] == len(fed)
+    assert rows["drafts"] == sum(each["num_draft_tokens"] for each in stats) > 0
+    assert rows["answers"] == sum(each["num_rounds"] for each in stats)
+    assert sum(rows.values()) == sum(len(piece.tokens) for pieces in fed for piece in pieces)
+    assert after["mean_answers"] > 1
 
 
 @both_engines

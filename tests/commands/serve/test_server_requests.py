@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def tool(**function: Any) -> dict[str, Any]:
         ("n", 17, "n"),
         ("n", 1.5, "n"),
         ("max_tokens", 0, "max_tokens"),
-        ("max_completion_tokens", -1, "max_completion_tokens"),
+        ("max_completion_tokens", -2, "max_completion_tokens"),
         ("max_tokens", 10**30, "max_tokens"),
         ("seed", "x", "seed"),
         ("seed", 2**64, "seed"),
@@ -162,6 +163,17 @@ def test_what_is_said_holds() -> None:
     assert (asked.drafters, asked.draft_length, asked.speculate) == (("small",), 3, True)
     for off in ({"off": True, "draft": "small"}, {"draft": "none"}):
         assert not chat_request(Fields({"messages": CHAT, "localspec": off}), SERVED).options.speculate
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_length_of_minus_one_is_no_bound_of_the_request(name: str) -> None:
+    served = replace(SERVED, params=SamplingParams(max_tokens=77))
+    for bound, expected in ((-1, 77), (5, 5)):
+        assert chat_request(Fields({"messages": CHAT, name: bound}), served).options.params.max_tokens == expected
+    for wrong in (0, -2):
+        with pytest.raises(ApiError) as error:
+            chat_request(Fields({"messages": CHAT, name: wrong}), served)
+        assert (error.value.status, error.value.param) == (400, name)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +116,59 @@ def test_an_origin_can_be_let_in(llm: LLM) -> None:
         status, headers, _ = server.ask(*ASK, friend | {"Authorization": "Bearer k"})
         assert (status, headers["access-control-allow-origin"]) == (200, friend["Origin"])
         assert server.ask(*ASK, {"Origin": "http://localhost:3001", "Authorization": "Bearer k"})[0] == 403
+
+
+class _Friend(SimpleHTTPRequestHandler):
+    """Another site, which says nothing on standard error."""
+
+    def log_message(self, *_: Any) -> None:
+        return
+
+
+SDK_HEADERS = {
+    "authorization": "Bearer k",
+    "x-api-key": "k",
+    "content-type": "application/json",
+    "anthropic-version": "2023-06-01",
+    "anthropic-beta": "tools-2024-04-04",
+    "anthropic-dangerous-direct-browser-access": "true",
+    "x-stainless-lang": "js",
+    "x-stainless-retry-count": "0",
+    "openai-organization": "org",
+}
+"""What the clients of OpenAI and Anthropic for JavaScript send from a page."""
+
+
+def test_their_clients_work_in_a_page_of_an_allowed_origin(llm: LLM, browser: Any, tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text("<!doctype html><title>friend</title>")
+    script = """async ([url, headers]) => {
+        const ask = async (method, path, headers, body) => {
+            try {
+                return (await fetch(url + path, {method, headers, body: body && JSON.stringify(body)})).status;
+            } catch {
+                return "kept out";
+            }
+        };
+        const body = {model: "", input: "hi", messages: [{role: "user", content: "hi"}], max_tokens: 2};
+        const answers = [];
+        for (const path of ["/v1/chat/completions", "/v1/messages"]) {
+            answers.push(await ask("POST", path, headers, body));
+        }
+        answers.push(await ask("DELETE", "/v1/responses/none", headers));
+        answers.push(await ask("GET", "/v1/models", {...headers, "x-unknown": "1"}));
+        return answers;
+    }"""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Friend, directory=str(tmp_path))) as friend:
+        threading.Thread(target=friend.serve_forever, daemon=True).start()
+        origin = f"http://127.0.0.1:{friend.server_port}"
+        page = browser.new_page()
+        page.goto(origin)
+        with serve(llm, origins=(origin,), api_key="k") as server:
+            assert page.evaluate(script, [server.url, SDK_HEADERS]) == [200, 200, 404, "kept out"]
+        with serve(llm, api_key="k") as server:
+            assert page.evaluate(script, [server.url, SDK_HEADERS]) == ["kept out"] * 4
+        page.close()
+        friend.shutdown()
 
 
 def test_the_key(llm: LLM) -> None:

@@ -41,6 +41,8 @@ from tests.support.endless import write_endless
 from tests.support.heads import write_random_head
 from tests.support.interrupting import interrupted
 
+pytestmark = pytest.mark.usefixtures("in_warm_home")
+
 SMALL = AuditOptions(
     n_prompts=1,
     n_tokens=20,
@@ -53,15 +55,8 @@ NO_LAW = replace(SMALL, n_windows=0)
 """Without the draws from verification alone, which take as long as all the rest."""
 
 
-@pytest.fixture(scope="module")
-def warm_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is measured and checked once per file and engine is kept between the tests of this module."""
-    return tmp_path_factory.mktemp("home")
-
-
 @pytest.fixture(autouse=True)
-def _warm(warm_home: Path, isolated_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCALSPEC_HOME", str(warm_home))
+def _seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localspec.sampling.noise.secrets.randbits", random.Random(5).getrandbits)
 
 

@@ -390,7 +390,7 @@ def test_generate_answers_by_a_schema_and_by_a_grammar(tiny: TinyFiles, tmp_path
         ("--json-schema", None, "cannot be read: No such file"),
         ("--json-schema", b"{", "is not JSON: Expecting property name"),
         ("--json-schema", b'{"type": "strin"}', "the JSON schema cannot be followed: Invalid type: strin"),
-        ("--json-schema", b"\xff\xfe", "is not a text file in UTF-8"),
+        ("--json-schema", b"\xff\xfe", "is not a UTF-8 text file"),
         ("--json-schema", b"3", "a JSON schema is an object"),
         ("--grammar", b"root ::= x", "rule root uses x, which is not defined"),
         ("--grammar", b"", "must be the text of a GBNF grammar"),

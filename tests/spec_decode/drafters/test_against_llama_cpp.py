@@ -119,6 +119,10 @@ def apart(tiny: TinyFiles, folder: Path) -> tuple[Path, Path | None]:
     return write_apart(whole, folder / "trunk.gguf", folder / "mtp.gguf")
 
 
+COMPARED = [name for name in FAMILIES if name != "qwen3next"]
+"""Of Qwen3-Next the program's first drafts have one token, two and three, so there are no rounds of one length."""
+
+
 def family(name: str) -> Callable[[TinyFiles, Path], tuple[Path, Path | None]]:
     """A model of another family with an MTP layer."""
 
@@ -144,7 +148,7 @@ def distilled(tiny: TinyFiles, folder: Path) -> tuple[Path, Path | None]:
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize(
-    "make", [eagle3, distilled, dflash, dspark, dflash2, glm, qwen35, apart, *map(family, FAMILIES)]
+    "make", [eagle3, distilled, dflash, dspark, dflash2, glm, qwen35, apart, *map(family, COMPARED)]
 )
 def test_the_same_tokens_are_drafted_and_accepted(
     program: Path, tiny: TinyFiles, tmp_path: Path, make: Callable[..., Any]

@@ -15,7 +15,8 @@ from localspec import LLM, LocalspecError, SamplingParams
 from localspec.backends.base import Context, FloatArray
 from localspec.backends.published_heads import EngineHead, load_published
 from localspec.commands.doctor.payoff import payoff
-from localspec.commands.files import inspect_command, list_command
+from localspec.commands.files import list_command
+from localspec.commands.inspect import inspect_command
 from localspec.controllers.acceptance import GREEDY as TYPICAL
 from localspec.controllers.acceptance import SourceAcceptance
 from localspec.controllers.auto_controller import AutoController
@@ -97,39 +98,55 @@ def test_the_text_does_not_depend_on_it(tiny: TinyFiles, tmp_path: Path, options
 class BlockWorld(World):
     """Answers of a target on the reference engine, with block drafters alone and among other drafters."""
 
-    def __init__(self, pair_files: Any, rng: random.Random, folder: Path) -> None:
-        self.path, self.folder = pair_files.target, folder
+    def __init__(self, pair_files: Any, rng: random.Random, folder: Path, engine: str) -> None:
+        self.path, self.folder, self.engine = pair_files.target, folder, engine
         super().__init__(pair_files, rng, folder)
 
     def head(self, **options: Any) -> BlockHead:
         path = write_dflash(self.path, self.folder / f"{len(list(self.folder.iterdir()))}.gguf", **(OWN | options))
-        head = load_published(path, self.target)
+        head = load_published(path, self.target, engine=self.engine)
+        assert head.model.backend == self.engine
         return BlockHead(head, head.new_context(N_CTX))
 
     def groups(self) -> list[list[Drafter]]:
+        found: list[list[Drafter]] = [[self.head()], [NgramDrafter(), self.head(n_out=200)]]
+        if self.engine == "mlx":  # which computes DFlash alone
+            return [*found, [self.random, NgramDrafter(min_match=2), self.head(block_size=16)]]
         return [
-            [self.head()],
-            [NgramDrafter(), self.head(n_out=200)],
+            *found,
             [self.random, self.head(**DSPARK)],
             [NgramDrafter(min_match=2), self.head(block_size=16), self.head(markov=True, from_anchor=False)],
             [self.head(**SELECTOR)],
         ]
 
 
-def test_answers_equal_plain_ones_to_the_bit(quick: ggufs.Pair, tmp_path: Path) -> None:
-    """120 answers, greedy, and sampled with a seed."""
-    world, rounds = BlockWorld(quick, random.Random(0), tmp_path), list[Round]()
-    for seed in range(120):
+@pytest.mark.parametrize("engine", ["llama-cpp", "mlx"])
+def test_answers_equal_plain_ones_to_the_bit(quick: ggufs.Pair, tmp_path: Path, engine: str) -> None:
+    """120 answers, 60 with MLX, greedy, and sampled with a seed."""
+    open_backend(engine)
+    world, rounds = BlockWorld(quick, random.Random(0), tmp_path, engine), list[Round]()
+    for seed in range(60 if engine == "mlx" else 120):
         rounds += world.compare(replace(SAMPLING, seed=seed) if seed % 2 else SamplingParams())
     assert accepted(rounds)["head"] > 0.05
 
 
-@pytest.mark.parametrize("options", [{"block_size": 8}, DSPARK, {"windows": [True, True]}, SELECTOR])
+@pytest.mark.parametrize(
+    ("engine", "options"),
+    [
+        ("llama-cpp", {"block_size": 8}),
+        ("llama-cpp", DSPARK),
+        ("llama-cpp", {"windows": [True, True]}),
+        ("llama-cpp", SELECTOR),
+        ("mlx", {"block_size": 8}),
+        ("mlx", {"windows": [True, True]}),
+    ],
+)
 def test_what_is_drafted_after_rejections_is_what_a_fresh_one_drafts(
-    quick: ggufs.Pair, tmp_path: Path, options: dict[str, Any]
+    quick: ggufs.Pair, tmp_path: Path, engine: str, options: dict[str, Any]
 ) -> None:
     """Its memory holds the target's true states of all that was settled, and nothing of blocks or what was rejected."""
-    world = BlockWorld(quick, random.Random(1), tmp_path)
+    open_backend(engine)
+    world = BlockWorld(quick, random.Random(1), tmp_path, engine)
     n_more = 2 + ("markov" not in options)
     drafts_as_a_fresh_one(world, world.head(**options), world.head(**options), n_answers=15, n_more=n_more)
 
@@ -140,9 +157,9 @@ def test_a_pass_fills_in_as_many_masks_as_may_be_drafted(tiny: TinyFiles, tmp_pa
         head, found = draft.drafter.head, list[int]()  # type: ignore[attr-defined]
         real = head.block_logits
 
-        def counted(context: Context, token: int, n: int) -> FloatArray:
+        def counted(context: Context, token: int, n: int, n_best: int) -> FloatArray:
             found.append(n)
-            return real(context, token, n)  # type: ignore[no-any-return]
+            return real(context, token, n, n_best)  # type: ignore[no-any-return]
 
         head.block_logits = counted
         list(pair.rounds(pair.target.tokenize(PROMPT), GREEDY, 3, lambda n_cached: None, lambda: False))
@@ -256,8 +273,8 @@ def test_one_of_another_model_is_refused_with_the_reason(tiny: TinyFiles, tmp_pa
     other = ggufs.write_llama(tmp_path / "other.gguf", ggufs.Shape(n_layer=4), spm_vocab())
     foreign = write_dflash(other, tmp_path / "foreign.gguf")
     for path, why in (
-        (narrow, "does not fit: it is for a model with states of 32 channels, and tiny llama has 128"),
-        (deep, "does not fit: it reads the state after layer 4, and tiny llama has 4 layers"),
+        (narrow, "does not fit: it needs a target with states of 32 channels, but tiny llama has 128"),
+        (deep, "does not fit: it reads the state after layer 4, but tiny llama has 4 layers"),
         (foreign, "does not fit: "),
     ):
         with pytest.raises(LocalspecError, match=why) as caught:
@@ -274,32 +291,35 @@ def test_one_that_borrows_needs_its_target_on_the_same_engine(tiny: TinyFiles, t
     ("options", "why"),
     [
         ({"extra": {"dflash.target_layers": None}}, r"target_layers is None"),
-        ({"layers": (0, 1, 2)}, "reads the target's embeddings among its states"),
-        ({"block_size": 1}, "its blocks have 1 rows, and so guess nothing"),
-        ({"block_size": 65}, "has blocks of 65 rows; those of up to 64 are run"),
+        ({"layers": (0, 1, 2)}, "reads the target's embeddings as one of its states"),
+        ({"block_size": 1}, "its blocks have 1 rows, too few to draft with"),
+        ({"block_size": 65}, "has blocks of 65 rows; the maximum is 64"),
         ({"extra": {"dflash.block_size": None}, "markov": True}, "block_size is None"),
-        ({"extra": {"tokenizer.ggml.mask_token_id": None}}, "its mask token is None"),
-        ({"extra": {"tokenizer.ggml.mask_token_id": 384}}, "its mask token is 384"),
+        ({"extra": {"tokenizer.ggml.mask_token_id": None}}, "its mask token None is no token"),
+        ({"extra": {"tokenizer.ggml.mask_token_id": 384}}, "its mask token 384 is no token"),
         ({"extra": {"dflash.attention.causal": 1}}, "attention.causal is 1"),
-        ({"extra": {"dflash.attention.head_count_kv": 3}}, "attention heads share"),
+        ({"extra": {"dflash.attention.head_count_kv": 3}}, "attention heads cannot share"),
         ({"extra": {"dflash.attention.value_length": 64}}, "keys and values differ"),
-        ({"extra": {"dflash.rope.dimension_count": 127}}, "it turns 127 of 128 channels"),
-        ({"extra": {"dflash.rope.dimension_sections": [0, 0, 0, 0]}}, "sections of positions"),
-        ({"extra": {"dflash.rope.dimension_sections": [100, 100, 0, 0]}}, "sections of positions"),
-        ({"extra": {"dflash.attention.sliding_window": 8}}, "which of its 2 layers have a window is None"),
-        ({"windows": [True]}, "which of its 2 layers have a window"),
-        ({"extra": {"dflash.hyper_connection.count": 4}}, "DSpark drafter of DeepSeek-V4's layers"),
+        ({"extra": {"dflash.rope.dimension_count": 127}}, "it rotates 127 of 128 channels"),
+        ({"extra": {"dflash.rope.dimension_sections": [0, 0, 0, 0]}}, "rope.dimension_sections"),
+        ({"extra": {"dflash.rope.dimension_sections": [100, 100, 0, 0]}}, "rope.dimension_sections"),
+        ({"extra": {"dflash.attention.sliding_window": 8}}, "sliding_window_pattern None does not fit its 2 layers"),
+        ({"windows": [True]}, "does not fit its 2 layers"),
+        ({"extra": {"dflash.hyper_connection.count": 4}}, "DSpark drafter with layers of DeepSeek-V4"),
         ({"drop": ("fc.weight",)}, "lacks fc.weight"),
         ({"drop": ("enc.output_norm.weight",)}, "lacks enc.output_norm.weight"),
         ({"drop": ("blk.1.ffn_up.weight",)}, "lacks blk.1.ffn_up.weight"),
         ({"drop": ("markov_w2.weight",), "markov": True}, "lacks markov_w2.weight"),
         ({"drop": ("selector_successor.weight",), "selector": 8}, "lacks selector_successor.weight"),
         ({"drop": ("blk.1.ffn_conv_base",), "selector": 8}, "lacks blk.1.ffn_conv_base"),
-        ({"selector": 11}, "it scores 11 candidates of 384, in rows of 128 channels"),
-        ({"selector": 8, "extra": {"dflash.conv_group_size": 48}}, "its 128 channels do not fall into groups of 48"),
+        ({"selector": 11}, "11 candidates do not fit its 384 tokens and rows of 128 channels"),
+        (
+            {"selector": 8, "extra": {"dflash.conv_group_size": 48}},
+            "its 128 channels cannot be divided into groups of 48",
+        ),
         ({"selector": 8, "extra": {"dflash.selector_rank": None}}, "selector_rank is None"),
-        ({"selector": 8, "markov": True}, "of DSpark's kind and of DFlash2's"),
-        ({"drop": ("output.weight",), "n_out": 100}, "a token map, and no output matrix"),
+        ({"selector": 8, "markov": True}, "both a DSpark and a DFlash2 drafter"),
+        ({"drop": ("output.weight",), "n_out": 100}, "a token map but no output matrix"),
         ({"n_layers": 2, "extra": {"dflash.block_count": 3}}, "lacks blk.2.attn_norm.weight"),
     ],
 )
@@ -319,7 +339,7 @@ def test_no_block_is_asked_of_the_engine_that_it_cannot_take(tiny: TinyFiles, tm
         assert isinstance(head, EngineHead)
         with head.new_context(4) as context:
             for token, n in ((0, 0), (0, 5), (-1, 2), (384, 2)):
-                with pytest.raises(LocalspecError, match="takes no block"):
+                with pytest.raises(LocalspecError, match="cannot decode a block"):
                     head.block_logits(context, token, n)
             for _ in range(4):  # no state before it is needed, and what was guessed can stay
                 context.truncate(0)

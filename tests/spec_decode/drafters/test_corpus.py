@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from localspec import LLM, SamplingParams
+from localspec.commands.serve.conversations import ConversationStore
 from localspec.controllers.fixed import FixedPlan
 from localspec.corpora.index import CorpusIndex
 from localspec.corpora.text_files import PathSource
 from localspec.errors import UsageError
+from localspec.runtime.saved_chats import said_in
 from localspec.sampling.sampling import Noise
 from localspec.spec_decode.drafters import corpus as module
 from localspec.spec_decode.drafters.corpus import CorpusDrafter
@@ -168,6 +170,29 @@ def test_saved_chats_are_a_corpus_if_one_says_so(tiny: TinyFiles, home: Path) ->
     with LLM(tiny.quick.target, "corpus:chats", **options) as llm:
         reply = llm.session(params=KINDS["greedy"]).chat("la la la")
         assert reply.token_ids == answer
+        assert reply.stats["by_source"]["corpus"]["num_accepted_tokens"] > 0
+
+
+def test_conversations_of_the_page_are_among_the_saved_chats(tiny: TinyFiles, home: Path) -> None:
+    options = {"draft_length": 4, "backend": "reference", "n_ctx": 512, "idle": False}
+    with LLM(tiny.quick.target, None, **options) as llm:
+        said = llm.session(params=KINDS["greedy"]).chat("la la la")
+    files = [{"name": "a.py", "text": "an area\n", "edit": True}]
+    messages = [{"role": "user", "content": "la la la", "files": files}, {"role": "assistant", "content": said.text}]
+    store = ConversationStore(home / "conversations")
+    name = store.create({"title": "la", "system": "", "settings": {}, "messages": messages})["id"]
+    for other, text in (
+        ("0" * 16, "{"),
+        ("1" * 16, '{"messages": 3}'),
+        ("2" * 16, "[]"),
+        ("notes", '{"messages": []}'),
+    ):
+        (home / "conversations" / f"{other}.json").write_text(text)
+    assert said_in(home / "conversations" / f"{name}.json") == ["la la la", said.text, "an area\n"]
+    assert said_in(home / "conversations" / f"{'1' * 16}.json") == []
+    with LLM(tiny.quick.target, "corpus:chats", **options) as llm:
+        reply = llm.session(params=KINDS["greedy"]).chat("la la la")
+        assert reply.token_ids == said.token_ids
         assert reply.stats["by_source"]["corpus"]["num_accepted_tokens"] > 0
 
 

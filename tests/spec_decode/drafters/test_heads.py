@@ -52,6 +52,7 @@ from tests.spec_decode.test_lossless import (
     run,
 )
 from tests.support import ggufs
+from tests.support.best_rows import hand_out_best
 from tests.support.enumeration import Branches, BranchingNoise, branching_samples, explore, largest_difference
 from tests.support.gguf_vocabs import micro_vocab
 from tests.support.heads import write_random_head
@@ -446,9 +447,9 @@ class Reader:
         self.lost: list[str] = []
         decode = self.drafter.context.decode_floats
 
-        def counted(rows: FloatArray, tokens: Sequence[int], logits: Any = "all") -> Forward:
+        def counted(rows: FloatArray, tokens: Sequence[int], logits: Any = "all", n_best: int = 0) -> Forward:
             self.n_rows.append(len(rows))
-            return decode(rows, tokens, logits)
+            return decode(rows, tokens, logits, n_best)
 
         self.drafter.context.decode_floats = counted  # type: ignore[method-assign]
 
@@ -602,11 +603,18 @@ def test_it_goes_on_behind_the_tokens_of_others_as_far_as_it_was_trained(reader:
     assert reader.n_rows == []
 
 
-def test_guesses_for_tokens_that_it_was_not_asked_for_are_judged_when_it_reads_them(reader: Reader) -> None:
+@pytest.mark.parametrize("cut", [False, True])
+def test_guesses_for_tokens_that_it_was_not_asked_for_are_judged_when_it_reads_them(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch, cut: bool
+) -> None:
+    """Also where its engine hands out the largest logits only."""
     prompt = words(30)
     text = reader.answer(prompt, 24, 0)  # no drafts: the states wait
     plan = Recorder()
-    reader.drafter.draft(text, plan, SamplingProposer(SamplingParams(), Noise(0)))
+    with monkeypatch.context() as patch:
+        n_rows = hand_out_best(patch, reference.ReferenceContext) if cut else []
+        reader.drafter.draft(text, plan, SamplingProposer(SamplingParams(), Noise(0)))
+        assert n_rows == [FEW_ROWS] * cut
     oracle = Oracle(reader.path, reader.head)
     rightly = []
     for at in range(len(text) - FEW_ROWS + 1, len(text)):

@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 
 from localspec import LLM, LocalspecError, SamplingParams
-from localspec.backends import llama_staging
+from localspec.backends import llama_cpp, llama_staging, trial
 from localspec.backends.base import Forward
 from localspec.backends.published_heads import ENGINES, load_published
-from localspec.commands.files import inspect_command, list_command
+from localspec.commands.files import list_command
+from localspec.commands.inspect import inspect_command
 from localspec.controllers.fixed import FixedController, FixedPlan
-from localspec.errors import EngineError, ModelFileError
+from localspec.errors import Cancelled, EngineError, ModelFileError
 from localspec.model_files.inspection import inspect
 from localspec.runtime.pair import Pair
 from localspec.sampling.sampling import Noise
@@ -41,7 +42,7 @@ from tests.spec_decode.test_exactness import SAMPLING
 from tests.spec_decode.test_lossless import N_CTX, RandomController, World, run
 from tests.support import ggufs
 from tests.support.mtp_ggufs import FAMILIES, write_apart
-from tests.support.published_heads import write_eagle3
+from tests.support.published_heads import write_dflash, write_eagle3
 
 pytestmark = pytest.mark.usefixtures("llama_cpp")
 
@@ -328,7 +329,7 @@ def test_an_mtp_layer_in_a_file_of_its_own(tmp_path: Path, capsys: pytest.Captur
 def test_an_mtp_layer_in_a_file_of_its_own_is_for_its_model_and_none(tmp_path: Path) -> None:
     whole = ggufs.write_glm(tmp_path / "glm.gguf")
     _, layer = write_apart(write_mtp("qwen35", tmp_path), tmp_path / "trunk.gguf", tmp_path / "mtp.gguf")
-    with pytest.raises(LocalspecError, match=r"is for a qwen35 of 4 layers, and .* is a glm4moe of 3"):
+    with pytest.raises(LocalspecError, match=r"is for a qwen35 model with 4 layers, but .* is a glm4moe model with 3"):
         open_mtp(whole, layer)
     with pytest.raises(LocalspecError, match="has no layers of a whole model"):
         open_mtp(layer, None)
@@ -337,8 +338,11 @@ def test_an_mtp_layer_in_a_file_of_its_own_is_for_its_model_and_none(tmp_path: P
 def test_a_model_without_a_usable_mtp_layer_answers_and_says_why_it_has_none(tmp_path: Path) -> None:
     for path, why in (
         (ggufs.write_glm(tmp_path / "none.gguf", mtp=0), "none.gguf has no layer for multi-token prediction"),
-        (ggufs.write_glm(tmp_path / "two.gguf", mtp=2), "two.gguf has 2 MTP layers; models with one are supported"),
-        (ggufs.write_glm(tmp_path / "cut.gguf", drop="nextn"), "cut.gguf was made without the MTP layer"),
+        (
+            ggufs.write_glm(tmp_path / "two.gguf", mtp=2),
+            "two.gguf has 2 MTP layers; only models with one are supported",
+        ),
+        (ggufs.write_glm(tmp_path / "cut.gguf", drop="nextn"), "cut.gguf lacks the MTP layer"),
     ):
         with pytest.raises(LocalspecError, match=why):
             open_mtp(path)
@@ -483,7 +487,7 @@ def test_inspect_and_list_know_them(
     assert inspect_command(str(with_mtp)) == 0
     assert "1 for multi-token prediction; --draft mtp drafts with it" in capsys.readouterr().out
     two = inspect(ggufs.write_glm(tmp_path / "two.gguf", mtp=2))["mtp"]
-    assert two == {"layers": 2, "unusable": "two.gguf has 2 MTP layers; models with one are supported"}
+    assert two == {"layers": 2, "unusable": "two.gguf has 2 MTP layers; only models with one are supported"}
     assert inspect(tiny.bpe)["mtp"] is None
     assert list_command() == 0
     assert re.search(r"head\.gguf +\S+ \w+ +eagle3 +a model with 384 tokens", capsys.readouterr().out)
@@ -500,9 +504,12 @@ def test_a_head_of_another_model_is_refused_with_the_reason(
     other = ggufs.write_llama(tmp_path / "other.gguf", ggufs.Shape(n_layer=4), ggufs.spm_vocab())
     foreign = write_eagle3(other, tmp_path / "foreign.gguf")
     for path, why in (
-        (wide, "does not fit: it is for a model with states of 32 channels, and tiny llama has 128"),
-        (deep, "does not fit: it reads the state after layer 4, and tiny llama has 4 layers"),
-        (foreign, "does not fit: its vocabulary is not that of tiny llama: the target's tokenizer is of the kind"),
+        (wide, "does not fit: it needs a target with states of 32 channels, but tiny llama has 128"),
+        (deep, "does not fit: it reads the state after layer 4, but tiny llama has 4 layers"),
+        (
+            foreign,
+            "does not fit: its vocabulary differs from that of tiny llama: the target's tokenizer is of the kind",
+        ),
     ):
         with pytest.raises(LocalspecError, match=why) as caught:
             open_llm(tiny, path, engine)
@@ -520,21 +527,21 @@ def test_a_head_that_borrows_needs_its_target_on_the_same_engine(tiny: TinyFiles
     [
         ({"extra": {"eagle3.target_layers": [1, 2]}}, r"target_layers is \[1, 2\]"),
         ({"extra": {"eagle3.target_layers": None}}, r"target_layers is None"),
-        ({"layers": (0, 1, 2)}, "reads the target's embeddings among its states"),
+        ({"layers": (0, 1, 2)}, "reads the target's embeddings as one of its states"),
         ({"extra": {"eagle3.block_count": 2}}, "several layers"),
         ({"extra": {"eagle3.target_hidden_size": 64}}, r"fc.weight is \[128, 384\] and should be \[128, 192\]"),
         ({"extra": {"eagle3.target_hidden_size": None}}, "target_hidden_size is None"),
-        ({"extra": {"eagle3.attention.head_count": 3}}, "attention heads share"),
-        ({"extra": {"eagle3.rope.dimension_count": 31}}, "it turns 31 of 32 channels"),
-        ({"extra": {"eagle3.rope.dimension_count": 64}}, "it turns 64 of 32 channels"),
+        ({"extra": {"eagle3.attention.head_count": 3}}, "attention heads cannot share"),
+        ({"extra": {"eagle3.rope.dimension_count": 31}}, "it rotates 31 of 32 channels"),
+        ({"extra": {"eagle3.rope.dimension_count": 64}}, "it rotates 64 of 32 channels"),
         ({"extra": {"eagle3.attention.value_length": 16}}, "keys and values differ"),
         ({"extra": {"eagle3.vocab_size": 0}, "tokens": False}, "vocab_size is 0"),
         ({"drop": ("fc.weight",)}, "lacks fc.weight"),
         ({"drop": ("blk.0.attn_norm_2.weight",)}, "lacks blk.0.attn_norm_2.weight"),
-        ({"drop": ("output.weight",), "n_out": 100}, "a token map, and no output matrix"),
-        ({"ids": [5, 5, 7]}, "names tokens twice"),
-        ({"ids": [5, 6, 99999]}, "or outside 0..383"),
-        ({"ids": [-1, 6, 7]}, "or outside 0..383"),
+        ({"drop": ("output.weight",), "n_out": 100}, "a token map but no output matrix"),
+        ({"ids": [5, 5, 7]}, "has a token twice"),
+        ({"ids": [5, 6, 99999]}, "or one outside 0..383"),
+        ({"ids": [-1, 6, 7]}, "or one outside 0..383"),
     ],
 )
 def test_what_the_engine_would_end_the_process_over_is_refused(
@@ -558,6 +565,89 @@ def test_a_version_without_the_functions_is_named(
             open_llm(tiny, write_head(tiny, tmp_path))
     finally:
         llama_staging.staging.cache_clear()
+
+
+CRASH = """
+import os
+import llama_cpp
+llama_cpp.llama_process = lambda *arguments: os.abort()
+"""
+
+
+def test_a_version_that_ends_the_process_is_refused(
+    tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a child, so this process goes on; the verdict is kept, and holds for that file only."""
+    home, statuses, run_child = tmp_path / "fresh", list[int](), trial.run_child
+
+    def counted(*arguments: Any) -> int:
+        status = run_child(*arguments)
+        statuses.extend([status] * ("head_trial" in arguments[0]))  # ik-llama tries files too
+        return status
+
+    def refused(path: Path) -> None:
+        with pytest.raises(EngineError, match=r"llama-cpp \d\S* ended the process in which .* was tried") as caught:
+            open_llm(tiny, path)
+        assert "\n" not in str(caught.value)
+
+    monkeypatch.setenv("LOCALSPEC_HOME", str(home))
+    monkeypatch.setattr(trial, "run_child", counted)
+    head, other = write_head(tiny, tmp_path), write_eagle3(tiny.pair.target, tmp_path / "other.gguf", seed=1)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(CRASH)
+    with monkeypatch.context() as crashing:
+        crashing.syspath_prepend(tmp_path / "site")
+        refused(head)
+        refused(head)
+        assert len(statuses) == 1  # the second time it is known
+        refused(other)
+        assert len(statuses) == 2
+    refused(head)
+    third = write_eagle3(tiny.pair.target, tmp_path / "third.gguf", seed=2)
+    for path in (third, other, head):  # what one file shows holds for its kind
+        with open_llm(tiny, path) as llm:
+            assert llm.generate(PROMPT, GREEDY).stats["num_draft_tokens"] > 0
+    assert statuses[2:] == [0]
+    monkeypatch.setattr(llama_cpp.binding(), "version", "0.3.99")
+    with open_llm(tiny, head):
+        assert statuses[2:] == [0, 0]  # another version is tried again
+
+
+@pytest.mark.parametrize("kind", ["MTP", "MTP apart", "DFlash"])
+def test_every_kind_is_tried_once(tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    statuses, run_child = list[int](), trial.run_child
+
+    def counted(*arguments: Any) -> int:
+        status = run_child(*arguments)
+        statuses.extend([status] * ("head_trial" in arguments[0]))  # ik-llama tries files too
+        return status
+
+    monkeypatch.setenv("LOCALSPEC_HOME", str(tmp_path / "fresh"))
+    monkeypatch.setattr(trial, "run_child", counted)
+    target, draft = tiny.pair.target, Path("mtp")
+    if kind == "DFlash":
+        draft = write_dflash(target, tmp_path / "block.gguf")
+    elif kind == "MTP":
+        target = write_mtp("glm", tmp_path)
+    else:
+        target, draft = write_apart(write_mtp("qwen35", tmp_path), tmp_path / "trunk.gguf", tmp_path / "apart.gguf")
+    for _ in range(2):
+        with open_mtp(target, str(draft)) as llm:
+            assert (llm.warnings, statuses) == ([], [0])
+
+
+def test_a_trial_of_a_head_can_be_broken_off(tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCALSPEC_HOME", str(tmp_path / "fresh"))
+    monkeypatch.setattr(trial, "_POLL_S", 0.0)
+    head = write_head(tiny, tmp_path)
+
+    def say(line: str) -> None:
+        raise Cancelled("stopped")
+
+    with llama_cpp.load(tiny.pair.target) as target:
+        with pytest.raises(Cancelled):
+            load_published(head, target, say=say)
+        assert not list((tmp_path / "fresh/trials").glob("*"))
 
 
 def test_a_head_gives_its_memory_back(tiny: TinyFiles, tmp_path: Path, engine: str) -> None:

@@ -1,15 +1,15 @@
 "use strict";
 
-/* The answer: every emitted token in its ink, every rejected guess where it was made. All of it is there from the start;
+/* The answer: every emitted token in its style, every rejected guess where it was made. All of it is there from the start;
    moving in time only changes classes, so nothing jumps.
 
    Each line is a block of its own: browsers then lay out and paint again only the lines that change, and skip those out
    of sight, which keeps answers of ten thousand rounds fluid. A round that spans lines has a piece in each. */
 
 class AnswerView {
-  constructor(box, inks) {
+  constructor(box, styles) {
     this.box = box;
-    this.inks = inks;
+    this.styles = styles;
   }
 
   show(answer) {
@@ -31,7 +31,7 @@ class AnswerView {
     const put = (token, i) => {
       // A token without text, half a character say, still has its place.
       for (const part of token.text ? lines(token.text) : [""]) {
-        this.put(index, element(`span.token.${this.inks.token(token).replace(" ", ".")}`, {"data-token": i}), part);
+        this.put(index, element(`span.token.${this.styles.token(token).replace(" ", ".")}`, {"data-token": i}), part);
       }
       if (token.cut) this.put(index, element("span.cut", {"data-token": i, "aria-hidden": "true"}), inline(token.cut));
     };

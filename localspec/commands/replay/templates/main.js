@@ -3,11 +3,11 @@
 /* Puts the parts together: one player moves all views. */
 
 const recording = JSON.parse($("recording").textContent);
-const inks = new Inks();
+const styles = new Styles();
 const player = new Player(update);
-const answerView = new AnswerView($("answer"), inks);
-const roundView = new RoundView($("round"), inks);
-const stripView = new StripView($("strip"), inks, {
+const answerView = new AnswerView($("answer"), styles);
+const roundView = new RoundView($("round"), styles);
+const stripView = new StripView($("strip"), styles, {
   jump: (round) => player.go(player.timeline.done(round)),
   hover: (round, place) => (round === null ? tip.hide() : tip.at(describeRound(answer, round), place)),
 });
@@ -17,7 +17,7 @@ let answer;
 function show(index) {
   answer = recording.answers[index];
   showSummary(answer);
-  showLegend(answer, inks);
+  showLegend(answer, styles);
   answerView.show(answer);
   const empty = answer.rounds.length === 0;
   document.body.classList.toggle("empty", empty);

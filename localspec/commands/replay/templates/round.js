@@ -3,9 +3,9 @@
 /* One round in full: the guesses as cards, the target's pass over them, what came out, and why it was done so. */
 
 class RoundView {
-  constructor(box, inks) {
+  constructor(box, styles) {
     this.box = box;
-    this.inks = inks;
+    this.styles = styles;
     this.index = -1;
   }
 
@@ -63,7 +63,7 @@ class RoundView {
       element("span.line", {}, element("span.word", {}, fork(round, index) + word(guess.text)), element("span.share", {}, percent(guess.prob))),
       meter(guess),
       element("span.fate", {}, element("span.mark", {}, mark), ` ${name}`));
-    card.className += ` ${this.inks.guess(guess)} ${name.split(",")[0]}`;
+    card.className += ` ${this.styles.guess(guess)} ${name.split(",")[0]}`;
     return card;
   }
 
@@ -87,7 +87,7 @@ class RoundView {
       const chip = element("li.chip", {tabindex: "0", "data-token": i, "aria-label": `${text}, ${name}${from}`},
         element("span.mark", {}, mark), " ", element("span.word", {}, text),
         element("span.kind", {}, name));
-      chip.className += ` ${this.inks.token(token)}`;
+      chip.className += ` ${this.styles.token(token)}`;
       return chip;
     });
     return tokens.length ? element("ul.chips", {}, ...tokens) : element("p.none", {}, "nothing");

@@ -1,15 +1,15 @@
 "use strict";
 
 /* All rounds along their time, on a canvas. A round's floor is as long as it took, split into draft, verify and other;
-   on it stands a tower of what came out of it: tokens in their inks, rejected guesses hollow. */
+   on it stands a tower of what came out of it: tokens in their styles, rejected guesses hollow. */
 
 const FLOOR = 7;
 const WIDTH = 7; // pixels that a middling round takes at least; more rounds than fit scroll by
 
 class StripView {
-  constructor(canvas, inks, {jump, hover}) {
+  constructor(canvas, styles, {jump, hover}) {
     this.canvas = canvas;
-    this.inks = inks;
+    this.styles = styles;
     this.pen = canvas.getContext("2d");
     canvas.addEventListener("click", (event) => jump(this.roundAt(event)));
     canvas.addEventListener("pointermove", (event) => hover(this.roundAt(event), this.place(event)));
@@ -87,16 +87,16 @@ class StripView {
       x += length;
     });
     const unit = Math.min(8, (height - FLOOR - 3) / this.tallest);
-    tower(round).forEach((ink, i) => {
+    tower(round).forEach((style, i) => {
       const bottom = height - FLOOR - 2 - i * unit;
       const size = Math.max(1, unit - (unit > 2.5 ? 1 : 0)), wide = Math.max(1, right - left - gap);
-      if (ink === "rejected") {
+      if (style === "rejected") {
         pen.strokeStyle = this.colour("rejected");
         pen.lineWidth = 1;
         if (wide > 3 && size > 2) pen.strokeRect(left + 0.5, bottom - size + 0.5, wide - 1, size - 1);
         else { pen.globalAlpha *= 0.5; pen.fillStyle = this.colour("rejected"); pen.fillRect(left, bottom - size, wide, size); }
       } else {
-        pen.fillStyle = this.colour(ink === "accepted" ? `s${this.inks.slot(round.emitted[i]?.source)}-line` : `${ink}-line`);
+        pen.fillStyle = this.colour(style === "accepted" ? `s${this.styles.slot(round.emitted[i]?.source)}-line` : `${style}-line`);
         pen.fillRect(left, bottom - size, wide, size);
       }
     });

@@ -48,29 +48,29 @@ function timeFigure(stats) {
       ...(first === null ? [] : [element("li", {}, `first token after ${seconds(first)}`)]))));
 }
 
-/* Every ink that occurs, with how often. */
-function showLegend(answer, inks) {
+/* Every style that occurs, with how often. */
+function showLegend(answer, styles) {
   const found = new Map();
-  const add = (ink, mark, name, means) => {
-    const entry = found.get(name) || {ink, mark, name, means, n: 0};
+  const add = (style, mark, name, means) => {
+    const entry = found.get(name) || {style, mark, name, means, n: 0};
     entry.n++;
     found.set(name, entry);
   };
   for (const round of answer.rounds) {
     for (const token of round.emitted) {
       const {mark, name, means} = KINDS[token.kind];
-      if (token.kind === "accepted") add(inks.token(token), mark, `accepted from ${sourceName(token.source)}`, means);
-      else add(inks.token(token), mark, name, means);
+      if (token.kind === "accepted") add(styles.token(token), mark, `accepted from ${sourceName(token.source)}`, means);
+      else add(styles.token(token), mark, name, means);
     }
     for (const guess of round.draft) {
       if (!guess.accepted) add("rejected", "✗", "rejected", "a guess that the target rejected, or one behind such a guess");
     }
   }
   const order = ["accepted s0", "accepted s1", "accepted s2", "accepted s3", "accepted s4", "recovered", "bonus", "plain", "rejected"];
-  const entries = [...found.values()].sort((a, b) => order.indexOf(a.ink) - order.indexOf(b.ink));
-  $("legend").replaceChildren(...entries.map(({ink, mark, name, means, n}) => {
+  const entries = [...found.values()].sort((a, b) => order.indexOf(a.style) - order.indexOf(b.style));
+  $("legend").replaceChildren(...entries.map(({style, mark, name, means, n}) => {
     const sample = element("span.token", {}, name);
-    sample.className += ` ${ink}`;
+    sample.className += ` ${style}`;
     return element("li", {title: means}, element("span.mark", {"aria-hidden": "true"}, mark), " ", sample, ` ${n.toLocaleString("en")}`);
   }));
 }

@@ -45,7 +45,7 @@ const seconds = (s) => (s < 10 ? `${s.toFixed(2)} s` : `${s.toFixed(1)} s`);
 const count = (n, noun) => `${n.toLocaleString("en")} ${noun}${n === 1 ? "" : Math.abs(n) && /(s|sh|ss)$/.test(noun) ? "es" : "s"}`;
 
 /* Drafters get an underline and a hue each, in the order in which they first appear behind those that are known. */
-class Inks {
+class Styles {
   constructor() {
     this.slots = new Map([["model", 0], ["ngram", 1], ["head", 2], ["corpus", 4]]);
   }

@@ -60,7 +60,8 @@ class EmbeddingService:
     def application(self) -> Starlette:
         """The addresses."""
         routes = [
-            Route("/v1/embeddings", self._at(self._openai), methods=["POST"]),
+            # llama.vscode calls every model GPT-4, and llama-server heeds no name; the answer says whose it is.
+            Route("/v1/embeddings", self._at(self._openai, any_name=True), methods=["POST"]),
             Route("/api/embed", self._at(self._ollama), methods=["POST"]),
             Route("/api/embeddings", self._at(self._ollama_of_old), methods=["POST"]),
             *(Route(path, _no_chat, methods=["POST"]) for path in CHATS),
@@ -75,13 +76,13 @@ class EmbeddingService:
         )
 
     def _at(
-        self, answer: Callable[[Fields], Coroutine[Any, Any, dict[str, Any]]]
+        self, answer: Callable[[Fields], Coroutine[Any, Any, dict[str, Any]]], *, any_name: bool = False
     ) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(http: Request) -> Response:
             try:
                 fields = Fields(await self._bodies.json(http))
                 name = fields.text("model")
-                if name and name.removesuffix(":latest") not in self._names:
+                if name and not any_name and name.removesuffix(":latest") not in self._names:
                     message = f"there is no model {name!r:.80} here; this server answers with {self._names[0]}"
                     raise ApiError(404, message, param="model", code="model_not_found")
                 return JSONResponse(await while_connected(http.receive, self.ending, answer(fields)))

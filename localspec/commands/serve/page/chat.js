@@ -30,12 +30,15 @@ export class Chat {
     $("stop").addEventListener("click", () => this.stop());
     $("file").addEventListener("change", () => this.addFiles([...$("file").files]).then(() => ($("file").value = "")));
     $("add-file").addEventListener("click", () => $("file").click());
+    // On the whole document: a browser opens a file that is dropped anywhere else, in place of the page.
     for (const [name, over] of [["dragover", true], ["dragleave", false], ["drop", false]]) {
-      $("chat").addEventListener(name, (event) => {
-        if (!event.dataTransfer.types.includes("Files")) return;
+      document.addEventListener(name, (event) => {
+        if (!event.dataTransfer?.types.includes("Files")) return;
         event.preventDefault();
-        $("chat").classList.toggle("dropping", over);
-        if (name === "drop") this.addFiles([...event.dataTransfer.files]);
+        const here = !$("chat").hidden; // the race takes no files
+        event.dataTransfer.dropEffect = here ? "copy" : "none";
+        $("chat").classList.toggle("dropping", over && here);
+        if (name === "drop" && here) this.addFiles([...event.dataTransfer.files]);
       });
     }
   }
@@ -123,7 +126,7 @@ export class Chat {
       else error = thrown;
     }
     write(() => turn.end());
-    if (error && !turn.text) {
+    if (error && !turn.text && !turn.reasoning) {
       this.turns = before;
       this.show();
       undo();

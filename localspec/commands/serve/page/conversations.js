@@ -23,6 +23,10 @@ export class Conversations {
     $("title").addEventListener("keydown", (event) => event.key === "Enter" && $("title").blur());
     $("delete").addEventListener("click", () => this.delete());
     $("undo").addEventListener("click", () => this.undo());
+    $("deleted-close").addEventListener("click", () => {
+      $("deleted").hidden = true;
+      $("question").focus();
+    });
     $("export-markdown").addEventListener("click", () => this.export("md"));
     $("export-json").addEventListener("click", () => this.export("json"));
     $("list").addEventListener("keydown", (event) => {
@@ -155,12 +159,14 @@ export class Conversations {
   }
 
   async undo() {
-    $("deleted").hidden = true;
-    await this.attempt(async () => {
+    $("undo").disabled = true; // a second click would bring back a second one
+    const undone = await this.attempt(async () => {
       const {id} = await server.create(this.deleted);
       await this.open(id);
     });
-    $("question").focus();
+    $("undo").disabled = false;
+    $("deleted").hidden = undone; // else it can be tried again: there is no other copy
+    $(undone ? "question" : "undo").focus();
   }
 
   async export(kind) {

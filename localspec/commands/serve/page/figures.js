@@ -1,5 +1,6 @@
 /* What an answer costs and gains, counted while it is made: the same figures that the server counts. */
 
+import {serverStats} from "./api.js";
 import {$, decimal, element, percent, slot} from "./words.js";
 
 const STRIP = 72; // rounds that fit into the strip
@@ -33,8 +34,17 @@ export class Tally {
 
 export const roundMs = (round) => round.ms_draft + round.ms_verify + round.ms_other;
 
-/* The panel of figures. */
+/* The panel of figures. isShared: answers of several clients share passes. */
 export class Figures {
+  /* What the passes were for that answers of all clients shared since the start. */
+  async shared() {
+    const {passes, mean_answers, rows} = (await serverStats()).parallel.passes;
+    const all = rows.answers + rows.drafts + rows.prompts;
+    const [own, drafts, prompts] = [rows.answers, rows.drafts, rows.prompts].map((n) => percent(n / all));
+    $("shared").textContent = `Of all clients: ${passes.toLocaleString("en")} passes, ${decimal(mean_answers)} answers a pass; `
+      + `rows: ${own} next tokens, ${drafts} guesses, ${prompts} prompts.`;
+  }
+
   start(plainSpeed) {
     $("strip").replaceChildren();
     $("plain-speed").textContent = plainSpeed ? decimal(plainSpeed) : "–";
@@ -56,6 +66,7 @@ export class Figures {
     if (plain) $("plain-speed").textContent = decimal(plain);
     $("speed").textContent = decimal(stats.tokens_per_second);
     $("why").textContent = explanation;
+    if (this.isShared) this.shared().catch(() => {}); // it is no figure of the answer: the next one says it
   }
 }
 

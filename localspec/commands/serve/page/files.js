@@ -14,6 +14,8 @@ export async function readText(file) {
     throw new Error(`${file.name} is not a text in UTF-8.`);
   }
   if (text.includes("\0")) throw new Error(`${file.name} is not a text.`);
+  // To be changed unless somebody says otherwise: no words of a question tell reliably whether it asks for changes, and
+  // what is wrongly predicted costs some rejected guesses, never another answer.
   return {name: file.name, text, edit: true};
 }
 

@@ -29,6 +29,7 @@ async function introduce() {
     $("engine").textContent = [stats.model, stats.backend, draft, `context ${stats.context}`].join(" · ");
     document.title = `${stats.model} · localspec`;
     $("think-field").hidden = !stats.thinks;
+    figures.isShared = stats.parallel.parallel > 1;
     chat.plainSpeed = stats.plain_tokens_per_second;
     $("key-form").hidden = true;
     await kept.start(chat);

@@ -14,9 +14,9 @@ export class Race {
     this.failed = failed;
     this.running = null;
     this.races = 0;
-    this.plain = new Lane("plain-lane");
-    this.speculative = new Lane("speculative-lane");
-    this.lanes = [this.plain, this.speculative];
+    this.plain = new Racer("plain-racer");
+    this.speculative = new Racer("speculative-racer");
+    this.racers = [this.plain, this.speculative];
     $("race-form").addEventListener("submit", (event) => {
       event.preventDefault();
       this.run();
@@ -38,7 +38,7 @@ export class Race {
     const {system, ...chosen} = this.settings();
     const messages = [...(system ? [{role: "system", content: system}] : []), {role: "user", content: prompt}];
     const settings = {...chosen, seed: chosen.seed ?? Math.floor(Math.random() * 2 ** 31)}; // both get the same dice
-    for (const lane of this.lanes) lane.reset();
+    for (const racer of this.racers) racer.reset();
     first.place("runs first");
     second.place("waits for its turn");
     $("verdict").textContent = "";
@@ -51,7 +51,7 @@ export class Race {
       first.place("ran first, shown again");
       first.rewind();
       await this.record(second, messages, settings, stopping.signal, (ms) => first.showUntil(ms));
-      for (const lane of order) lane.place(lane === first ? "ran first" : "ran second");
+      for (const racer of order) racer.place(racer === first ? "ran first" : "ran second");
       $("verdict").textContent = verdict(this.plain, this.speculative);
       await this.play(second.ms, stopping.signal);
     } catch (error) {
@@ -62,31 +62,31 @@ export class Race {
   }
 
   /* One side's run, live. */
-  async record(lane, messages, settings, signal, tick) {
-    const speculate = lane === this.speculative;
+  async record(racer, messages, settings, signal, tick) {
+    const speculate = racer === this.speculative;
     for await (const event of answer(messages, {...settings, speculate}, signal)) {
       if (!event.round) continue;
-      lane.rounds.push(event.round);
-      lane.ms += roundMs(event.round);
-      lane.showUntil(lane.ms);
-      tick(lane.ms);
+      racer.rounds.push(event.round);
+      racer.ms += roundMs(event.round);
+      racer.showUntil(racer.ms);
+      tick(racer.ms);
       this.measure();
     }
-    lane.complete = true;
-    lane.showUntil(lane.ms);
+    racer.complete = true;
+    racer.showUntil(racer.ms);
   }
 
   /* Shows both recordings at their own pace, from a time on. */
   async play(from, signal) {
-    const end = Math.max(...this.lanes.map((lane) => lane.ms));
+    const end = Math.max(...this.racers.map((racer) => racer.ms));
     const started = performance.now();
     for (let now = from; now < end && !still.matches; now = from + performance.now() - started) {
-      for (const lane of this.lanes) lane.showUntil(now);
+      for (const racer of this.racers) racer.showUntil(now);
       this.measure();
       await new Promise(requestAnimationFrame);
       signal.throwIfAborted();
     }
-    for (const lane of this.lanes) lane.showUntil(end);
+    for (const racer of this.racers) racer.showUntil(end);
     this.measure();
   }
 
@@ -94,11 +94,11 @@ export class Race {
     if (this.running) return;
     const stopping = new AbortController();
     this.enter(stopping);
-    for (const lane of this.lanes) lane.rewind();
+    for (const racer of this.racers) racer.rewind();
     try {
       await this.play(0, stopping.signal);
     } catch {
-      for (const lane of this.lanes) lane.showUntil(Infinity);
+      for (const racer of this.racers) racer.showUntil(Infinity);
       this.measure();
     }
     this.enter(null);
@@ -110,9 +110,9 @@ export class Race {
 
   /* The track is as long as the longer answer; before there is a whole one, nobody knows how long that is. */
   measure() {
-    const known = this.lanes.some((lane) => lane.complete);
-    const longest = known ? Math.max(1, ...this.lanes.map((lane) => lane.total)) : Infinity;
-    for (const lane of this.lanes) lane.run(longest);
+    const known = this.racers.some((racer) => racer.complete);
+    const longest = known ? Math.max(1, ...this.racers.map((racer) => racer.total)) : Infinity;
+    for (const racer of this.racers) racer.run(longest);
   }
 
   enter(running) {
@@ -121,19 +121,19 @@ export class Race {
     this.running = running;
     $("start").disabled = Boolean(running);
     $("race-stop").disabled = !running;
-    $("again").disabled = Boolean(running) || !this.lanes.every((lane) => lane.complete);
+    $("again").disabled = Boolean(running) || !this.racers.every((racer) => racer.complete);
     if (hadFocus) (running ? $("race-stop") : active === $("race-stop") ? $("start") : active).focus();
   }
 }
 
 /* One side: what was recorded of it, and how much of that is shown. */
-class Lane {
+class Racer {
   constructor(id) {
-    const lane = $(id);
-    const part = (name) => lane.querySelector(name);
+    const racer = $(id);
+    const part = (name) => racer.querySelector(name);
     [this.clock, this.runner] = [part(".clock"), part(".runner")];
     this.text = new AnswerText(part(".text"));
-    [this.figures, this.placeBox] = [part(".lane-figures"), part(".place")];
+    [this.figures, this.placeBox] = [part(".racer-figures"), part(".place")];
     this.reset();
   }
 
@@ -192,7 +192,7 @@ class Lane {
 
 /* What came of it, in words. */
 function verdict(plain, speculative) {
-  const speeds = [plain, speculative].map((lane) => (1000 * lane.total) / lane.ms);
+  const speeds = [plain, speculative].map((racer) => (1000 * racer.total) / racer.ms);
   if (!speeds.every(Number.isFinite) || !speeds[0]) return "There are no tokens to compare.";
   const ratio = `Speculative ran at ×${decimal(speeds[1] / speeds[0], 2)} of plain: ${decimal(speeds[1])} against ${decimal(speeds[0])} tokens a second.`;
   return `${ratio} ${difference(plain.ids, speculative.ids)}`;

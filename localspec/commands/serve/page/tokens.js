@@ -1,4 +1,4 @@
-/* Rounds as text: every token in the ink of its origin, every rejected guess struck through where it was made. */
+/* Rounds as text: every token in the style of its origin, every rejected guess struck through where it was made. */
 
 import {element, percent, slot, sourceName} from "./words.js";
 
@@ -70,15 +70,17 @@ export function following(scroller, write) {
 export function drawLegend(list) {
   const entries = [
     ["accepted s0", "draft model's guess, accepted"],
-    ["accepted s1", "n-gram's guess, accepted"],
+    ["accepted s1", "n-gram's guess, accepted; recycled ones too"],
     ["accepted s2", "grammar's guess, accepted"],
+    ["accepted s3", "guess of a head, or of the model's own layers, accepted"],
     ["accepted s4", "copy from files, accepted"],
     ["rejected", "guess, rejected"],
     ["recovered", "target's own, in its place"],
     ["bonus", "target's own, on top of the guesses"],
     ["plain", "target's own; nothing guessed"],
   ];
-  for (const [ink, text] of entries) {
-    list.append(element("li", {}, element(`${ink === "rejected" ? "del" : "span"}.token.${ink.replace(" ", ".")}`, {}, text)));
+  for (const [style, text] of entries) {
+    const tag = style === "rejected" ? "del" : "span";
+    list.append(element("li", {}, element(`${tag}.token.${style.replace(" ", ".")}`, {}, text)));
   }
 }

@@ -12,13 +12,21 @@ export function element(name, attributes = {}, ...children) {
   return made;
 }
 
-const SOURCES = {model: "draft model", ngram: "n-gram", grammar: "grammar", prediction: "prediction", corpus: "copy from files"};
-const kind = (source) => source?.replace(/^(corpus)\d+$/, "$1");  // of several corpora
-export const sourceName = (source) => SOURCES[kind(source)] || source;
-
-/* Each drafter has an ink: an underline and a hue. */
-const SLOTS = {model: 0, ngram: 1, grammar: 2, corpus: 4};
-export const slot = (source) => SLOTS[kind(source)] ?? 3;
+/* Each kind of drafter: what people call it, and the number of its style, an underline and a hue. */
+const DRAFTERS = {
+  model: ["draft model", 0],
+  ngram: ["n-gram", 1],
+  recycled: ["recycled tokens", 1],
+  grammar: ["grammar", 2],
+  head: ["head", 3],
+  mtp: ["model's own MTP layer", 3],
+  "early-exit": ["model's first layers", 3],
+  corpus: ["copy from files", 4],
+};
+const OTHER = 3;
+const kind = (source) => source?.replace(/\d+$/, ""); // the second draft model is model2, the third corpus corpus3
+export const sourceName = (source) => DRAFTERS[kind(source)]?.[0] || source;
+export const slot = (source) => DRAFTERS[kind(source)]?.[1] ?? OTHER;
 
 export const percent = (share) => `${(100 * share).toFixed(0)} %`;
 export const seconds = (ms) => `${(ms / 1000).toFixed(ms < 100_000 ? 2 : 0)} s`;

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from localspec.commands.questions import SETS, Question, digest, in_turns, own_questions, read_questions
 from localspec.errors import UsageError
+from localspec.measuring.questions import SETS, Question, digest, in_turns, own_questions, read_questions
 
 SPEC_BENCH = {"question_id": 81, "category": "writing", "turns": ["Describe a lake.", "Shorter."], "reference": ["x"]}
 SPEED_BENCH = {
@@ -91,7 +91,7 @@ RUN = 12
 
 @pytest.fixture(scope="module")
 def prompts() -> list[dict]:
-    text = resources.files("localspec.commands").joinpath("questions.jsonl").read_text(encoding="utf-8")
+    text = resources.files("localspec.measuring").joinpath("questions.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
 
 

@@ -43,7 +43,7 @@ class Question:
 
 def own_questions(which: str = "report") -> list[Question]:
     """The questions in the package: one of ``SETS``."""
-    text = resources.files("localspec.commands").joinpath("questions.jsonl").read_text(encoding="utf-8")
+    text = resources.files("localspec.measuring").joinpath("questions.jsonl").read_text(encoding="utf-8")
     return [_question(row) for row in map(json.loads, text.splitlines()) if row["set"] == which]
 
 

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from localspec.commands.questions import Question
-from localspec.commands.timing.statistics import Values, estimate
+from localspec.measuring.questions import Question
+from localspec.measuring.statistics import Values, estimate
 
 
 @dataclass(frozen=True, slots=True)

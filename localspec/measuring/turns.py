@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
-from localspec.commands.timing.answer import Sample, TimedAnswer
-from localspec.commands.timing.arms import Arm
-from localspec.commands.timing.schedule import Block
-from localspec.commands.timing.subject import EngineUnderTest
+from localspec.measuring.answer import Sample, TimedAnswer
+from localspec.measuring.arms import Arm
+from localspec.measuring.schedule import Block
+from localspec.measuring.subject import EngineUnderTest
 from localspec.sampling.sampling import SamplingParams
 
 SLICE_TOKENS = 4

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from localspec.backends.base import Context, ContextState
-from localspec.commands.questions import Question
-from localspec.commands.timing.arms import Arm
 from localspec.errors import Cancelled
+from localspec.measuring.arms import Arm
+from localspec.measuring.questions import Question
 from localspec.runtime.pair import Pair
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.decoder import PREFILL_CHUNK
@@ -20,7 +20,7 @@ from localspec.spec_decode.rounds import FinishReason, Round, SpecStats
 from localspec.system.usage import CPUTimes, others_share
 
 if TYPE_CHECKING:
-    from localspec.commands.timing.subject import EngineUnderTest
+    from localspec.measuring.subject import EngineUnderTest
 
 
 _COUNTS = ("num_rounds", "num_draft_tokens", "num_accepted_tokens", "drafted_per_position", "accepted_per_position",

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from localspec import LLM, SamplingParams
-from localspec.commands.questions import Question
-from localspec.commands.timing.answer import Sample
-from localspec.commands.timing.arms import PLAIN, Arm, parse_arms
-from localspec.commands.timing.schedule import Block
-from localspec.commands.timing.subject import EngineUnderTest
-from localspec.commands.timing.turns import measure, places
 from localspec.errors import Cancelled
+from localspec.measuring.answer import Sample
+from localspec.measuring.arms import PLAIN, Arm, parse_arms
+from localspec.measuring.questions import Question
+from localspec.measuring.schedule import Block
+from localspec.measuring.subject import EngineUnderTest
+from localspec.measuring.turns import measure, places
 from localspec.runtime.pair import Pair
 from tests.conftest import TinyFiles
 from tests.support.heads import write_random_head

@@ -15,11 +15,11 @@ from functools import partial
 from typing import Any
 
 from localspec.backends.base import Context, ContextState
-from localspec.commands.questions import Question
-from localspec.commands.timing.answer import ReadQuestion
-from localspec.commands.timing.arms import PLAIN, Arm
 from localspec.errors import Cancelled, EngineError, ModelFileError, PromptTooLong
 from localspec.llm import LLM
+from localspec.measuring.answer import ReadQuestion
+from localspec.measuring.arms import PLAIN, Arm
+from localspec.measuring.questions import Question
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.kv_memory import kv_shape
 from localspec.runtime.pair import Pair

@@ -8,10 +8,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from localspec.commands.questions import Question, in_turns
-from localspec.commands.timing.arms import PLAIN, Arm, parse_arm, parse_arms
-from localspec.commands.timing.schedule import Block, Clock, blocks, is_tight
-from localspec.commands.timing.statistics import (
+from localspec.errors import UsageError
+from localspec.measuring.arms import PLAIN, Arm, parse_arm, parse_arms
+from localspec.measuring.questions import Question, in_turns
+from localspec.measuring.schedule import Block, Clock, blocks, is_tight
+from localspec.measuring.statistics import (
     FEWEST,
     LEVEL,
     estimate,
@@ -20,8 +21,7 @@ from localspec.commands.timing.statistics import (
     order_statistics,
     range_level,
 )
-from localspec.commands.timing.turns import take_turns, turns
-from localspec.errors import UsageError
+from localspec.measuring.turns import take_turns, turns
 
 # -- arms and turns ----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,94 @@
+"""The largest logits of each row, found where they are computed: what engines that can have in common.
+
+Only these and their tokens are copied then. Of equals at the end the device chooses: where that would matter whole rows
+are copied.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec.backends.base import Context, Model
+from localspec.backends.forward import FloatArray, Forward, TokenIds
+
+LEAST, MOST = 64, 256
+"""How many logits of a row are looked for: enough that they are nearly all of the probability, of a sure row."""
+
+_N_TRIED = 6
+
+
+def n_looked_for(n_best: int, n_vocab: int) -> int:
+    """How many of a row's logits to look for where ``n_best`` are enough; 0 where the row has to be whole."""
+    k = LEAST
+    while k < n_best + 1:  # one more, which shows whether there are equals at the end
+        k *= 2
+    return k if k <= min(MOST, n_vocab) else 0
+
+
+def by_token(found: FloatArray, ids: npt.NDArray[Any], n_best: int) -> tuple[FloatArray, TokenIds] | None:
+    """The largest logits of rows in the order of their tokens.
+
+    Args:
+        found: they, in any order [n_rows, k].
+        ids: their tokens [n_rows, k].
+        n_best: how many of them are needed, fewer than k.
+
+    Returns:
+        Logits [n_rows, k] and their tokens, increasing; None where these do not do: the largest is no number, or the
+        last of ``n_best`` has its equals, of which some may be missing.
+    """
+    order = ids.argsort(axis=1)
+    k, logits = found.shape[1], np.take_along_axis(found, order, 1)
+    at_end = np.partition(logits, (0, k - n_best), axis=1)
+    least, last = at_end[:, 0], at_end[:, k - n_best]
+    if np.isfinite(logits.max(axis=1)).all() and ((least < last) | (last == -np.inf)).all():
+        return logits, np.take_along_axis(ids, order, 1).astype(np.int64)
+    return None
+
+
+def five_tokens(context: Context, n_best: int) -> Forward:
+    """A pass of five rows, as a short draft has verified."""
+    return context.decode_best([0] * 5, n_best) if n_best else context.decode([0] * 5)
+
+
+def head_pass(context: Any, n_best: int) -> Forward:
+    """A pass of a published head, as it drafts a token, or with a block two."""
+    head = context.model.head
+    if head.block is not None:
+        logits, ids = context.guesses(0, min(2, head.block.n_guesses), n_best)
+        return Forward(logits, ids=ids)
+    rows: FloatArray = np.ones((1, context.model.n_embd), dtype=np.float32)
+    forward: Forward = context.decode_floats(rows, [0], "last", n_best)
+    return forward
+
+
+def best_pays(model: Model, run: Callable[[Context, int], Forward] = five_tokens) -> bool:
+    """Whether a pass and a look at its rows take less time so: a few are run in one way, and then in the other.
+
+    Args:
+        model: of which new contexts find the largest logits where its ``finds_best`` says so.
+        run: the pass, in an empty context, of which so many of the largest logits are enough; 0 is whole rows.
+    """
+    times: dict[int, list[float]] = {0: [], LEAST // 2: []}
+    model.__dict__["finds_best"] = True  # of this context, while it is tried
+    try:
+        with model.new_context(64) as context:
+            for n_best in times:
+                for nth in range(_N_TRIED + 2):
+                    started = time.perf_counter()
+                    forward = run(context, n_best)
+                    forward.best()
+                    if nth > 1:  # the first pass makes the graph
+                        times[n_best].append(time.perf_counter() - started)
+                    context.truncate(0)
+            found = forward.ids is not None
+    finally:
+        del model.__dict__["finds_best"]
+    whole, best = (median(each) for each in times.values())
+    return found and best < whole

@@ -1,0 +1,322 @@
+"""Several sequences in one pass on MLX, beyond the contract of every backend (``test_sequences``): one evaluation, each
+linear layer once, every architecture's rows, and passes that break off in the middle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localspec import LLM, SamplingParams
+from localspec.backends import batch_trust
+from localspec.backends.base import FloatArray, Piece, SequenceBatch
+from localspec.backends.forward import layer_name
+from localspec.backends.sequence_batch import SequencesInTurn
+from localspec.controllers.shared_rows import SharedPasses
+from localspec.errors import Cancelled, EngineError
+from tests.backends.mlx.test_mlx_network import FILES
+from tests.backends.test_backends import some_tokens
+from tests.conftest import TinyFiles, open_backend
+from tests.runtime.test_parallel_choice import loaded_with
+
+mx = pytest.importorskip("mlx.core")
+
+import mlx.nn as nn  # noqa: E402
+
+from localspec.backends import mlx  # noqa: E402
+from localspec.backends.mlx.architecture import ARCHITECTURES  # noqa: E402
+from localspec.backends.mlx.model import MLXModel  # noqa: E402
+from localspec.backends.mlx.sequences import MLXSequences  # noqa: E402
+
+NOISE = 1e-4
+"""Largest difference of float32 rows that passes of other widths compute, as a share of the largest number in them."""
+
+
+@pytest.fixture(scope="module")
+def model(tiny: TinyFiles) -> Iterator[MLXModel]:
+    open_backend("mlx")
+    with mlx.load(tiny.bpe) as model:
+        yield model
+
+
+@pytest.fixture
+def batch(model: MLXModel) -> Iterator[SequenceBatch]:
+    with model.new_batch(4, 512) as batch:
+        yield batch
+
+
+def check_rows(ours: FloatArray, wanted: FloatArray, what: Any = "") -> None:
+    assert ours.shape == wanted.shape, what
+    assert np.abs(ours - wanted).max(initial=0) <= NOISE * np.abs(wanted).max(initial=0), what
+
+
+def check_next(model: MLXModel, batch: SequenceBatch, sequences: tuple[int, ...]) -> None:
+    """What sequences say next, in one pass, is what contexts say that were fed the same."""
+    more = [some_tokens(3, seed=70 + i) for i in sequences]
+    held = [list(batch[i].tokens) for i in sequences]
+    found = batch.decode([Piece(i, tokens) for i, tokens in zip(sequences, more, strict=True)])
+    for forward, before, tokens in zip(found, held, more, strict=True):
+        with model.new_context(256) as context:
+            if before:
+                context.decode(before, "none")
+            check_rows(forward.logits, context.decode(tokens).logits)
+
+
+@pytest.mark.parametrize("hidden", [(), ("layer:0", "norm")])
+def test_a_pass_is_evaluated_once_and_each_linear_layer_reads_its_weights_once(
+    model: MLXModel, monkeypatch: pytest.MonkeyPatch, hidden: tuple[str, ...]
+) -> None:
+    called: dict[str, list[int]] = {}
+
+    def count(kind: Any) -> None:
+        call = kind.__call__
+
+        def counted(self: Any, x: Any, *args: Any, **options: Any) -> Any:
+            called.setdefault(f"{kind.__name__} {id(self)}", []).append(x.shape[1])
+            return call(self, x, *args, **options)
+
+        monkeypatch.setattr(kind, "__call__", counted)
+
+    evaluations: list[int] = []
+    evaluate = mx.eval
+    with model.new_batch(3, 96, hidden=hidden) as batch:
+        batch.decode([Piece(0, some_tokens(9), "none"), Piece(2, some_tokens(4), "none")])
+        trunk = model.network._trunk
+        for kind in (type(trunk), nn.Linear, nn.QuantizedLinear):
+            count(kind)
+        monkeypatch.setattr(mx, "eval", lambda *arrays: (evaluations.append(1), evaluate(*arrays))[1])
+        found = batch.decode([Piece(0, [5, 6, 7]), Piece(1, some_tokens(4), "none"), Piece(2, [8, 9], "last")])
+    assert [len(forward) for forward in found] == [3, 0, 1]
+    assert evaluations == [1]
+    assert called.pop(f"{type(trunk).__name__} {id(trunk)}") == [9]
+    head = called.pop(f"{type(model.network._head).__name__} {id(model.network._head)}")
+    assert head == [4]  # the rows that are asked for
+    assert len(called) == 7 * model.n_layers
+    assert set(map(tuple, called.values())) == {(9,)}
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_type"),
+    [(name, "f16") for name in (*ARCHITECTURES, "llama, types of 256", "llama, biases")]
+    + [("llama", "q8_0"), ("gemma3", "q8_0")],
+)
+def test_rows_are_those_of_each_sequence_alone(name: str, kv_type: str, tmp_path: Path) -> None:
+    """Of different lengths and depths, past windows and before them, beside a prompt that takes several passes."""
+    texts = [some_tokens(60, seed=i) for i in range(4)]
+    with mlx.load(FILES[name].write(tmp_path / "model.gguf"), kv_type=kv_type) as model:
+        names = (*map(layer_name, range(model.n_layers)), "norm")
+        with model.new_batch(4, 240, hidden=names) as batch, model.new_context(60, hidden=names) as alone:
+            assert type(batch) is (SequencesInTurn if name == "mamba" else MLXSequences)
+            assert model.capabilities.batches == (name != "mamba")
+            for pieces in (
+                [(0, 30, "none"), (1, 3, "all"), (2, 17, "last")],
+                [(2, 1, "all"), (0, 1, "all"), (1, 1, "all")],
+                [(1, 5, "all"), (3, 44, "last"), (0, 4, "all"), (2, 2, "none")],
+                [(3, 2, "all"), (2, 6, "last")],
+            ):
+                starts = [batch[i].n_past for i, _, _ in pieces]
+                fed = [
+                    Piece(i, texts[i][start : start + n], logits)  # type: ignore[arg-type]
+                    for (i, n, logits), start in zip(pieces, starts, strict=True)
+                ]
+                for piece, start, forward in zip(fed, starts, batch.decode(fed), strict=True):
+                    alone.truncate(0)
+                    if start:
+                        alone.decode(texts[piece.sequence][:start], "none")
+                    wanted = alone.decode(piece.tokens, piece.logits)
+                    check_rows(forward.logits, wanted.logits, piece)
+                    for state in names:
+                        check_rows(forward.hidden[state], wanted.hidden[state], state)
+                batch.truncate(0, batch[0].n_past - 2)
+
+
+# Passes that break off.
+
+
+def fed(batch: SequenceBatch) -> None:
+    """Three sequences of different lengths; the last is empty."""
+    batch.decode([Piece(i, some_tokens(12 + 9 * i, seed=i), "none") for i in range(3)])
+
+
+LONG = [Piece(i, some_tokens(30, seed=60 + i), "last") for i in range(4)]
+"""Four passes on a CPU."""
+
+
+def broken_eval(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """The evaluation of this number fails."""
+    evaluate, n = mx.eval, 0
+
+    def evaluated(*arrays: Any) -> None:
+        nonlocal n
+        n += 1
+        if n == at:
+            raise RuntimeError("out of memory, say")
+        evaluate(*arrays)
+
+    monkeypatch.setattr(mx, "eval", evaluated)
+
+
+def broken_layer(monkeypatch: pytest.MonkeyPatch, model: MLXModel, error: BaseException) -> None:
+    """The second layer's attention fails over the second sequence: some memories have their rows, of some layers."""
+    attention = model.network.module.layers[1]["self_attn"]
+    call, n = type(attention).__call__, 0
+
+    def broken(self: Any, *args: Any) -> Any:
+        nonlocal n
+        n += self is attention
+        if n == 2:
+            raise error
+        return call(self, *args)
+
+    monkeypatch.setattr(type(attention), "__call__", broken)
+
+
+def attention_of(model: MLXModel) -> list[Any]:
+    return [(layer["self_attn"], dict(layer["self_attn"])) for layer in model.network.module.layers]
+
+
+@pytest.mark.parametrize(
+    ("break_", "error"),
+    [
+        (lambda patch, model: broken_eval(patch, 1), EngineError),
+        (lambda patch, model: broken_eval(patch, 3), EngineError),
+        (lambda patch, model: broken_layer(patch, model, RuntimeError("out of memory, say")), EngineError),
+        (lambda patch, model: broken_layer(patch, model, KeyboardInterrupt()), KeyboardInterrupt),
+    ],
+    ids=["first pass", "third pass", "in a layer", "Ctrl-C in a layer"],
+)
+def test_a_failure_leaves_all_memories_as_before(
+    model: MLXModel,
+    batch: SequenceBatch,
+    monkeypatch: pytest.MonkeyPatch,
+    break_: Callable[[pytest.MonkeyPatch, MLXModel], None],
+    error: type[BaseException],
+) -> None:
+    fed(batch)
+    held, n_free = [list(batch[i].tokens) for i in range(4)], batch.free_cells
+    modules = attention_of(model)
+    with monkeypatch.context() as patch:
+        break_(patch, model)
+        with pytest.raises(error, match="sequences: out of memory, say" if error is EngineError else None):
+            batch.decode(LONG)
+    assert [batch[i].tokens for i in range(4)] == held
+    assert batch.free_cells == n_free
+    assert attention_of(model) == modules
+    check_next(model, batch, (3, 1, 0, 2))
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt()])
+def test_what_is_stopped_between_passes_leaves_all_memories_as_before(
+    model: MLXModel, batch: SequenceBatch, error: BaseException | None
+) -> None:
+    fed(batch)
+    held, n_free = [list(batch[i].tokens) for i in range(4)], batch.free_cells
+    asked = 0
+
+    def stop() -> bool:
+        nonlocal asked
+        asked += 1
+        if asked == 3 and error is not None:
+            raise error
+        return asked == 3
+
+    batch.interrupted = stop
+    with pytest.raises(KeyboardInterrupt if error is not None else Cancelled):
+        batch.decode(LONG)
+    batch.interrupted = None
+    assert asked == 3
+    assert [batch[i].tokens for i in range(4)] == held
+    assert batch.free_cells == n_free
+    check_next(model, batch, (0, 1, 2, 3))
+
+
+def test_rows_of_floats_are_gone_after_a_failure_and_other_sequences_are_not(
+    model: MLXModel, batch: SequenceBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They cannot be fed again from their names."""
+    fed(batch)
+    batch[1].decode_floats(np.ones((2, model.n_embd), np.float32), [5, 6], "none")
+    held = [some_tokens(12 + 9 * i, seed=i) for i in range(3)]
+    with monkeypatch.context() as patch:
+        broken_eval(patch, 1)
+        with pytest.raises(EngineError):
+            batch.decode([Piece(0, [7]), Piece(1, [8])])
+    assert [batch[i].tokens for i in range(3)] == held
+    assert batch.free_cells == 512 - sum(map(len, held))
+    check_next(model, batch, (2, 1, 0))
+
+
+def test_sequences_fed_otherwise_go_on_in_a_pass_of_several(tiny: TinyFiles) -> None:
+    """After first layers alone, rows of floats, a state taken from another, and a copied prefix; past the window."""
+    with mlx.load(tiny.sliding) as model, model.new_batch(4, 512, hidden=("layer:0",)) as batch:
+        rows = np.ones((3, model.n_embd), np.float32)
+        fed(batch)
+        batch[0].decode_first_layers([5, 6, 7], 1)
+        batch[0].truncate(12)
+        batch[1].decode_floats(rows, [5, 6, 7], "none")
+        batch.copy_prefix(2, 3, 25)
+        batch[3].decode(some_tokens(40, seed=3), "none")
+        batch[2].import_state(batch[3].export_state())
+        batch[2].truncate(50)
+        found = batch.decode([Piece(i, [9, 8 + i]) for i in range(4)])
+        with model.new_context(256) as context:
+            for i, forward in enumerate(found):
+                context.truncate(0)
+                text = batch[i].tokens[:-2]
+                context.decode(text[:21] if i == 1 else text, "none")
+                if i == 1:
+                    context.decode_floats(rows, [5, 6, 7], "none")
+                check_rows(forward.logits, context.decode([9, 8 + i]).logits, i)
+
+
+# What is built on it.
+
+
+def test_the_engine_is_checked_with_the_file(model: MLXModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert batch_trust.check_batch(model).holds
+    decode = MLXSequences._decode
+
+    def swapped(self: Any, pieces: Any) -> Any:
+        found = decode(self, pieces)
+        return found[::-1] if len({len(piece.tokens) for piece in pieces}) == 1 else found
+
+    monkeypatch.setattr(MLXSequences, "_decode", swapped)
+    assert not batch_trust.check_batch(model).holds
+
+
+def test_answers_share_passes(tiny: TinyFiles, measured_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of target and draft model; a row is taken to pass over the cells of its own answer, not over those of all."""
+    loaded_with("gpu", monkeypatch)
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    prompts = ["la la lo " * n for n in (12, 16, 20)]
+    options: Any = {"backend": "mlx", "n_ctx": 384, "idle": False, "remember": False, "light_draft": False}
+    with LLM(tiny.pair.target, tiny.pair.draft, **options) as llm:
+        alone = [llm.generate(prompt, params).token_ids for prompt in prompts]
+        longest = max(len(llm.tokenize(prompt)) for prompt in prompts) + 24 + 2
+    widths: dict[str, list[int]] = {}
+    n_held: list[int] = []
+    n_cells: list[int] = []
+    decode, observe = MLXSequences._decode, SharedPasses.observe
+
+    def counted(self: Any, pieces: Any) -> Any:
+        widths.setdefault(self.model.path.name, []).append(len(pieces))
+        n_held.append(self.n_cells - self.free_cells)
+        return decode(self, pieces)
+
+    def observed(self: Any, width: int, ms: float, cells: int) -> None:
+        n_cells.append(cells)
+        observe(self, width, ms, cells)
+
+    with LLM(tiny.pair.target, tiny.pair.draft, parallel=3, **options) as llm:
+        monkeypatch.setattr(MLXSequences, "_decode", counted)
+        monkeypatch.setattr(SharedPasses, "observe", observed)
+        streams = [llm.rounds(prompt, params, draft_length=2) for prompt in prompts]
+        assert [stream.reply.token_ids for stream in streams] == alone
+    assert {name: max(found) for name, found in widths.items()} == {
+        tiny.pair.target.name: 3,
+        tiny.pair.draft.name: 3,
+    }
+    assert 0 < max(n_cells) <= longest < max(n_held)

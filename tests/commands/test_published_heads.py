@@ -1,0 +1,87 @@
+"""Commands with heads that models are published with: EAGLE-3, an MTP layer, DFlash; each as with any other drafter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from localspec.__main__ import run
+from localspec.commands.bench.storage import read_record
+from localspec.commands.replay.recording import read
+from tests.conftest import TinyFiles, open_backend
+from tests.support.ggufs import write_glm
+from tests.support.published_heads import write_dflash, write_eagle3
+
+pytestmark = pytest.mark.usefixtures("in_warm_home")
+
+
+class Published:
+    """A target on llama-cpp and a drafter for it.
+
+    Attributes:
+        source: what rounds and arms call the drafter.
+        target: the command line's part that names the target.
+        draft: what ``--draft`` calls the drafter.
+    """
+
+    def __init__(self, target: Path, draft: str | Path, source: str) -> None:
+        self.source, self.draft = source, str(draft)
+        self.target = [str(target), "--backend", "llama-cpp", "--ctx", "2048"]
+
+
+@pytest.fixture(scope="module", params=["EAGLE-3", "MTP", "DFlash"])
+def published(request: pytest.FixtureRequest, tiny: TinyFiles, tmp_path_factory: pytest.TempPathFactory) -> Published:
+    open_backend("llama-cpp")
+    folder = tmp_path_factory.mktemp("published")
+    if request.param == "MTP":
+        return Published(write_glm(folder / "glm.gguf"), "mtp", "mtp")
+    write = write_eagle3 if request.param == "EAGLE-3" else write_dflash
+    return Published(tiny.pair.target, write(tiny.pair.target, folder / "head.gguf"), "head")
+
+
+def test_generate_and_replay_show_its_rounds(
+    published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same text as without it; and its draft tokens in the events, of which ``replay`` makes a page."""
+    asked = ["-p", "one two one two", "--max-tokens", "24", "--temperature", "0", "--format", "events"]
+    texts: list[str] = []
+    for draft in (["--draft", published.draft, "--draft-only", "--draft-length", "3"], ["--draft", "none"]):
+        assert run(["generate", *published.target, *draft, *asked]) == 0
+        texts.append(capsys.readouterr().out)
+    *rounds, reply = map(json.loads, texts[0].splitlines())
+    assert reply["token_ids"] == json.loads(texts[1].splitlines()[-1])["token_ids"]
+    drafted = [token for each in rounds for token in each["draft"]]
+    assert {token["source"] for token in drafted} == {published.source}
+    assert sum(token["accepted"] for token in drafted) == reply["stats"]["num_accepted_tokens"] > 0
+    assert reply["stats"]["by_source"][published.source]["num_draft_tokens"] == len(drafted)
+    events, page = tmp_path / "events.jsonl", tmp_path / "page.html"
+    events.write_text(texts[0], "utf-8")
+    (answer,) = read(events.read_bytes()).answers
+    sources = {token["source"] for each in answer.rounds for token in each["draft"]}
+    assert (sources, len(answer.rounds)) == ({published.source}, len(rounds))
+    assert run(["replay", str(events), "--html", str(page)]) == 0
+    assert f'"{published.source}"' in page.read_text("utf-8")
+
+
+def test_bench_measures_it(published: Published, tmp_path: Path) -> None:
+    """As an arm, which says the same as plain decoding, with draft tokens of the head alone."""
+    questions, record = tmp_path / "questions.jsonl", tmp_path / "run.json"
+    rows = [{"question_id": i, "category": "chat", "turns": [f"a b c {i} a b c"]} for i in range(2)]
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    arm = f"{published.source}:3"
+    options = ["--prompts", str(questions), "--arm", arm, "--repeats", "1", "--max-tokens", "16", "--minutes", "60"]
+    assert run(["bench", *published.target, "--draft", published.draft, *options, f"--json={record}"]) == 0
+    samples = read_record(record).samples
+    drafted = [each for each in samples if each.arm == arm]
+    assert len(drafted) == 2
+    assert all(each.num_draft_tokens > 0 and set(each.by_source) == {published.source} for each in drafted)
+
+
+def test_verify_audits_it(published: Published, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--draft-only", "--quick", "--prompts", "1", "--max-tokens", "16", "--json"]
+    assert run(["verify", *published.target, "--draft", published.draft, *options]) == 0
+    report = json.loads(capsys.readouterr().out)
+    arms = {each["arm"]: each["drafted"] for each in report["arms"]}
+    assert any(name.split()[0] == published.source and drafted > 0 for name, drafted in arms.items()), arms

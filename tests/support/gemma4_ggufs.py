@@ -1,0 +1,135 @@
+"""Tiny models of Gemma 4, and assistants that draft for them by the models' own keys and values.
+
+As in ``mtp_ggufs`` layers add little to the embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.support.gguf_vocabs import bpe_vocab, vocab_metadata
+from tests.support.ggufs import Weights, matrices, write_gguf
+
+N, N_FF, N_HEAD, WINDOW = 128, 128, 4, 32
+D_WINDOW, D_FULL = 32, 64
+KV_WINDOW, KV_FULL = 2, 1
+N_OWN = 112
+"""Width of the assistant's own states."""
+
+
+def write_gemma4(
+    path: Path,
+    *,
+    pattern: Sequence[bool] = (True, False, True, False),
+    n_shared: int = 0,
+    n_each: int = 0,
+    seed: int = 0,
+) -> Path:
+    """A Gemma 4 in small.
+
+    Args:
+        path: where to write it.
+        pattern: of each layer whether it looks back over a window only.
+        n_shared: how many of the last layers use keys and values of earlier ones, as E2B and E4B do.
+        n_each: width of the embeddings that each layer has of its own, as theirs; 0 for none.
+        seed: of the random weights.
+    """
+    vocab, rng = bpe_vocab(), np.random.default_rng(seed)
+    matrix = matrices(rng)
+    weights: Weights = {
+        "token_embd.weight": matrix(len(vocab), N),
+        "output.weight": matrix(len(vocab), N, 3.0),
+        "output_norm.weight": np.ones(N, np.float32),
+        "rope_freqs.weight": _proportional(),
+    }
+    for i, windowed in enumerate(pattern):
+        layer = _layer(rng, N, 0.1, windowed=windowed)
+        if i < len(pattern) - n_shared:
+            d, n_kv = (D_WINDOW, KV_WINDOW) if windowed else (D_FULL, KV_FULL)
+            layer |= {f"attn_{part}.weight": matrix(n_kv * d, N) for part in "kv"}
+            layer["attn_k_norm.weight"] = np.ones(d, np.float32)
+        if n_each:
+            layer |= {"inp_gate.weight": matrix(n_each, N), "proj.weight": matrix(N, n_each)}
+            layer["post_norm.weight"] = np.full(N, 0.1, np.float32)
+        weights |= {f"blk.{i}.{name}": weight for name, weight in layer.items()}
+    if n_each:
+        weights["per_layer_token_embd.weight"] = matrix(len(vocab), n_each * len(pattern))
+        weights["per_layer_model_proj.weight"] = matrix(n_each * len(pattern), N)
+        weights["per_layer_proj_norm.weight"] = np.ones(n_each, np.float32)
+    sizes = _sizes(N, pattern) | {
+        "attention.shared_kv_layers": n_shared,
+        "embedding_length_per_layer_input": n_each,
+        "final_logit_softcapping": 30.0,
+    }
+    header = {f"gemma4.{key}": value for key, value in sizes.items()}
+    return write_gguf(path, "gemma4", header | vocab_metadata(vocab), weights)
+
+
+def write_assistant(path: Path, *, pattern: Sequence[bool] = (True, True, False)) -> Path:
+    """The header of an assistant for a file of ``write_gemma4``, and one tensor: it is refused before more is read.
+
+    Args:
+        path: where to write the assistant.
+        pattern: of each of its layers whether it reads the keys and values of the model's last layer with a window, or
+            those of its last without.
+    """
+    vocab = bpe_vocab()
+    sizes = _sizes(N_OWN, pattern) | {
+        "attention.shared_kv_layers": len(pattern),
+        "embedding_length_per_layer_input": 0,
+        "embedding_length_out": N,
+        "nextn_predict_layers": len(pattern),
+    }
+    header = {f"gemma4-assistant.{key}": value for key, value in sizes.items()}
+    weights: Weights = {"token_embd.weight": np.zeros((len(vocab), N_OWN), np.float32)}
+    return write_gguf(path, "gemma4-assistant", header | vocab_metadata(vocab), weights)
+
+
+def _layer(rng: np.random.Generator, n: int, residual: float, *, windowed: bool) -> Weights:
+    """What layers of both have: all but keys and values."""
+    matrix, d = matrices(rng), D_WINDOW if windowed else D_FULL
+    return {
+        "attn_norm.weight": np.ones(n, np.float32),
+        "attn_q.weight": matrix(N_HEAD * d, n),
+        "attn_q_norm.weight": np.full(d, 0.5, np.float32),
+        "attn_output.weight": matrix(n, N_HEAD * d),
+        "post_attention_norm.weight": np.full(n, residual, np.float32),
+        "ffn_norm.weight": np.ones(n, np.float32),
+        "ffn_gate.weight": matrix(N_FF, n),
+        "ffn_up.weight": matrix(N_FF, n),
+        "ffn_down.weight": matrix(n, N_FF),
+        "post_ffw_norm.weight": np.full(n, residual, np.float32),
+        "layer_output_scale.weight": np.full(1, 1.1, np.float32),
+    }
+
+
+def _sizes(n: int, pattern: Sequence[bool]) -> dict[str, Any]:
+    return {
+        "block_count": len(pattern),
+        "context_length": 2048,
+        "embedding_length": n,
+        "feed_forward_length": N_FF,
+        "attention.head_count": N_HEAD,
+        "attention.head_count_kv": [KV_WINDOW if windowed else KV_FULL for windowed in pattern],
+        "attention.key_length": D_FULL,
+        "attention.value_length": D_FULL,
+        "attention.key_length_swa": D_WINDOW,
+        "attention.value_length_swa": D_WINDOW,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "attention.sliding_window": WINDOW,
+        "attention.sliding_window_pattern": list(pattern),
+        "rope.dimension_count": D_FULL,
+        "rope.dimension_count_swa": D_WINDOW,
+        "rope.freq_base": 1000000.0,
+        "rope.freq_base_swa": 10000.0,
+    }
+
+
+def _proportional() -> Any:
+    """Layers without a window turn a quarter of their channels."""
+    n = D_FULL // 2
+    return np.where(np.arange(n) < n // 4, 1.0, 1e30).astype(np.float32)

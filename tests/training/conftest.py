@@ -1,0 +1,13 @@
+"""What the runs of a training have in common."""
+
+from __future__ import annotations
+
+import pytest
+
+from localspec.training import side_by_side
+
+
+@pytest.fixture
+def four_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many texts are written side by side is measured, and what is begun depends on it: here it is always four."""
+    monkeypatch.setattr(side_by_side, "WIDTHS", (4,))

@@ -1,0 +1,206 @@
+"""What a run leaves: heads of every kind, what their cards say, which of them are kept, and the one that ships."""
+
+from __future__ import annotations
+
+import shlex
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localspec import LLM, Cancelled, SamplingParams, UsageError
+from localspec.backends.heads import MAX_STATES
+from localspec.model_files.catalog import Catalog
+from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.head_card import HeadCard, Kind
+from localspec.model_files.head_file import SHIPPED_BYTES, read_card, write_head
+from localspec.model_files.head_folders import find_heads
+from localspec.model_files.inspection import inspect
+from localspec.training.card_command import card_command
+from localspec.training.distill import distill
+from localspec.training.export import evenly
+from localspec.training.lessons import EAGLE3_MEMORY, Stretch, first_lesson, memory_of
+from localspec.training.recipe import Effort, Recipe, token_map
+from localspec.training.run_folder import Run
+from localspec.training.shards import Passage
+from localspec.training.standing import Distilled
+from localspec.training.warm_start import new_card
+from localspec.training.worth import Worth, gain_of
+from tests.support import ggufs
+from tests.training.test_shards import passage
+
+pytest.importorskip("jax", reason="heads are trained with JAX")
+
+pytestmark = pytest.mark.usefixtures("four_at_once")
+
+EFFORT = Effort(1e4, n_places=200, n_steps=1, n_tests=3, n_questions=1, max_tokens=8, longest_answer=40)
+RECIPE = Recipe(kind="medusa", steps=2, n_out=200, d_ff=64, seed=3)
+SHAPE = ggufs.Shape(n_layer=3, n_embd=64, n_head=4, n_head_kv=2, n_ff=96, residual=0.4)
+SHIPPED = Path(__file__).parents[2] / "models" / "heads" / "qwen2.5-coder-1.5b.gguf"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ggufs.write_llama(tmp_path_factory.mktemp("target") / "tiny target.gguf", SHAPE, ggufs.bpe_vocab(300))
+
+
+def run(target: Path, **options: Any) -> Distilled:
+    return distill(str(target), **{"backend": "reference", "recipe": RECIPE, "effort": EFFORT} | options)
+
+
+@pytest.mark.parametrize("kind", ["parallel", "medusa"])  # test_distill.py has the chained one
+def test_a_run_makes_a_head_that_drafts(target: Path, isolated_home: Path, kind: Kind) -> None:
+    made = run(target, recipe=replace(RECIPE, kind=kind, steps=3), effort=replace(EFFORT, n_places=300))
+    card = read_card(made.path)
+    assert (card.kind, card.steps, card.n_out) == (kind, 3, 200)
+    assert set(card.training.acceptance) >= {"all", "own"}
+    assert card.training.tokens_seen > 0
+    assert made.worth is not None
+    with LLM(target, f"head:{made.path}", backend="reference", draft_length=2, n_ctx=128, remember=False) as llm:
+        params = SamplingParams(max_tokens=16, ignore_eos=True)
+        drafted = llm.generate("la la la", params)
+        assert drafted.token_ids == llm.generate("la la la", params, speculate=False).token_ids
+        assert drafted.stats["num_draft_tokens"] > 0
+
+
+# -- which are kept ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("interval", "pays"), [((1.01, 1.2), True), ((0.99, 1.2), False), ((0.8, 0.9), False), (None, False)]
+)
+def test_a_head_is_kept_only_if_its_gain_is_more_than_noise(
+    target: Path, isolated_home: Path, monkeypatch: pytest.MonkeyPatch, interval: tuple[float, float] | None, pays: bool
+) -> None:
+    measured = Worth(1.0, 1.0, 1.1, 1.1, 6, ("ngram",), interval)
+    monkeypatch.setattr("localspec.training.distill.measure_worth", lambda *given, **options: measured)
+    made = run(target)
+    assert (made.kept in find_heads()) == pays
+    assert made.path.exists()
+
+
+def test_a_gain_has_an_interval_where_there_are_six_questions() -> None:
+    gains = [1.2, 0.9, 1.1, 1.3, 1.05, 1.0]
+    assert gain_of({str(i): [gain] for i, gain in enumerate(gains)}) == (pytest.approx(1.075), (0.9, 1.3))
+    assert gain_of({str(i): [gain] for i, gain in enumerate(gains[:5])}) == (1.1, None)
+
+
+# -- what makes them again ---------------------------------------------------------------------------------------------
+
+
+def test_the_card_says_what_the_whole_run_used(target: Path, isolated_home: Path, tmp_path: Path) -> None:
+    """Also what was asked for in an earlier sitting only; and the seed cannot be changed between two."""
+    (tmp_path / "my questions.jsonl").write_text('{"id": "1", "category": "x", "turns": ["la la la"]}\n')
+    (tmp_path / "more.jsonl").write_text('{"id": "1", "category": "x", "turns": ["la la"]}\n')
+    (tmp_path / "rivers.txt").write_text("A sentence about rivers, and then another one. " * 20)
+    cancel = threading.Event()
+    brought: Any = {"prompts": tmp_path / "my questions.jsonl", "texts": [tmp_path / "rivers.txt"]}
+    with pytest.raises(Cancelled):
+        run(target, **brought, cancel=cancel, report=lambda each: each.n_places > 50 and cancel.set())
+    later: Any = {"recipe": None, "kind": "medusa", "effort": replace(EFFORT, minutes=9e3), "resume": True}
+    with pytest.raises(UsageError, match="begun with the seed 3: leave --seed out"):
+        run(target, **later, seed=4)
+    with pytest.raises(UsageError, match="begun with another recipe"):
+        run(target, recipe=replace(RECIPE, n_out=100), resume=True)
+    made = run(target, **later, seed=3, prompts=[tmp_path / "more.jsonl"], command="localspec distill")
+    expected = "--kind medusa --seed 3 --minutes 9000 --prompts 'my questions.jsonl' --prompts more.jsonl"
+    expected = f"localspec distill {shlex.quote(str(target))} {expected} --text rivers.txt --begin-with none"
+    assert made.card.training.command == expected
+
+
+def test_a_call_in_a_card_can_be_made() -> None:
+    def made(command: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        called = SimpleNamespace(distill=lambda *given, **options: (given, options))
+        return eval(command, {"localspec": called, "Recipe": Recipe})  # type: ignore[no-any-return]
+
+    of_run = Run("f", Recipe(kind="parallel", seed=5), 12.5, prompts=["/a/b.jsonl"], texts=["/c/d", "/e"], chats=True)
+    of_run.begins_with, of_run.begins_with_sha256 = "other.gguf", "0123456789abcdef"
+    command = card_command(of_run, "a model")
+    wanted = {"kind": "parallel", "seed": 5, "minutes": 12.5, "prompts": ["b.jsonl"], "texts": ["d", "e"]}
+    assert made(command) == (("a model",), wanted | {"chats": True, "begin_with": "other.gguf"})
+    assert command.endswith("# other.gguf: sha256 0123456789abcdef")
+    recipe = replace(of_run.recipe, n_out=500)
+    assert made(card_command(replace(of_run, recipe=recipe), "a"))[1]["recipe"] == recipe
+
+
+def test_a_head_has_the_licence_of_its_target(target: Path, tmp_path: Path) -> None:
+    ids = np.arange(200, dtype=np.int32)
+    sizes: Any = {"kind": "medusa", "taps": ("norm",), "token_map": ids, "steps": 2, "d_ff": 64}
+    with GGUFFile(target) as file:
+        file.metadata["general.license"] = "apache-2.0"
+        card = new_card(file, "f", **sizes)
+        del file.metadata["general.license"]
+        assert new_card(file, "f", **sizes).license == ""
+    path = write_head(tmp_path / "head.gguf", card, {name: np.zeros(shape) for name, shape in card.shapes().items()})
+    assert inspect(path)["license"] == "apache-2.0"
+
+
+# -- what they guess, and what they are tested on ----------------------------------------------------------------------
+
+
+def vocabulary(n_marks: int, n_out: int) -> list[int]:
+    """Of a model of 1,000 tokens, the last ones special, that says 0 … 299."""
+    marks = list(range(1000 - n_marks, 1000))
+    vocab = SimpleNamespace(n_tokens=1000, marks=marks, eog=frozenset({999}))
+    said = passage("a", 300, start=0)
+    said.tokens[:] = np.arange(301) % 300
+    return token_map([said], SimpleNamespace(vocab=vocab, n_vocab=1000), n_out).tolist()  # type: ignore[arg-type]
+
+
+def test_special_tokens_are_kept_though_they_are_never_said() -> None:
+    assert vocabulary(5, 100) == [*range(95), *range(995, 1000)]
+    # Where there are very many of them, they take an eighth, and what ends a turn is always there.
+    assert vocabulary(600, 100) == [*range(87), *range(400, 412), 999]
+    assert vocabulary(600, 2000) == list(range(1000))
+
+
+def test_marks_are_special_tokens_and_no_padding(target: Path) -> None:
+    from localspec.model_files.vocab import USER_DEFINED, Vocab
+
+    with GGUFFile(target) as file:
+        vocab = Vocab.from_gguf(file)
+    assert [vocab.token_text(token) for token in vocab.marks] == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    vocab.types[7] = USER_DEFINED
+    assert vocab.marks[0] == 7
+
+
+@pytest.mark.parametrize(("kind", "memory"), [("chained", MAX_STATES), ("eagle3", EAGLE3_MEMORY)])
+def test_a_lesson_sees_as_much_of_the_prompt_as_the_drafter_reads(kind: Kind, memory: int) -> None:
+    answer = passage("a", 300, start=200)
+    begin = first_lesson(answer)
+    piece = Stretch(answer, begin, begin + 20, memory=memory_of(kind))
+    assert begin + 1 - piece.first_row == memory
+
+
+def test_several_passages_of_every_category_are_tested() -> None:
+    def some(category: str, n: int) -> Sequence[Passage]:
+        return [replace(passage(f"{category}{i}", 20), category=category) for i in range(n)]
+
+    passages = [*some("own", 100), *some("chat", 6), *some("code", 2)]
+    chosen = [each.category for each in evenly(passages, 32)]
+    assert {name: chosen.count(name) for name in dict.fromkeys(chosen)} == {"own": 32, "chat": 4, "code": 2}
+
+
+# -- the one that ships ------------------------------------------------------------------------------------------------
+
+
+def test_the_head_that_ships_is_whole() -> None:
+    card: HeadCard = read_card(SHIPPED)
+    assert SHIPPED.stat().st_size <= SHIPPED_BYTES == 32 << 20
+    assert len(card.training.curve) >= 6
+    assert card.training.command.startswith(f"localspec distill {Catalog.load().default[0]} ")
+    assert SHIPPED.stem == Catalog.load().default[0]
+    assert (card.target.name, card.target.n_embd) == ("Qwen2.5 Coder 1.5B Instruct GGUF", 1536)
+    assert "all" in card.training.acceptance
+
+
+def test_the_data_curve_of_no_examples_is_one_line(tmp_path: Path) -> None:
+    from benchmarks.head_data_curve import read_examples
+
+    with pytest.raises(SystemExit, match="has no examples; localspec distill writes them"):
+        read_examples(tmp_path, ("norm",), 8)
