@@ -71,6 +71,7 @@ class Capabilities:
         trees_apart: such a context computes otherwise than others do, and is to be asked for only where trees pay.
         batches: a pass over several sequences is one, see ``Model.new_batch``; else there is one for each.
         own_cells: a row of such a pass goes over the cells of its own sequence only, and not over those of all.
+        keeps_kv_type: a memory of several sequences is of the model's ``kv_type`` too; else its values are of 16 bits.
     """
 
     rollback: Literal["exact", "replay"] = "exact"
@@ -87,6 +88,7 @@ class Capabilities:
     trees_apart: bool = False
     batches: bool = False
     own_cells: bool = False
+    keeps_kv_type: bool = True
 
 
 class Model(ABC):

@@ -17,6 +17,7 @@ import numpy as np
 from localspec.backends.base import Capabilities, Context, ContextState, FloatArray, Forward, Model, Progress
 from localspec.backends.best_rows import best_pays
 from localspec.backends.forward import Wanted, layer_name
+from localspec.backends.llama_apart import SequencesOrOne
 from localspec.backends.llama_binding import Binding, Bytes
 from localspec.backends.llama_passes import LlamaPasses
 from localspec.backends.llama_placement import Placed
@@ -84,6 +85,7 @@ class LlamaModel(Model):
             trees=rewinds and self.architecture not in binding.unshared and binding.takes_several(kv_type),
             trees_apart=True,
             batches=rewinds,
+            keeps_kv_type=binding.takes_several(kv_type),
         )
         self._known_states: set[str] = set()
         self.survives_several: Callable[[], bool] = lambda: True
@@ -197,7 +199,10 @@ class LlamaModel(Model):
                 "model in one pass; answer one at a time, or use --backend llama-cpp"
             )
         self._check_states(hidden)
-        batch = LlamaSequences(self, n_sequences, n_cells, n_ctx, n_threads, hidden)
+        # A context of one sequence takes what a memory of several holds only if both are of one type.
+        lies_apart = not self.binding.batches_kv_types and self.capabilities.keeps_kv_type and n_sequences > 1
+        make = SequencesOrOne if lies_apart else LlamaSequences
+        batch = make(self, n_sequences, n_cells, n_ctx, n_threads, hidden)
         self._batches.add(batch)
         return batch
 

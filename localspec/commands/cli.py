@@ -250,8 +250,8 @@ def serve(
     ] = None,
     queue: Annotated[int, typer.Option(min=0, help="Maximum waiting requests; further ones get HTTP 429.")] = 32,
     parallel: Annotated[
-        str, typer.Option(metavar="auto|N", help="Requests to answer concurrently, in batched passes.")
-    ] = "1",
+        str, typer.Option(metavar="auto|N", help="Requests answered concurrently; auto: as many as gain throughput.")
+    ] = "auto",
     prefix_cache: Annotated[
         int, typer.Option(min=0, max=1 << 20, metavar="MB", help="Memory for cached conversation prefixes.")
     ] = 512,

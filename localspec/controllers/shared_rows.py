@@ -49,6 +49,7 @@ class SharedPasses:
 
     Attributes:
         n_answers: how many answers are decoding now; prompts that are read do not count.
+        n_under_way: how many answers there are, those whose prompts are read included.
         n_cells: tokens that every row passes over now.
         ms_cell: what a row pays for one of them [ms].
         prompts: how much of those goes into a pass.
@@ -58,7 +59,7 @@ class SharedPasses:
         self.times = deepcopy(times)
         self.times.n_past = CALIBRATED_PAST  # what a longer memory costs is told apart
         self.prompts = PromptPieces(self)
-        self.n_answers = 1
+        self.n_answers = self.n_under_way = 1
         self._n_in_turn: int | None = None
         self.n_cells = CALIBRATED_PAST
         self.ms_cell = CELL_READS.get(device, 1.0) * times.growth * times.curve(1)
@@ -174,6 +175,7 @@ class ShareOfPass:
     Attributes:
         n_past: tokens in this answer's memory; not used, as every row passes over the cells of all (``n_cells``).
         n_since_one: passes since one over one token alone was seen.
+        has_company: whether others were under way in any of this answer's rounds, whose rows its passes had too.
         scale: always 1: how fast the machine is shows in what the shared passes cost.
     """
 
@@ -182,6 +184,7 @@ class ShareOfPass:
     def __init__(self, shared: SharedPasses) -> None:
         self.n_past = CALIBRATED_PAST
         self.n_since_one = 0
+        self.has_company = False
         self._shared = shared
         self._n_rounds = self._n_answers = 0
 
@@ -200,6 +203,7 @@ class ShareOfPass:
     def observe(self, width: int, ms: float) -> None:
         # What one answer waited for is no time of its rows; the passes themselves are observed.
         self._n_rounds += 1
+        self.has_company |= self._shared.n_under_way > 1
         self._n_answers += self._shared.n_answers
         # Beside others no pass is over one token alone, and an answer that does not draft would not make it so.
         self.n_since_one = 0 if width == 1 or self._shared.n_answers > 1 else self.n_since_one + 1

@@ -96,7 +96,7 @@ def answering(
         thinking,
     )
     yield from given(steps, take)
-    if widths and seat.times is None:  # else its passes were those of others too
+    if widths and (seat.times is None or not seat.times.has_company):  # else its passes were those of others too
         # As this answer's own passes went: the machine may have been slower, or faster, than in the long view.
         expected = sum(pair.times(width) for width in widths)
         stats.seconds_plain_token = pair.times(1) / expected * stats.seconds_verify

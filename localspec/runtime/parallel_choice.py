@@ -30,8 +30,11 @@ LEAST_CELLS = 1024
 ENOUGH = 0.95
 """Of the most tokens per millisecond that any number makes; with more answers each becomes slower for little."""
 
+N_CONTEXTS = FULL_CONTEXTS + 1
+"""What memory is reckoned with: room for all answers, and a context in which some engines compute one that is alone."""
+
 MEMORY_SHARE = 0.5
-"""Of the memory that is free, what the second context and its neighbours may take: drafts and buffers come after it."""
+"""Of the memory that is free, what they may take: drafts and buffers come after them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,8 @@ def open_memory(
 
     if options.parallel != "auto":
         return opened(ParallelChoice(int(options.parallel), "as asked for"))
+    if options.placement.rpc:
+        return opened(ParallelChoice(1, "if a server is lost, one answer at a time can go on when it is back"))
     available = read_memory().available if target.capabilities.device == "cpu" else None
     choice = choose_parallel(target, times, n_ctx, available)
     try:
@@ -88,9 +93,12 @@ def choose_parallel(model: Model, times: PassTimes, n_ctx: int, available: int |
     """
     if not model.capabilities.batches:
         return ParallelChoice(1, f"{model.backend} computes one conversation of this model at a time")
+    if not model.capabilities.keeps_kv_type:
+        kept = f"{model.backend} keeps values of several conversations in 16 bits"
+        return ParallelChoice(1, f"{kept}, and a {model.kv_type} cache was asked for")
     needed = _batch_bytes(model, n_ctx)
     if available is not None and needed > MEMORY_SHARE * available:
-        room = f"{FULL_CONTEXTS} contexts of {n_ctx:,} tokens take {needed / 1e9:.2f} GB"
+        room = f"{N_CONTEXTS} contexts of {n_ctx:,} tokens take {needed / 1e9:.2f} GB"
         return ParallelChoice(1, f"{room}, over half of the {available / 1e9:.2f} GB that are free")
     most = max(1, min(MOST, FULL_CONTEXTS * n_ctx // min(n_ctx, LEAST_CELLS)))
     rates = [_rate(times, model, n) for n in range(1, most + 1)]
@@ -111,4 +119,4 @@ def _rate(times: PassTimes, model: Model, n: int) -> float:
 
 def _batch_bytes(model: Model, n_ctx: int) -> int:
     with GGUFFile(model.path) as file:
-        return kv_shape(file).bytes(FULL_CONTEXTS * n_ctx, model.kv_type if model.kv_type in KV_VALUE_BYTES else "f16")
+        return kv_shape(file).bytes(N_CONTEXTS * n_ctx, model.kv_type if model.kv_type in KV_VALUE_BYTES else "f16")

@@ -294,10 +294,11 @@ class Scheduler:
         # Of one priority those first that have waited longest, so that those who have to wait take turns.
         decoding = sorted((a for a in there if a.decodes), key=lambda a: (-a.job.priority, a.served))
         reading = sorted((answer for answer in there if not answer.decodes), key=rank)
-        self._at.passes.n_answers, self._at.passes.n_cells = len(decoding), self._cells(there)
+        passes = self._at.passes
+        passes.n_answers, passes.n_under_way, passes.n_cells = len(decoding), len(there), self._cells(there)
         unread = [len(answer.target_pass.tokens) - answer.n_fed + answer.target_pass.n_after for answer in reading]
         priorities = [answer.job.priority for answer in reading]
-        lengths = self._at.passes.prompts.divide(len(decoding), unread, priorities, PREFILL_CHUNK)
+        lengths = passes.prompts.divide(len(decoding), unread, priorities, PREFILL_CHUNK)
         pieces: list[tuple[OpenAnswer, Piece]] = []
         for answer, length in zip(reading, lengths, strict=True):
             if not length:
@@ -308,7 +309,7 @@ class Scheduler:
             pieces.append((answer, Piece(answer.sequence, tokens, wanted.logits if is_end else "none")))
         n_other = sum(len(piece.tokens) for _, piece in pieces)
         n_other += sum(answer.target_pass.n_needed - 1 for answer in decoding)
-        lengths = self._at.passes.share([answer.reaches for answer in decoding], n_other)
+        lengths = passes.share([answer.reaches for answer in decoding], n_other)
         for answer, length in zip(decoding, lengths, strict=False):
             tokens = answer.target_pass.tokens[: answer.target_pass.n_needed + length]
             pieces.append((answer, Piece(answer.sequence, tokens)))

@@ -19,6 +19,7 @@ from localspec.runtime.draft_steps import FORGOTTEN, DraftSteps
 from localspec.runtime.pair import Pair
 from localspec.spec_decode.passes import DraftPass
 from tests.conftest import TinyFiles
+from tests.support.waiting import Brake
 
 N_PARALLEL = 4
 
@@ -39,7 +40,8 @@ def memory_of(pair: Pair) -> SequenceBatch:
 def answers(llm: LLM) -> list[tuple[list[int], int, int]]:
     """Tokens, draft tokens and accepted ones of as many as go side by side."""
     params = [SamplingParams(max_tokens=24, temperature=i % 2, seed=i, ignore_eos=True) for i in range(N_PARALLEL)]
-    streams = [llm.rounds(f"{i} la la lo", each, draft_length=3) for i, each in enumerate(params)]
+    with Brake(llm, after=0):  # they begin together
+        streams = [llm.rounds(f"{i} la la lo", each, draft_length=3) for i, each in enumerate(params)]
     replies = [stream.reply for stream in streams]
     return [
         (reply.token_ids, int(reply.stats["num_draft_tokens"]), int(reply.stats["num_accepted_tokens"]))

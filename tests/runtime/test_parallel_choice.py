@@ -9,10 +9,12 @@ import pytest
 
 from localspec import LLM, SamplingParams
 from localspec.backends.base import Model
+from localspec.backends.placement import Placement
 from localspec.controllers.cost_model import PassTimes
 from localspec.errors import EngineError
+from localspec.runtime.load_options import LoadOptions
 from localspec.runtime.model_loading import Loader
-from localspec.runtime.parallel_choice import ParallelChoice, choose_parallel
+from localspec.runtime.parallel_choice import ParallelChoice, choose_parallel, open_memory
 from localspec.runtime.state import SPARE
 from tests.conftest import TinyFiles, open_backend
 from tests.support.simulator import CURVES
@@ -23,7 +25,9 @@ PLENTY = 1 << 40
 
 def choice(tiny: TinyFiles, curve: str, n_ctx: int = 8192, available: int = PLENTY, **options: Any) -> ParallelChoice:
     device = "gpu" if curve == "gpu" else "cpu"
-    capabilities = SimpleNamespace(**({"batches": True, "own_cells": False, "device": device} | options))
+    capabilities = SimpleNamespace(
+        **({"batches": True, "own_cells": False, "keeps_kv_type": True, "device": device} | options)
+    )
     model: Any = SimpleNamespace(capabilities=capabilities, backend="it", path=tiny.quick.target, kv_type="f16")
     return choose_parallel(model, PassTimes(dict(CURVES[curve]), growth=GROWTH), n_ctx, available)
 
@@ -50,7 +54,30 @@ def test_no_more_than_there_is_memory_for(tiny: TinyFiles) -> None:
     assert "there is room for no more than 2" in choice(tiny, "gpu", n_ctx=1024).reason
     short = choice(tiny, "gpu", n_ctx=1 << 20, available=100_000)
     assert short.n == 1
-    assert "2 contexts of 1,048,576 tokens take" in short.reason
+    assert "3 contexts of 1,048,576 tokens take" in short.reason
+
+
+def test_a_cache_of_another_type_that_was_asked_for_is_kept(tiny: TinyFiles) -> None:
+    assert choice(tiny, "gpu", keeps_kv_type=False) == ParallelChoice(
+        1, "it keeps values of several conversations in 16 bits, and a f16 cache was asked for"
+    )
+    for engine, keeps in (("llama-cpp", True), ("ik-llama", False)):
+        with open_backend(engine).load(tiny.bpe, n_threads=1, kv_type="q8_0") as model:
+            assert model.capabilities.keeps_kv_type is keeps
+
+
+def test_with_servers_that_can_be_lost_it_is_one(tiny: TinyFiles) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError
+
+    with open_backend("reference").load(tiny.quick.target) as model:
+        options = LoadOptions(placement=Placement(rpc="127.0.0.1:9"), parallel="auto")
+        loader: Any = SimpleNamespace(options=options)
+        times = PassTimes(dict(CURVES["gpu"]), growth=GROWTH)
+        found, _, context, batch = open_memory(loader, model, times, 256, never)
+        context.close()
+        assert (found.n, batch) == (1, None)
+        assert "if a server is lost" in found.reason
 
 
 def loaded_with(curve: str, monkeypatch: pytest.MonkeyPatch) -> None:

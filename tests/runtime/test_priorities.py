@@ -129,7 +129,8 @@ def test_one_that_was_put_aside_does_not_block_a_higher_priority(
         came.wait(20)
 
     monkeypatch.setattr(Scheduler, "_put_aside", held)
-    streams = [llm.rounds("la la", each) for each in asked]
+    with Brake(llm, after=0):  # they begin together
+        streams = [llm.rounds("la la", each, draft_length=0) for each in asked]  # all go on at one pace
     assert asks.wait(20)
     streams.append(llm.rounds("le", params(3, 5), priority=1))
     came.set()

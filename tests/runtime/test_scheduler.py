@@ -23,7 +23,7 @@ from localspec.runtime import admission, scheduler
 from localspec.runtime.jobs import FairQueue, Job
 from tests.conftest import TinyFiles
 from tests.support.enumeration import law_of_two
-from tests.support.waiting import PATIENCE, wait_until
+from tests.support.waiting import PATIENCE, Brake, wait_until
 
 N_CTX = 192
 N_PARALLEL = 4
@@ -94,7 +94,8 @@ def check_nothing_is_left(llm: LLM) -> None:
 
 def test_answers_are_those_alone(llm: LLM, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     passes = Passes(llm, monkeypatch)
-    streams = [llm.rounds(text, params, **options) for text, params, options in map(asked, range(40))]
+    with Brake(llm, after=0):  # they begin together
+        streams = [llm.rounds(text, params, **options) for text, params, options in map(asked, range(40))]
     replies = [stream.reply for stream in streams]
     assert [reply.token_ids for reply in replies] == alone
     assert max(map(len, passes.fed)) == N_PARALLEL
@@ -161,11 +162,16 @@ def test_a_long_prompt_is_read_beside_a_stream_in_pieces(llm: LLM, monkeypatch: 
     monkeypatch.setattr(prompt_pieces, "LONG_MS", 0.0)
     monkeypatch.setattr(prompt_pieces, "LEARNED", 0.0)
     monkeypatch.setattr(SharedPasses, "__call__", lambda _, width: ms(width))  # whatever this machine's passes take
+    prompts = llm._worker.beside.__self__._at.passes.prompts  # type: ignore[union-attr] # the scheduler's
+    monkeypatch.setattr(prompts, "_dearer", {False: 1.0, True: 1.0})  # whatever was learned before
     passes = Passes(llm, monkeypatch)
-    with llm.rounds("la", SamplingParams(max_tokens=150, ignore_eos=True), speculate=False) as stream:
-        next(stream)
+    with Brake(llm, after=3) as brake:
+        stream = llm.rounds("la", SamplingParams(max_tokens=150, ignore_eos=True), speculate=False)
+        brake.wait()
         long = llm.rounds("lo " * 55, SamplingParams(max_tokens=2, ignore_eos=True), speculate=False)
+        brake.release()
         assert len(long.reply.token_ids) == 2
+        stream.close()
     beside = [
         (n_prompt, n_rows)
         for pieces in passes.fed
@@ -174,7 +180,18 @@ def test_a_long_prompt_is_read_beside_a_stream_in_pieces(llm: LLM, monkeypatch: 
     ]
     assert len(beside) > 1
     widest = max(n_prompt + n_rows for n_prompt, n_rows in beside)
-    assert LEAST_ROWS + 1 < widest and ms(widest) <= STALL * ms(1)
+    assert widest > LEAST_ROWS + 1
+    assert ms(widest) <= STALL * ms(1)
+
+
+def test_plain_decoding_is_estimated_for_answers_that_had_no_company(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    assert llm.generate("la la", params).stats["estimated_speedup"] > 0
+    with Brake(llm, after=0):
+        other, one = llm.rounds("lo", params), llm.rounds("la la", params)
+    assert one.reply.stats["estimated_speedup"] is None
+    assert other.reply.stats["estimated_speedup"] is None
+    check_nothing_is_left(llm)
 
 
 def test_an_answer_that_outgrows_its_estimate_is_put_aside_and_resumes(
@@ -191,7 +208,8 @@ def test_an_answer_that_outgrows_its_estimate_is_put_aside_and_resumes(
         put_aside(self, answer)
 
     monkeypatch.setattr(scheduler.Scheduler, "_put_aside", recorded)
-    streams = [llm.rounds("la la", each) for each in params]
+    with Brake(llm, after=0):  # they begin together
+        streams = [llm.rounds("la la", each, draft_length=0) for each in params]  # all go on at one pace
     assert [stream.reply.token_ids for stream in streams] == alone
     assert aside
     check_nothing_is_left(llm)

@@ -24,6 +24,7 @@ from localspec.spec_decode.proposer import SamplingProposer
 from tests.conftest import TinyFiles
 from tests.support.enumeration import law_of_two
 from tests.support.heads import write_random_head
+from tests.support.waiting import Brake
 
 N_CTX = 192
 N_PARALLEL = 4
@@ -111,7 +112,8 @@ def counts(reply: Reply) -> Any:
 
 def test_each_drafts_and_says_what_it_does_alone(llm: LLM, alone: list[Reply], monkeypatch: pytest.MonkeyPatch) -> None:
     fed = target_passes(llm, monkeypatch)
-    streams = [llm.rounds(text, params, **options) for text, params, options in map(asked, range(16))]
+    with Brake(llm, after=0):  # they begin together
+        streams = [llm.rounds(text, params, **options) for text, params, options in map(asked, range(16))]
     assert [counts(stream.reply) for stream in streams] == list(map(counts, alone))
     drafted = [sum(len(piece.tokens) > 1 for piece in pieces if piece.logits == "all") for pieces in fed]
     assert max(drafted) == N_PARALLEL
@@ -196,7 +198,8 @@ def test_rows_go_to_the_draft_tokens_that_are_worth_most(drafted: LLM, monkeypat
     expect(drafted, Known({1: 10.0, N_PARALLEL + n_free: 10.0, N_PARALLEL + n_free + 1: 500.0}), Known({1: 0.1}))
     fed = target_passes(drafted, monkeypatch)
     params = SamplingParams(max_tokens=40, ignore_eos=True)
-    streams = [drafted.rounds(f"{i} la la lo", params) for i in range(N_PARALLEL)]
+    with Brake(drafted, after=0):  # they begin together
+        streams = [drafted.rounds(f"{i} la la lo", params) for i in range(N_PARALLEL)]
     assert all(stream.reply.stats["num_accepted_tokens"] for stream in streams)
     widths = [
         (len(pieces), sum(len(piece.tokens) for piece in pieces))
@@ -238,7 +241,8 @@ def test_a_draft_memory_without_room_drafts_nothing_and_goes_on_later(drafted: L
         memory.cells.take(0, 10)  # somebody else's
 
     drafted.run(fill)
-    streams = [drafted.rounds("la la", each, draft_length=3) for each in params]
+    with Brake(drafted, after=0):  # they begin together
+        streams = [drafted.rounds("la la", each, draft_length=3) for each in params]
     replies = [stream.reply for stream in streams]
     assert [reply.token_ids for reply in replies] == before
     assert drafted.warnings == []
@@ -277,7 +281,8 @@ def test_a_draft_that_fails_in_one_answer_drafts_on_in_the_others(
         return decode(pieces)
 
     monkeypatch.setattr(memory_of(drafted), "_decode", fail)
-    streams = [drafted.rounds("la la lo", params, draft_length=2) for _ in range(N_PARALLEL)]
+    with Brake(drafted, after=0):  # they begin together
+        streams = [drafted.rounds("la la lo", params, draft_length=2) for _ in range(N_PARALLEL)]
     replies = [stream.reply for stream in streams]
     assert [reply.token_ids for reply in replies] == [before] * N_PARALLEL
     assert sum(reply.stats["num_draft_tokens"] == 0 for reply in replies) == 1
@@ -291,7 +296,8 @@ def test_other_drafters_take_the_place_of_these_and_free_their_memory(drafted: L
     assert memory.closed
     assert not any(context.model is memory.model for context in drafted._pair.prefix_cache._batches)
     drafted.set_draft([tiny.quick.draft, "early-exit:1"])
-    streams = [drafted.rounds("la la lo", params, draft_length=2) for _ in range(N_PARALLEL)]
+    with Brake(drafted, after=0):  # they begin together
+        streams = [drafted.rounds("la la lo", params, draft_length=2) for _ in range(N_PARALLEL)]
     assert [stream.reply.token_ids for stream in streams] == [before] * N_PARALLEL
     assert all("model" in stream.reply.stats["by_source"] for stream in streams)
     memory = memory_of(drafted)
@@ -310,7 +316,8 @@ def test_where_an_engine_is_wrong_about_several_sequences_each_draft_has_a_conte
         assert isinstance(memory_of(llm), SequencesInTurn)
         contexts: list[Context] = [memory_of(llm)[i] for i in range(2)]
         params = SamplingParams(max_tokens=20, ignore_eos=True)
-        streams = [llm.rounds("la la lo", params, draft_length=2) for _ in range(2)]
+        with Brake(llm, after=0):  # they begin together
+            streams = [llm.rounds("la la lo", params, draft_length=2) for _ in range(2)]
         replies = [stream.reply for stream in streams]
         assert replies[0].token_ids == replies[1].token_ids
         assert all(reply.stats["num_draft_tokens"] for reply in replies)

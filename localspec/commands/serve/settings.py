@@ -41,7 +41,7 @@ class ServerSettings:
     port: int = 8642
     api_key: str | None = None
     queue: int = 32
-    parallel: int | str = 1
+    parallel: int | str = "auto"
     prefix_cache: int = 512
     time_limit: float = 3600.0
     aliases: Sequence[str] = ()
