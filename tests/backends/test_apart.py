@@ -71,6 +71,10 @@ def test_it_goes_there_and_back(model: Model, batch: SequenceBatch) -> None:
     assert apart(batch) is None
     held = batch[1].n_past + batch[2].n_past
     assert batch.free_cells == 512 - held
+    for i in range(4):
+        batch.truncate(i, 0)
+    check_next(model, batch[3], 60)  # nothing of those before is left there
+    assert apart(batch) == 3
 
 
 def test_another_takes_its_place_when_it_is_empty(model: Model, batch: SequenceBatch) -> None:
