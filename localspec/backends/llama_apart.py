@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 N_ALONE = 24
 """Passes over one sequence alone after which it is copied to a context of its own, if it holds anything. Copying 1,000
-tokens of Qwen2.5-Coder 1.5B there or back takes as long as one or two passes, and saves 2 to 10 % of each."""
+tokens of Qwen2.5-Coder 1.5B there or back takes 30 ms of CPU time, a pass 26, of which it saves 2 to 10 %."""
 
 
 class SequencesOrOne(LlamaSequences):
