@@ -112,14 +112,10 @@ class SequencesOrOne(LlamaSequences):
         self._n_alone = 0
 
     def _truncate(self, sequence: int, n: int) -> None:
-        if sequence != self._apart:
+        if sequence == self._apart and self._own is not None:
+            self._truncate_in(self._own, sequence, n)
+        else:
             super()._truncate(sequence, n)
-            return
-        assert self._own is not None
-        try:
-            self._own.truncate(min(n, self._own.n_past))
-        finally:  # of what it lost, nothing may be named
-            del self._sequences[sequence].tokens[self._own.n_past :]
 
     def _copy_prefix(self, source: int, target: int, n: int) -> None:
         if self._apart in (source, target):

@@ -158,6 +158,13 @@ class SequenceBatch(ABC):
         """Forget all but the first n tokens of a sequence; see ``Context.truncate``."""
         self[sequence].truncate(n)
 
+    def _truncate_in(self, context: Context, sequence: int, n: int) -> None:
+        """``_truncate`` of a sequence that lies in a context of its own."""
+        try:
+            context.truncate(min(n, context.n_past))
+        finally:  # of what its context lost, nothing may be named
+            del self._sequences[sequence].tokens[context.n_past :]
+
     def check_cells(self, n: int, n_given_back: int = 0) -> None:
         """Refuse n tokens that do not fit.
 
@@ -316,11 +323,7 @@ class SequencesInTurn(SequenceBatch):
         return self._contexts[sequence].decode_first_layers(tokens, n_layers)
 
     def _truncate(self, sequence: int, n: int) -> None:
-        context = self._contexts[sequence]
-        try:
-            context.truncate(min(n, context.n_past))
-        finally:  # of what its context lost, nothing may be named
-            del self._sequences[sequence].tokens[context.n_past :]
+        self._truncate_in(self._contexts[sequence], sequence, n)
 
     def _copy_prefix(self, source: int, target: int, n: int) -> None:
         tokens, context = self._sequences[target].tokens, self._contexts[target]
