@@ -208,8 +208,8 @@ def ms_in_all(curve: str, sources: list[Source], at_once: int, reads: float, *, 
 
 
 # What a row pays for a cell, in times of reading it: 5 were measured on ik-llama. Some cases that miss the bar are left
-# out: where a wide pass gains little, as on the curve of llama.cpp with four answers or more, those who share a memory
-# pay for each other's cells and get little for it.
+# out, such as four answers or more on the curve of llama.cpp: the bound on stalls makes narrow pieces of their prompts,
+# whose rows cost more than those of wide ones (``benchmarks/shared_bar.py`` has all cases, with and without the bound).
 @pytest.mark.parametrize(
     ("curve", "reads", "n"),
     [*(("ik", 5.0, n) for n in (2, 4, 8)), *(("gpu", 1.0, n) for n in (2, 4, 8)), ("llama.cpp", 1.0, 2)],
