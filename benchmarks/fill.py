@@ -116,7 +116,11 @@ def running(command: Sequence[str], url: str | None = None) -> Iterator[str]:
         yield url
     finally:
         process.terminate()
-        process.wait(30)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:  # llama-server was seen to compute on after SIGTERM, for ever
+            process.kill()
+            process.wait()
 
 
 def healthy(url: str) -> bool:
