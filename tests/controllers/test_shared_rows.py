@@ -224,7 +224,7 @@ def speed_beside_the_better(curve: str, reads: float, n: int, mean: float) -> fl
 
 
 # What a row pays for a cell, in times of reading it: 5 were measured on ik-llama. Some cases that miss the bar are left
-# out, such as four answers or more on the curve of llama.cpp: there the bound on stalls makes narrow pieces of their prompts,
+# out, such as four answers or more on the curve of llama.cpp: there the bound on stalls makes narrow pieces of prompts,
 # whose rows cost more than those of wide ones (``benchmarks/shared_bar.py`` has all cases, with and without the bound).
 @pytest.mark.parametrize(
     ("curve", "reads", "n"),
