@@ -284,6 +284,7 @@ class Replay:
             tokens = [EmittedToken(0, "plain")] * emitted
             round_ = Round(0, draft, Verdict(accepted, 0, "plain"), tokens, ms_draft=ms_draft, ms_verify=ms_verify)
             controller.watch(row_of(max(1e-3, certainty[position + emitted - 1])))
+            controller.book(round_)
             controller.update(round_)
             now += ms_draft + ms_verify + self.other_ms
             done[position : position + emitted] = now

@@ -6,6 +6,7 @@ are copied.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from statistics import median
@@ -43,13 +44,17 @@ def by_token(found: FloatArray, ids: npt.NDArray[Any], n_best: int) -> tuple[Flo
         Logits [n_rows, k] and their tokens, increasing; None where these do not do: the largest is no number, or the
         last of ``n_best`` has its equals, of which some may be missing.
     """
-    order = ids.argsort(axis=1)
-    k, logits = found.shape[1], np.take_along_axis(found, order, 1)
-    at_end = np.partition(logits, (0, k - n_best), axis=1)
-    least, last = at_end[:, 0], at_end[:, k - n_best]
-    if np.isfinite(logits.max(axis=1)).all() and ((least < last) | (last == -np.inf)).all():
-        return logits, np.take_along_axis(ids, order, 1).astype(np.int64)
-    return None
+    n, k = found.shape
+    at = ids.argsort(axis=1)
+    if n > 1:
+        at += np.arange(0, n * k, k)[:, None]
+    logits = found.take(at)
+    most = np.maximum.reduce(logits, axis=1).tolist()  # NaN is the largest
+    lasts = most if n_best == 1 else np.partition(logits, k - n_best, axis=1)[:, k - n_best].tolist()
+    for least, last, largest in zip(np.minimum.reduce(logits, axis=1).tolist(), lasts, most, strict=True):
+        if not -math.inf < largest < math.inf or not (least < last or last == -math.inf):
+            return None
+    return logits, ids.take(at).astype(np.int64)
 
 
 def five_tokens(context: Context, n_best: int) -> Forward:

@@ -34,6 +34,9 @@ class Context(ABC):
         hidden: names of the hidden states that every pass returns; see ``Forward.hidden``.
         finds_best: whether the engine can find the largest logits; it has ``_decode_best`` then, also for float rows.
         interrupted: asked between the pieces of a long input; a true answer ends the decode with ``Cancelled``.
+        overlaps: whether a device computes passes while their caller does something else.
+        meanwhile: called within the next pass, once the device has begun with it; for that pass only. For contexts that
+            overlap.
     """
 
     def __init__(self, model: Model, n_ctx: int, hidden: tuple[str, ...] = ()) -> None:
@@ -43,6 +46,8 @@ class Context(ABC):
         self.tokens: list[int] = []
         self.interrupted: Callable[[], bool] | None = None
         self.finds_best = False
+        self.overlaps = False
+        self.meanwhile: Callable[[], None] | None = None
         self._partial: tuple[int, int] | None = None
         """Where rows begin that only the first layers have, and how many layers that is."""
         self._tree: tuple[list[int], list[int]] | None = None
@@ -261,6 +266,12 @@ class Context(ABC):
             raise
         self.tokens.extend(tokens)
         return forward
+
+    def _begun(self) -> None:
+        """The device has been given a pass: time to do something else."""
+        if self.meanwhile is not None:
+            meanwhile, self.meanwhile = self.meanwhile, None
+            meanwhile()
 
     def truncate(self, n: int) -> None:
         """Forget all but the first n tokens; afterwards the context behaves as a fresh one that was fed just those.

@@ -244,6 +244,8 @@ class LlamaContext(Context):
         self._leaves: LeafSequences | None = None
         self.finds_best = not branches and model.finds_best
         self.begin_anew()
+        # The engine waits for a device only where its logits are asked for; states are taken out of a pass as it runs.
+        self.overlaps = model.capabilities.device == "gpu" and self._passes.tap is None
         model._contexts.add(self)
 
     @property
@@ -297,7 +299,8 @@ class LlamaContext(Context):
             self._leaves.close_gaps()
         wanted_rows = np.full(len(rows), logits == "all")
         wanted_rows[-1] = logits != "none"
-        return self._passes.run(rows, range(n_past, n_past + len(rows)), wanted_rows, last=last, n_best=n_best)
+        positions = range(n_past, n_past + len(rows))
+        return self._passes.run(rows, positions, wanted_rows, last=last, n_best=n_best, begun=self._begun)
 
     def _decode_tree(self, tokens: Sequence[int], parents: Sequence[int]) -> Forward:
         if self._leaves is None:
@@ -308,7 +311,8 @@ class LlamaContext(Context):
         positions: list[int] = []
         for parent in parents:
             positions.append(self.n_past if parent < 0 else positions[parent] + 1)
-        return self._passes.run(tokens, positions, np.ones(len(tokens), dtype=bool), sequences=sequences)
+        wanted_rows = np.ones(len(tokens), dtype=bool)
+        return self._passes.run(tokens, positions, wanted_rows, sequences=sequences, begun=self._begun)
 
     def _keep(self, path: Sequence[int]) -> None:
         assert self._leaves is not None

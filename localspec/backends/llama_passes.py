@@ -106,6 +106,7 @@ class LlamaPasses:
         last: str | None = None,
         interrupted: Callable[[], bool] | None = None,
         n_best: int = 0,
+        begun: Callable[[], None] | None = None,
     ) -> Forward:
         """Feed rows in as many calls of the engine as it takes.
 
@@ -117,6 +118,7 @@ class LlamaPasses:
             last: the hidden state after which to end.
             interrupted: asked between calls.
             n_best: how many of the largest logits of each row are enough; 0 wants whole rows. Of one sequence.
+            begun: called after each call of the engine, which may still be computing on a device.
 
         Raises:
             EngineError: the engine failed; rows before the failure are in the memory.
@@ -125,7 +127,7 @@ class LlamaPasses:
         if not self.handle:
             raise EngineError(f"{self._model.path.name} is not loaded: a device was lost")
         if n_best:
-            found = self._best_of(rows, positions, wanted_rows, n_best)
+            found = self._best_of(rows, positions, wanted_rows, n_best, begun)
             if found is not None:
                 return found
         if self._best is not None and wanted_rows.any():
@@ -139,16 +141,20 @@ class LlamaPasses:
             if start and interrupted is not None and interrupted():
                 raise Cancelled("decoding was stopped")
             part = slice(start, start + size)
-            forward = self._call(
-                rows[part], positions[part], wanted_rows[part], sequences[part] if sequences is not None else None, last
-            )
+            of = sequences[part] if sequences is not None else None
+            forward = self._call(rows[part], positions[part], wanted_rows[part], of, last, begun)
             if len(rows) > size:
                 forward.logits = forward.logits.copy()
             forwards.append(forward)
         return joined(forwards)
 
     def _best_of(
-        self, rows: Sequence[int] | FloatArray, positions: Sequence[int], wanted_rows: Flags, n_best: int
+        self,
+        rows: Sequence[int] | FloatArray,
+        positions: Sequence[int],
+        wanted_rows: Flags,
+        n_best: int,
+        begun: Callable[[], None] | None,
     ) -> Forward | None:
         """The pass with the largest logits of its rows; None, and the memory as before, where they have to be whole."""
         if self._best is None:
@@ -157,7 +163,7 @@ class LlamaPasses:
         n_rows = int(np.count_nonzero(wanted_rows))
         if len(rows) > N_UBATCH or not self._best.enter(n_best, n_rows):
             return None
-        forward = self._call(rows, positions, wanted_rows, None, None)
+        forward = self._call(rows, positions, wanted_rows, None, None, begun)
         if (found := self._best.read(n_rows, int(np.flatnonzero(wanted_rows)[0]), n_best)) is None:
             self._binding.remove(self.handle, positions[0])
             return None
@@ -170,11 +176,14 @@ class LlamaPasses:
         wanted_rows: Flags,
         sequences: Sequence[Sequence[int]] | None,
         last: str | None,
+        begun: Callable[[], None] | None,
     ) -> Forward:
         n, n_rows = len(rows), int(np.count_nonzero(wanted_rows))
         batch = self._filled(rows, positions, wanted_rows, sequences)
         if self.tap is None:
             self._decode(batch)
+            if begun is not None:
+                begun()
             return Forward(self._logits(n_rows), self._nextn(n))
         shape = (n, n_rows, last)
         search = sequences is not None or not self._repeatable or shape not in self._shapes

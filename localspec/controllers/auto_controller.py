@@ -7,7 +7,7 @@ decides by them, and here they learn from every round.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 
 from localspec.controllers.acceptance import SourceAcceptance
 from localspec.controllers.auto_plan import AutoPlan
@@ -106,6 +106,8 @@ class AutoController(Controller):
         self._temperature = 1.0
         self._certainty: float | None = None
         self._at_work: set[str] = set()
+        self._stepped: set[str] = set()  # sources of which a model took a step in the last round
+        self._lessons: list[Callable[[], None]] = []
         self._lost: set[str] = set()
         self._reason = ""
 
@@ -129,8 +131,6 @@ class AutoController(Controller):
         self._n_rounds += 1
         for times in (self.estimates.times, *self.estimates.draft_times.values()):
             times.n_past = n_past
-        if self._n_rounds % SOLVE_EVERY == 1:
-            self.estimates.stale = True
         if self._wants_plain():
             room = 0
         self._plan = AutoPlan(self.estimates, self.time_budget, self._gate, room, self._n_rounds)
@@ -157,14 +157,33 @@ class AutoController(Controller):
         self._lost.add(source)
         self._find_the_unprofitable()
 
+    def book(self, round_: Round) -> None:
+        """Book what a round saved or lost against plain decoding.
+
+        The pass is charged as expected, not as it went: a machine that is slow now is slow for plain decoding too, and
+        what a width really costs shows in the times once the controller has learned from the round.
+        """
+        plan, self._plan = self._plan, None
+        spent, invested = (plan.ms_spent, plan.ms_invested) if plan else (0.0, 0.0)
+        self._stepped, self._lessons = (plan.stepped, plan.lessons) if plan else (set(), [])
+        estimates, n_tokens = self.estimates, len(round_.emitted)
+        round_.ms_verify_expected = estimates.times(len(round_.draft) + 1)
+        ms = round_.ms_verify_expected + estimates.ms_other + spent + invested
+        saved = n_tokens - ms / estimates.ms_plain
+        self.time_budget.book(n_tokens, saved, invested / estimates.ms_plain)
+
     def update(self, round_: Round) -> None:
         self._at_work = {token.source for token in round_.draft}
+        lessons, self._lessons = self._lessons, []
+        for learn in lessons:
+            learn()
         self._learn_acceptance(round_)
-        round_.ms_verify_expected = self.estimates.times(len(round_.draft) + 1)
-        self._learn_costs(round_, self._book(round_))
+        self._learn_costs(round_)
         if self._n_rounds % EXPLAIN_EVERY == 1:
             self._reason = explain(self.estimates, self._find_the_unprofitable(), has_begun=True)
         round_.reason = self._reason
+        if self._n_rounds % SOLVE_EVERY == 0:
+            self.estimates.solve_again()
 
     def explain(self) -> str:
         has_begun = self.time_budget.n_tokens > 0
@@ -185,24 +204,7 @@ class AutoController(Controller):
                 if accepted:
                     break
 
-    def _book(self, round_: Round) -> Set[str]:
-        """Book what a round saved or lost against plain decoding.
-
-        The pass is charged as expected, not as it went: a machine that is slow now is slow for plain decoding too, and
-        what a width really costs shows in the times from the next round on.
-
-        Returns:
-            The sources of which a model took a step.
-        """
-        plan, self._plan = self._plan, None
-        spent, invested, stepped = (plan.ms_spent, plan.ms_invested, plan.stepped) if plan else (0.0, 0.0, set())
-        estimates, n_tokens = self.estimates, len(round_.emitted)
-        ms = estimates.times(len(round_.draft) + 1) + estimates.ms_other + spent + invested
-        saved = n_tokens - ms / estimates.ms_plain
-        self.time_budget.book(n_tokens, saved, invested / estimates.ms_plain)
-        return stepped
-
-    def _learn_costs(self, round_: Round, stepped: Set[str]) -> None:
+    def _learn_costs(self, round_: Round) -> None:
         estimates = self.estimates
         before = estimates.times.scale
         estimates.times.observe(len(round_.draft) + 1, round_.ms_verify)
@@ -210,7 +212,7 @@ class AutoController(Controller):
             if source not in self._at_work:
                 # What slows the target's passes slows those of a draft model that is not running too.
                 times.slow_down(estimates.times.scale / before)
-                if source not in stepped and source not in estimates.unprofitable:
+                if source not in self._stepped and source not in estimates.unprofitable:
                     estimates.acceptance[source].idle(len(round_.emitted), self._certainties(round_))
 
     def _certainties(self, round_: Round) -> list[float]:

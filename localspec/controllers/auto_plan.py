@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 
 from localspec.controllers.acceptance import START, leads_to
 from localspec.controllers.estimates import Estimates
@@ -33,6 +33,7 @@ class AutoPlan:
         ms_spent: time that draft models took for their steps.
         ms_invested: time that they took for readings.
         stepped: sources of which a model took a step or read.
+        lessons: what its steps teach, to be called once the round is over: nothing that this plan decides by.
     """
 
     def __init__(self, estimates: Estimates, budget: TimeBudget, gate: PrefillGate, room: int, index: int) -> None:
@@ -40,6 +41,7 @@ class AutoPlan:
         self.room = min(room, estimates.max_draft)
         self.ms_spent = self.ms_invested = 0.0
         self.stepped: set[str] = set()
+        self.lessons: list[Callable[[], None]] = []
         self._gate = gate
         # What holds until the round is over: asked for twice for every draft token.
         self._one_ms = estimates.times(1)
@@ -71,7 +73,7 @@ class AutoPlan:
     def more(self, source: str, pending: int = 0) -> bool:
         if self.room <= 0 or pending == 0:  # where looking costs nothing, keep() decides with the confidence known
             return self.room > 0
-        self._is_reading = self._gate.is_reading(source, pending)
+        self._is_reading = pending > 1 and self._gate.is_reading(source, pending)
         return self._step_pays(source, pending)
 
     def piece(self, source: str, pending: int) -> int:
@@ -89,9 +91,9 @@ class AutoPlan:
     def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
         acceptance = self.estimates.acceptance[source]
         if source in self.estimates.draft_times:
-            acceptance.notice(confidence, self._after)
+            self.lessons.append(partial(acceptance.notice, confidence, self._after))
         elif self._last_source != source:  # of a copy only the first token counts
-            acceptance.notice(confidence)
+            self.lessons.append(partial(acceptance.notice, confidence))
         expected = (self.estimates.sampled[source] if sampled else acceptance).expected(confidence)
         after = leads_to(confidence)
         if self.room <= 0 or not self._row_pays(source, expected, after):
@@ -121,14 +123,15 @@ class AutoPlan:
 
     def spent(self, source: str, n_tokens: int, ms: float) -> None:
         # At most what was expected: the rest is the machine's doing. If it stays so slow, the times say so from the
-        # second pass on.
+        # next piece of a reading on, or the next round.
         times = self.estimates.draft_times[source]
         charged = min(ms, times(n_tokens))
         if self._is_reading:
             self.ms_invested += charged
+            times.observe(n_tokens, ms)
         else:
             self.ms_spent += charged
-        times.observe(n_tokens, ms)
+            self.lessons.append(partial(times.observe, n_tokens, ms))
         self.stepped.add(source)
 
     def nothing(self, source: str) -> None:
@@ -154,7 +157,7 @@ class AutoPlan:
         if self._is_reading and self.ms_invested and estimates.times.ms_beside < math.inf:
             estimates.set_lagging(source, True)  # the rest is read in later rounds
             return False
-        if not self._gate.pays(source, pending, self._answer_room, self._index):
+        if pending > 1 and not self._gate.pays(source, pending, self._answer_room, self._index):
             estimates.set_lagging(source, True)
             return False
         if not self._affords(estimates.draft_times[source](1 if self._is_reading else pending), _share(source)):

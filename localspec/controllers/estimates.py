@@ -142,6 +142,11 @@ class Estimates:
         histograms = np.array(self.acceptance[source].histograms)
         return Prospects(histograms, _LEADS_TO, table, self.step_ms(source), source in self.one_pass)
 
+    def solve_again(self) -> None:
+        """Solve the stopping problem with what was learned since it was last solved."""
+        self.stale = True
+        self._refresh()
+
     @property
     def at_hand(self) -> Continuation:
         """The stopping problem as last solved, with every source that can draft at once: without lagging models."""

@@ -77,7 +77,7 @@ class Continuation:
         self, rows_ms: Sequence[float], models: Sequence[Prospects], free: Prospects | None, rate: float | None = None
     ) -> None:
         self.rows_ms = rows_ms
-        self._row = np.diff(np.asarray(rows_ms, dtype=np.float64))
+        self._row: list[float] = np.diff(np.asarray(rows_ms, dtype=np.float64)).tolist()
         affordable = sum(1 for ms in rows_ms[1:] if ms <= MAX_COST * rows_ms[0])
         self._n_ahead = max(affordable, min(4, len(self._row)))
         self._models = [(m, _Shift(m.acceptance)) for m in models]
@@ -129,6 +129,7 @@ class Continuation:
                 best = np.einsum("b,gbp->gp", free.shares[0], np.maximum(sent, best[:, None]))
             self._value[n], ms[n] = best, best_ms
         self._ms = ms
+        self._looked_up = self._value.tolist(), self._steps.tolist()  # of lists single numbers are had faster
         return float(1.0 + self._value[0, 0, 0] - rate * self.rows_ms[0])
 
     def _round_ms(self) -> float:
@@ -140,40 +141,43 @@ class Continuation:
         Args:
             after: what the next draft token comes after, an index of ``Prospects.shares``.
         """
-        return self._at(self._value, n, reach, after)
+        return _at(self._looked_up[0], n, reach, after)
 
     def step(self, n: int, reach: float, after: int = 0, model: int = 0) -> float:
         """S: tokens to be gained by a step of a draft model, its confidence not yet known."""
-        return self._at(self._steps[model], n, reach, after)
+        return _at(self._looked_up[1][model], n, reach, after)
 
     def send(self, n: int, reach: float, acceptance: float, leads_to: int = 0) -> float:
         """Tokens to be gained by sending a guess and going on in the best way."""
         if n >= len(self._row):
             return -math.inf
         reach *= acceptance
-        return reach - self.rate * float(self._row[n]) + self.value(n + 1, reach, leads_to)
+        return reach - self.rate * self._row[n] + self.value(n + 1, reach, leads_to)
 
     def copy(self, n: int, reach: float, acceptance: float, room: int, leads_to: int = 0) -> float:
         """Tokens to be gained by sending guesses that cost nothing, as long as it pays, each as likely right."""
         best, total = -math.inf, 0.0
         for m in range(n, min(n + room, len(self._row))):
             reach *= acceptance
-            total += reach - self.rate * float(self._row[m])
+            total += reach - self.rate * self._row[m]
             best = max(best, total + self.value(m + 1, reach, leads_to))
             if reach < 0.02:
                 break
         return best
 
-    def _at(self, table: Floats, n: int, reach: float, after: int) -> float:
-        if n >= len(table) - 1 or reach <= 0.0:
-            return 0.0
-        row = table[n, after % table.shape[1]]
-        at = -math.log(reach) / _GRID_STEP
-        low = int(at)
-        if low >= _N_GRID - 1:
-            return float(row[-1])
-        share = -math.expm1(_GRID_STEP * (low - at)) * _LINEAR
-        return float(row[low] * (1.0 - share) + row[low + 1] * share)
+
+def _at(table: Sequence[Sequence[Sequence[float]]], n: int, reach: float, after: int) -> float:
+    """A table [n_rows + 1, n_groups, grid] after n draft tokens that are all right with probability ``reach``."""
+    if n >= len(table) - 1 or reach <= 0.0:
+        return 0.0
+    groups = table[n]
+    row = groups[after % len(groups)]
+    at = -math.log(reach) / _GRID_STEP
+    low = int(at)
+    if low >= _N_GRID - 1:
+        return row[-1]
+    share = -math.expm1(_GRID_STEP * (low - at)) * _LINEAR
+    return row[low] * (1.0 - share) + row[low + 1] * share
 
 
 class _Shift:

@@ -56,7 +56,7 @@ def best_and_certainty(row: Row, temperature: float = 1.0) -> tuple[int, float]:
             best = at + n * int(blocks[:, at].argmax()) if at < n else at + n * (_FEW - 1)
     if temperature != 1.0:
         weights /= np.float32(max(temperature, 1e-6))  # what is less makes no difference
-    return best, float(1.0 / np.exp(weights, out=weights).sum())
+    return best, float(1.0 / np.add.reduce(np.exp(weights, out=weights)))
 
 
 def top_probability(row: Row, temperature: float = 1.0) -> float:

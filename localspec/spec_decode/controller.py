@@ -55,9 +55,15 @@ class Controller(ABC):
     def lose(self, source: str) -> None:  # noqa: B027 - optional hook
         """A drafter failed and will draft no more."""
 
+    def book(self, round_: Round) -> None:  # noqa: B027 - optional hook
+        """What a finished round cost and gained, which the next plan has to know; ``update`` follows."""
+
     @abstractmethod
     def update(self, round_: Round) -> None:
-        """Learn from a finished round, and note in it why it drafted as it did."""
+        """Learn from a finished round, and note in it why it drafted as it did.
+
+        Where a device computes passes by itself, after the next plan was made: while the first pass by it runs.
+        """
 
     @abstractmethod
     def explain(self) -> str:

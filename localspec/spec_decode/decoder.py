@@ -18,7 +18,7 @@ from localspec.spec_decode.controller import Controller
 from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.drafters.base import Drafter
 from localspec.spec_decode.drafters.group import DrafterGroup
-from localspec.spec_decode.passes import Drafting, Reading, Steps, TargetPass, read_alone, rounds_alone
+from localspec.spec_decode.passes import Drafting, Reading, Steps, TargetPass, overlapping, read_alone, rounds_alone
 from localspec.spec_decode.proposer import SamplingProposer
 from localspec.spec_decode.rounds import Draft, EmittedToken, FinishReason, Round, Span, TokenKind, Verdict
 from localspec.spec_decode.verification import Rows, verify
@@ -71,6 +71,7 @@ class SpeculativeDecoder:
         self.drafters.attach(target)
         self.controller = controller
         self._lost = lost
+        self._overlaps = target.overlaps and ahead is None
 
     def _without(self, drafter: Drafter, why: str) -> None:
         self.controller.lose(drafter.source)
@@ -150,6 +151,8 @@ class SpeculativeDecoder:
     ) -> Steps:
         """``rounds``, the passes left to the caller; after each comes its round."""
         steps = self._steps(prompt, params, text, cancelled, n_logprobs, constraint)
+        if self._overlaps:
+            return overlapping(steps, self.target, self._learn)
         return steps if self.ahead is None else self.ahead.during(steps)
 
     def _steps(
@@ -221,9 +224,16 @@ class SpeculativeDecoder:
             finish_reason=finish,
             ahead=None if answer.ahead is None else answer.ahead.count,
         )
-        self.controller.update(round_)
+        self.controller.book(round_)
+        if not self._overlaps:
+            self._learn(round_)
         round_.ms_other = (time.perf_counter() - verified - replayed) * 1e3
         return round_
+
+    def _learn(self, round_: Round) -> None:
+        """What a finished round teaches; one of tokens that nobody chose teaches nothing."""
+        if round_.verdict.kind != "forced":
+            self.controller.update(round_)
 
     def _draft(self, answer: _Answer) -> Drafting[Draft]:
         """What the drafters propose, as far as the controller lets them; empty is plain decoding."""

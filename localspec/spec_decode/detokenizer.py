@@ -117,10 +117,10 @@ class TextAssembler:
     def _read(self, span: Span) -> list[Span]:
         if self.stopped or not span.text:
             return []
+        if not self._matchers:  # nothing is ever held
+            return [span]
         at = self._held.n_read
         self._held.add(span)
-        if not self._matchers:
-            return self._held.release(self._held.n_read)
         open_from = at
         for character in span.text:
             at += 1

@@ -2,6 +2,9 @@
 
 The steps of an answer are a generator: it yields the pass that it waits for, and is sent what the pass returns. One
 answer alone has its passes run here, one after the other; those of several answers can be run as one.
+
+Where a device computes a pass while its caller goes on, a step may come before it that only begins it (``Launch``):
+what a round leaves to be done is done meanwhile, and takes no time of the answer's.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TypeVar
+
+import numpy as np
 
 from localspec.backends.base import Context
 from localspec.backends.forward import Forward, Wanted
@@ -49,6 +54,10 @@ class TargetPass:
             return target.decode_best(self.tokens, self.n_best)
         return target.decode(self.tokens, self.logits)
 
+    def runs_in(self, target: Context) -> Context:
+        """The context that computes it."""
+        return target
+
     @property
     def n_needed(self) -> int:
         """How many of the tokens, from the first, cannot be left out."""
@@ -86,8 +95,49 @@ class DraftPass:
         self.ms = (time.perf_counter() - started) * 1e3
         return forward
 
+    def runs_in(self, target: Context) -> Context:
+        """The context that computes it."""
+        return self.context
 
-AnyPass = TargetPass | DraftPass
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The pass that comes next may begin: until it is asked for, there are things to do that do not need it.
+
+    Whoever cannot begin it sends back nothing.
+
+    Attributes:
+        wanted: the pass.
+    """
+
+    wanted: TargetPass | DraftPass
+
+    def run(self, target: Context | None = None) -> Forward:
+        """Nothing: the pass is run when it is asked for."""
+        return NOTHING
+
+    def run_beside(self, target: Context, go_on: Callable[[], object]) -> Forward:
+        """Run the pass, and call a function once it has begun; also where it fails at once."""
+        context, is_left = self.wanted.runs_in(target), True
+
+        def meanwhile() -> None:
+            nonlocal is_left
+            is_left = False
+            go_on()
+
+        context.meanwhile = meanwhile
+        try:
+            return self.wanted.run(target)
+        finally:
+            context.meanwhile = None
+            if is_left:
+                go_on()
+
+
+AnyPass = TargetPass | DraftPass | Launch
+
+NOTHING = Forward(np.empty((0, 0), dtype=np.float32))
+"""What nobody waits for."""
 
 Reading = Generator[AnyPass, Forward, Result]
 """Yields passes, is sent what they return, and has a result."""
@@ -136,7 +186,10 @@ def read_alone(reading: Reading[Result] | Drafting[Result], target: Context | No
             wanted = next(reading)
             while True:
                 try:
-                    forward = wanted.run(target)
+                    if isinstance(wanted, Launch) and target is not None:
+                        forward = wanted.run_beside(target, lambda: reading.send(NOTHING))
+                    else:
+                        forward = wanted.run(target)
                 except BaseException as error:
                     wanted = reading.throw(error)
                 else:
@@ -160,6 +213,45 @@ def given(steps: Steps, take: Callable[[Round], None]) -> Reading[None]:
                     step = thrown(steps, error)
                 else:
                     step = after(steps, forward)
+
+
+def overlapping(steps: Steps, target: Context, finish: Callable[[Round], None]) -> Steps:
+    """The same steps, each round finished and handed on while a device computes the first pass of the next.
+
+    Where that pass is none that computes by itself, the round comes before it.
+
+    Args:
+        steps: of an answer.
+        target: what its passes run in.
+        finish: what is left to be done of a round before it is handed on.
+    """
+    last: Round | None = None
+    with closing(steps):
+        try:
+            step = after(steps)
+            while step is not None:
+                if isinstance(step, Round):
+                    last, step = step, after(steps)
+                    continue
+                if last is not None and not isinstance(step, Launch):
+                    if step.runs_in(target).overlaps:
+                        yield Launch(step)
+                    round_, last = last, None
+                    finish(round_)
+                    yield round_
+                try:
+                    forward = yield step
+                except Exception as error:
+                    step = thrown(steps, error)
+                else:
+                    step = after(steps, forward)
+        except GeneratorExit:
+            last = None  # nobody takes it any more
+            raise
+        finally:
+            if last is not None:
+                finish(last)
+                yield last
 
 
 def thrown(steps: Steps, error: BaseException) -> AnyPass | Round | None:

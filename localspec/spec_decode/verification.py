@@ -23,8 +23,11 @@ Tokens that do not depend on fresh randomness come after those: the draw from wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
+
+import numpy as np
 
 from localspec.sampling.sampling import Ids, Noise, Row, SamplingParams, distribution, greedy_token
 from localspec.spec_decode.rounds import Draft, TokenKind, Verdict
@@ -66,6 +69,10 @@ def verify(
     Returns:
         The ``Verdict``.
     """
+    if ids is not None and isinstance(logits, np.ndarray) and params.n_best == 1 and not draft.branches:
+        rows, at = np.arange(len(logits)), logits.argmax(axis=1)
+        if all(map(math.isfinite, logits[rows, at].tolist())):
+            return _along_the_chain(draft, ids[rows, at].tolist())
     history = list(tokens[-params.repeat_last_n :]) if params.edits_logits else []
     at, path = -1, list[int]()
     while True:
@@ -79,6 +86,15 @@ def verify(
         path.append(at)
         if params.edits_logits:
             history.append(chosen)
+
+
+def _along_the_chain(draft: Draft, chosen: Sequence[int]) -> Verdict:
+    """Greedily, the most probable token of each row being known: all in one go, as rows that are cut are short."""
+    n, n_accepted = len(draft), 0
+    while n_accepted < n and draft[n_accepted].id == chosen[n_accepted]:
+        n_accepted += 1
+    kind: TokenKind = "recovered" if n_accepted < n else "bonus" if n else "plain"
+    return Verdict(n_accepted, chosen[n_accepted], kind)
 
 
 def _judge(

@@ -257,17 +257,22 @@ def rounds_of(ms_verify: float, n_drafted: int, n_accepted: int, ms_draft: float
     return Round(0, draft, Verdict(n_accepted, 0, "plain"), emitted, ms_draft=ms_draft, ms_verify=ms_verify)
 
 
+def finish(controller: AutoController, round_: Round) -> None:
+    controller.book(round_)
+    controller.update(round_)
+
+
 def test_the_account_is_charged_for_drafting_and_not_for_a_slow_machine() -> None:
     controller = auto(world("ik", 0.2, "stationary 0.8"))
     start = controller.time_budget.balance
     for _ in range(20):
-        controller.update(rounds_of(3 * 52.0, 0, 0))  # plain, on a machine that has become three times slower
+        finish(controller, rounds_of(3 * 52.0, 0, 0))  # plain, on a machine that has become three times slower
     assert controller.time_budget.balance >= start
     before = controller.time_budget.balance
     times, draft_times = controller.estimates.times, controller.estimates.draft_times["model"]
     controller.plan(room=500, n_past=60).spent("model", 4, 1.0 * draft_times(4))
     lost = times(4) + draft_times(4) - times(1)
-    controller.update(rounds_of(times(4), 3, 0))
+    finish(controller, rounds_of(times(4), 3, 0))
     assert before - controller.time_budget.balance == pytest.approx(lost / times(1), rel=0.1)
 
 
@@ -280,7 +285,7 @@ def test_a_stall_is_charged_no_more_than_was_expected() -> None:
         before = controller.time_budget.balance
         controller.plan(room=500, n_past=60).spent("model", 1, ms_draft)
         most = (estimates.times(2) + step + estimates.ms_other) / estimates.ms_plain
-        controller.update(rounds_of(ms_verify, 1, 0))
+        finish(controller, rounds_of(ms_verify, 1, 0))
         assert before - controller.time_budget.balance <= most
     assert controller.time_budget.for_drafts > -2.5
 
@@ -350,8 +355,9 @@ def test_where_little_is_gained_a_round_is_plain_now_and_then() -> None:
         took = 20.0 if not draft else 26.0  # a second token costs 0.3 of the first, not 0.02
         accepted = int(bool(draft) and i % 5 == 0)
         tokens = [EmittedToken(0, "plain")] * (accepted + 1)
-        controller.update(
-            Round(0, draft, Verdict(accepted, 0, "plain"), tokens, ms_draft=2.0 * len(draft), ms_verify=took)
+        finish(
+            controller,
+            Round(0, draft, Verdict(accepted, 0, "plain"), tokens, ms_draft=2.0 * len(draft), ms_verify=took),
         )
     assert times(1) == pytest.approx(20.0, rel=0.06)
     assert n_plain > 0.8 * n
@@ -364,7 +370,7 @@ def test_on_a_machine_that_has_become_slower_a_prompt_is_read_a_piece_first() ->
         controller.begin(SamplingParams(), 60)
         for _ in range(20):
             controller.plan(room=500, n_past=60)
-            controller.update(rounds_of(slower * 52.0, 0, 0))
+            finish(controller, rounds_of(slower * 52.0, 0, 0))
         controller.time_budget.balance = 40.0
     plan = calm.plan(room=500, n_past=80)
     assert plan.more("model", 80)
@@ -377,7 +383,7 @@ def test_on_a_machine_that_has_become_slower_a_prompt_is_read_a_piece_first() ->
     assert plan.more("model", 80 - PROBE_TOKENS)  # one pass may be a stall
     plan.spent("model", PROBE_TOKENS, 6 * busy.estimates.draft_times["model"](PROBE_TOKENS))
     assert not plan.more("model", 80 - 2 * PROBE_TOKENS)
-    busy.update(rounds_of(2 * 52.0, 0, 0))
+    finish(busy, rounds_of(2 * 52.0, 0, 0))
     assert busy.time_budget.in_answer == pytest.approx(in_answer, abs=0.1)  # an investment, if a bad one
 
 
@@ -386,7 +392,7 @@ def test_a_slow_machine_is_expected_to_slow_a_draft_model_that_is_not_running_to
     times, draft_times = controller.estimates.times, controller.estimates.draft_times["model"]
     before = draft_times(1) / times(1)
     for _ in range(50):
-        controller.update(rounds_of(2 * 52.0, 0, 0))
+        finish(controller, rounds_of(2 * 52.0, 0, 0))
     assert times(1) == pytest.approx(2 * 52.0, rel=0.05)
     assert draft_times(1) / times(1) == pytest.approx(before, rel=0.01)
 
@@ -413,9 +419,9 @@ def test_copies_that_failed_do_not_cost_a_draft_model_its_chance() -> None:
     here = world("ik", 0.2, "stationary 0.9")
     controller = auto(here)
     for _ in range(20):
-        controller.update(rounds_of(controller.estimates.times(1), 0, 0))
+        finish(controller, rounds_of(controller.estimates.times(1), 0, 0))
     while controller.time_budget.for_drafts > 0:  # copies lose all that they may in this answer
-        controller.update(rounds_of(controller.estimates.times(2), 1, 0))
+        finish(controller, rounds_of(controller.estimates.times(2), 1, 0))
     assert controller.plan(room=500, n_past=60).more("model", pending=2) is False
     balance = controller.time_budget.balance
     assert balance > 4

@@ -63,7 +63,9 @@ class Writer:
         right = list(self.source.right[self.position : self.position + length])
         accepted = right.index(False) if False in right else length
         emitted = [EmittedToken(0, "plain")] * (accepted + 1)
-        self.controller.update(Round(0, self.draft.first(length), Verdict(accepted, 0, "plain"), emitted, 0.0, 1.0))
+        round_ = Round(0, self.draft.first(length), Verdict(accepted, 0, "plain"), emitted, 0.0, 1.0)
+        self.controller.book(round_)
+        self.controller.update(round_)
         self.draft, self.position = None, self.position + accepted + 1
         self.n_read = min(self.n_read, self.position)
         return accepted + 1

@@ -159,6 +159,7 @@ class World:
             )
             if self.certainty is not None:
                 controller.watch(row_of(self.certainty[position + emitted - 1]))
+            controller.book(round_)
             controller.update(round_)
             position += emitted
             for name in caught_up:

@@ -7,23 +7,28 @@ with a given probability, each place for itself; so what a draft is worth is kno
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from localspec.backends.base import Capabilities, Context, FloatArray, Forward, Model
-from localspec.backends.best_rows import LEAST
+from localspec.backends.best_rows import MOST, by_token, n_looked_for
+from localspec.backends.forward import Wanted, n_wanted
 from localspec.backends.reference_tokenizer import PythonByteLevel
 from localspec.backends.tokenizer import Tokenizer
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.runtime.model_loading import Loader
-from tests.support import best_rows
+from localspec.sampling.rows import largest_ids
+
+T = TypeVar("T")
 
 N_BASE = 16
 """Rows that all others are made of: more than a processor's cache holds, of 152k logits."""
@@ -76,7 +81,8 @@ class WaitingModel(Model):
         self.named = [token for token in range(self.vocab.n_tokens) if token < 256 and token not in self.vocab.eog]
         noise = np.random.default_rng(0).standard_normal((N_BASE, self.n_vocab), dtype=np.float32)
         self.base = 2.0 * noise
-        self.masses = np.exp(self.base.astype(np.float64)).sum(axis=1)
+        self.masses: list[float] = np.exp(self.base.astype(np.float64)).sum(axis=1).tolist()
+        self.largest = [largest_ids(row, MOST + 8).tolist() for row in self.base] if timing.best else []
 
     def spent(self, started: float, busy: float) -> None:
         """Something since these times, of the clock and of the processor, was a pass."""
@@ -103,12 +109,25 @@ class WaitingModel(Model):
 
     def fill(self, row: FloatArray, position: int) -> None:
         """The logits after the token at ``position`` - 1."""
-        which = _mixed(position, 4) % N_BASE
+        which, named = self._at(position)
         row[:] = self.base[which]
+        for token, logit in named.items():
+            row[token] = logit
+
+    def best(self, position: int, k: int) -> tuple[list[float], list[int]]:
+        """The k largest of these logits and their tokens, the largest first, as a device finds them."""
+        which, named = self._at(position)
+        ids = self.largest[which][: k + len(named)]
+        others = [(float(self.base[which, token]), token) for token in ids if token not in named]
+        both = sorted([*others, *((logit, token) for token, logit in named.items())], reverse=True)[:k]
+        return [logit for logit, _ in both], [token for _, token in both]
+
+    def _at(self, position: int) -> tuple[int, dict[int, float]]:
+        """Which of the rows that all are made of, and the logits that differ."""
+        which = _mixed(position, 4) % N_BASE
         ranks = self.ranks(position)
-        rest = max(1.0 - sum(ranks.values()), 1e-3)
-        for token, probability in ranks.items():
-            row[token] = np.log(probability / rest * self.masses[which])
+        mass = self.masses[which] / max(1.0 - sum(ranks.values()), 1e-3)
+        return which, {token: math.log(probability * mass) for token, probability in ranks.items()}
 
     def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> Context:
         return WaitingContext(self, n_ctx, hidden)
@@ -129,31 +148,47 @@ class WaitingContext(Context):
         super().__init__(model, n_ctx, hidden)
         self._rows: FloatArray = np.empty((0, model.n_vocab), dtype=np.float32)
         self.finds_best = model.timing.best
+        self.overlaps = model.timing.device == "gpu"
 
     def _decode_best(
         self, tokens: Sequence[int], n_best: int, logits: Literal["all", "last", "none"], rows: FloatArray | None
     ) -> Forward:
-        whole, started, busy = self._decode(tokens, logits), time.perf_counter(), time.thread_time()
-        forward = best_rows.cut(whole, max(n_best, LEAST))
-        self.model.spent(started, busy)
-        return forward
+        k = n_looked_for(n_best, self.model.n_vocab)
+
+        def found(positions: Sequence[int]) -> tuple[FloatArray, npt.NDArray[np.int32]]:
+            values, ids = zip(*(self.model.best(position, k) for position in positions), strict=True)
+            return np.array(values, dtype=np.float32), np.array(ids, dtype=np.int32)
+
+        best = by_token(*self._pass(tokens, logits, found), n_best)
+        assert best is not None
+        return Forward(best[0], ids=best[1])
 
     def _decode(self, tokens: Sequence[int], logits: Literal["all", "last", "none"]) -> Forward:
-        model, started, busy = self.model, time.perf_counter(), time.thread_time()
-        n_rows = {"all": len(tokens), "last": 1, "none": 0}[logits]
-        if n_rows > len(self._rows):
-            self._rows = np.empty((n_rows, model.n_vocab), dtype=np.float32)
-        rows = self._rows[:n_rows]
-        for i, row in enumerate(rows):
-            model.fill(row, self.n_past + len(tokens) - n_rows + 1 + i)
-        timing = model.timing
+        return Forward(self._pass(tokens, logits, self._fill))
+
+    def _fill(self, positions: Sequence[int]) -> FloatArray:
+        if len(positions) > len(self._rows):
+            self._rows = np.empty((len(positions), self.model.n_vocab), dtype=np.float32)
+        rows = self._rows[: len(positions)]
+        for row, position in zip(rows, positions, strict=True):
+            self.model.fill(row, position)
+        return rows
+
+    def _pass(self, tokens: Sequence[int], logits: Wanted, result: Callable[[Sequence[int]], T]) -> T:
+        """Wait as long as a pass takes; what it returns for the positions of its rows is made within that time."""
+        model, timing, started = self.model, self.model.timing, time.perf_counter()
         nominal = timing.ms + timing.ms_row * (len(tokens) - 1)
         ends = started + nominal / 1e3
+        self._begun()
+        # Where what was done beside the pass takes longer than that, the rest is our own time.
+        late, busy = max(0.0, time.perf_counter() - ends), time.thread_time()
+        n = self.n_past + len(tokens) + 1
+        found = result(range(n - n_wanted(logits, len(tokens)), n))
         while (left := ends - time.perf_counter()) > 0:
             time.sleep(left)
         model.nominal_ms += nominal
-        model.spent(started, busy)
-        return Forward(rows)
+        model.spent(started + late, busy)
+        return found
 
     def _truncate(self, n: int) -> None:
         pass

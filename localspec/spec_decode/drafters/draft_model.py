@@ -51,6 +51,9 @@ class DraftModelDrafter(Drafter):
         self._n_hidden = 0
         self._n_hideable = self._n_best = 0
         self._ms_elsewhere = 0.0
+        self._text: Sequence[int] | None = None
+        """What is drafted for, once a step of this draft has read it: it only grows while the draft does."""
+        self._n_known = 0
 
     def clone(self, context: Context | None) -> Drafter:
         return DraftModelDrafter(context or self.context, self.source)
@@ -65,10 +68,10 @@ class DraftModelDrafter(Drafter):
             return []
 
     def _drafting(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> Drafting[list[DraftToken]]:
-        position = len(tokens)
+        position, text = len(tokens), tokens
         if position > self.context.n_ctx:
             return []
-        tokens, known = yield from self._what_to_read(tokens, plan)
+        tokens, known = yield from self._what_to_read(text, plan)
         if known is None:
             return []
         is_as_wide = proposer.n_vocab is None or self.context.model.n_vocab <= proposer.n_vocab
@@ -79,6 +82,7 @@ class DraftModelDrafter(Drafter):
         n_counterfactual = min(n_settled - max(known, n_prompt - 1) - 1, MAX_COUNTERFACTUAL)
         n_scored = n_counterfactual if len(tokens) - known > 2 else 0
         forward = yield from self._read(tokens, known, n_scored, plan, proposer)
+        self._text, self._n_known = text if tokens is text else None, self.context.n_past
         confidence = proposer.confidence(forward.logits[-1], tokens, ids=_ids(forward, -1))
         plan.spent(self.source, len(tokens) - known, self._ms_since(started))
         return self._proposed(confidence, position, plan, proposer)
@@ -87,7 +91,9 @@ class DraftModelDrafter(Drafter):
         """The text as this model sees it, and how much of that it knows; None if the rest is not worth reading."""
         for n_hidden in (0, self._n_hideable) if self._n_hideable else (self._n_hidden,):
             seen = [*tokens[:N_HEAD], *tokens[N_HEAD + n_hidden :]] if n_hidden else tokens
-            known = self._reuse(seen[:-1])
+            known = self.context.n_past
+            if self._text is not tokens or known != self._n_known:
+                known = self._reuse(seen[:-1])
             if max(seen[known:]) >= self.context.model.n_vocab:  # the target's padding can be wider than the draft's
                 continue
             pending = len(seen) - known
@@ -165,6 +171,9 @@ class DraftModelDrafter(Drafter):
         known = shared_prefix(self.context.tokens, tokens)
         is_short = len(tokens) <= MAX_ABRIDGED and len(tokens) - known > N_HEAD + N_TAIL + N_TAIL // 4
         self._n_hidden, self._n_hideable = 0, len(tokens) - N_HEAD - N_TAIL if is_short else 0
+
+    def drafted(self) -> None:
+        self._text = None
 
     def accept(self, emitted: Sequence[int]) -> None:
         self._n_settled += len(emitted)
