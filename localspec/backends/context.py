@@ -25,18 +25,15 @@ N_UNINTERRUPTED = 256
 class Context(ABC):
     """The memory of one sequence.
 
-    ``tokens`` is what the memory holds, in order. Subclasses implement ``_decode`` and ``_truncate``, and where their
-    model ``saves_state`` also ``_export``, ``_state_bytes`` and ``_import``, where it has ``float_rows``,
-    ``first_layers`` and ``trees`` also ``_decode_floats``, ``_decode_first_layers``, ``_decode_tree`` and ``_keep``;
-    arguments are checked here, so that every backend refuses the same things with the same words.
+    ``tokens`` is what the memory holds, in order. Subclasses implement ``_decode`` and ``_truncate``, and what else
+    their model's ``capabilities`` promise; arguments are checked here, so that all refuse the same in the same words.
 
     Attributes:
         hidden: names of the hidden states that every pass returns; see ``Forward.hidden``.
         finds_best: whether the engine can find the largest logits; it has ``_decode_best`` then, also for float rows.
         interrupted: asked between the pieces of a long input; a true answer ends the decode with ``Cancelled``.
         overlaps: whether a device computes passes while their caller does something else.
-        meanwhile: called within the next pass, once the device has begun with it; for that pass only. For contexts that
-            overlap.
+        meanwhile: of one that overlaps, called within a pass once the device has begun with it, perhaps several times.
     """
 
     def __init__(self, model: Model, n_ctx: int, hidden: tuple[str, ...] = ()) -> None:
@@ -48,10 +45,8 @@ class Context(ABC):
         self.finds_best = False
         self.overlaps = False
         self.meanwhile: Callable[[], None] | None = None
-        self._partial: tuple[int, int] | None = None
-        """Where rows begin that only the first layers have, and how many layers that is."""
-        self._tree: tuple[list[int], list[int]] | None = None
-        """Tokens and parents of rows behind the memory, of which none is kept yet."""
+        self._partial: tuple[int, int] | None = None  # where rows begin that only the first layers have, and how many
+        self._tree: tuple[list[int], list[int]] | None = None  # tokens and parents of rows of which none is kept yet
         self._closed = False
 
     @property
@@ -266,12 +261,6 @@ class Context(ABC):
             raise
         self.tokens.extend(tokens)
         return forward
-
-    def _begun(self) -> None:
-        """The device has been given a pass: time to do something else."""
-        if self.meanwhile is not None:
-            meanwhile, self.meanwhile = self.meanwhile, None
-            meanwhile()
 
     def truncate(self, n: int) -> None:
         """Forget all but the first n tokens; afterwards the context behaves as a fresh one that was fed just those.

@@ -300,7 +300,7 @@ class LlamaContext(Context):
         wanted_rows = np.full(len(rows), logits == "all")
         wanted_rows[-1] = logits != "none"
         positions = range(n_past, n_past + len(rows))
-        return self._passes.run(rows, positions, wanted_rows, last=last, n_best=n_best, begun=self._begun)
+        return self._passes.run(rows, positions, wanted_rows, last=last, n_best=n_best, begun=self.meanwhile)
 
     def _decode_tree(self, tokens: Sequence[int], parents: Sequence[int]) -> Forward:
         if self._leaves is None:
@@ -312,7 +312,7 @@ class LlamaContext(Context):
         for parent in parents:
             positions.append(self.n_past if parent < 0 else positions[parent] + 1)
         wanted_rows = np.ones(len(tokens), dtype=bool)
-        return self._passes.run(tokens, positions, wanted_rows, sequences=sequences, begun=self._begun)
+        return self._passes.run(tokens, positions, wanted_rows, sequences=sequences, begun=self.meanwhile)
 
     def _keep(self, path: Sequence[int]) -> None:
         assert self._leaves is not None

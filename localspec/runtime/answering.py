@@ -43,7 +43,8 @@ def answer(request: AnswerRequest, pair: Pair, encoder: PromptEncoder, job: Job)
         UsageError, TemplateError, EngineError: the request failed; the pair is ready for the next one.
     """
     asked = request.read(encoder)
-    return read_alone(answering(request, pair, job, asked, Seat(pair.state)), pair.context)
+    seat = Seat(pair.state, overlaps=True)
+    return read_alone(answering(request, pair, job, asked, seat), pair.context)
 
 
 def answering(

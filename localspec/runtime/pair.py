@@ -275,7 +275,8 @@ class Pair:
             prepare_free(self, chosen)
         chosen = [drafter for drafter in chosen if controller.may_use(drafter.source)]
         target = seat.state.context
-        decoder = SpeculativeDecoder(target, chosen, controller, self._lost, seat.drafting_ahead)
+        ahead = seat.drafting_ahead
+        decoder = SpeculativeDecoder(target, chosen, controller, self._lost, ahead, overlaps=seat.overlaps)
         conversation = list(prompt)
         self.conversation, self._last = conversation, last
         text = TextAssembler(self.target.vocab, params.stop, thinking)

@@ -36,12 +36,14 @@ class Seat:
         times: what a pass costs this answer; None: as the state says, which is for passes of its own.
         step_times: what steps of draft models cost it, by source, where it is not as the state says.
         decides: the controller of the answer that is made in it; None until that begins.
+        overlaps: see ``SpeculativeDecoder``.
     """
 
     state: DecodingState
     times: ShareOfPass | None = None
     step_times: Mapping[str, PassCost] = field(default_factory=dict)
     decides: Controller | None = None
+    overlaps: bool = False
 
     @property
     def n_chunk(self) -> int:

@@ -48,6 +48,8 @@ class SpeculativeDecoder:
         controller: decides how far to draft.
         lost: takes a drafter that failed, and why; the answer goes on without it.
         ahead: drafts while the target verifies; None drafts in the ordinary order. For one answer at a time.
+        overlaps: whether what a round leaves to be done may be done while a device computes the next pass, see
+            ``passes.overlapping``: for steps of one answer, run without a break.
 
     Raises:
         UsageError: the target's context does not return the hidden states that a drafter reads.
@@ -60,6 +62,8 @@ class SpeculativeDecoder:
         controller: Controller,
         lost: Callable[[Drafter, str], None] = lambda drafter, why: None,
         ahead: DraftAhead | None = None,
+        *,
+        overlaps: bool = False,
     ) -> None:
         self.ahead = ahead
         self.target = target
@@ -71,7 +75,7 @@ class SpeculativeDecoder:
         self.drafters.attach(target)
         self.controller = controller
         self._lost = lost
-        self._overlaps = target.overlaps and ahead is None
+        self._overlaps = overlaps and target.overlaps and ahead is None
 
     def _without(self, drafter: Drafter, why: str) -> None:
         self.controller.lose(drafter.source)

@@ -122,16 +122,16 @@ class Launch:
 
         def meanwhile() -> None:
             nonlocal is_left
-            is_left = False
-            go_on()
+            if is_left:
+                is_left = False
+                go_on()
 
         context.meanwhile = meanwhile
         try:
             return self.wanted.run(target)
         finally:
             context.meanwhile = None
-            if is_left:
-                go_on()
+            meanwhile()
 
 
 AnyPass = TargetPass | DraftPass | Launch
@@ -231,7 +231,8 @@ def overlapping(steps: Steps, target: Context, finish: Callable[[Round], None]) 
             step = after(steps)
             while step is not None:
                 if isinstance(step, Round):
-                    last, step = step, after(steps)
+                    last = step
+                    step = after(steps)
                     continue
                 if last is not None and not isinstance(step, Launch):
                     if step.runs_in(target).overlaps:

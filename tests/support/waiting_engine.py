@@ -179,7 +179,8 @@ class WaitingContext(Context):
         model, timing, started = self.model, self.model.timing, time.perf_counter()
         nominal = timing.ms + timing.ms_row * (len(tokens) - 1)
         ends = started + nominal / 1e3
-        self._begun()
+        if self.meanwhile is not None:
+            self.meanwhile()
         # Where what was done beside the pass takes longer than that, the rest is our own time.
         late, busy = max(0.0, time.perf_counter() - ends), time.thread_time()
         n = self.n_past + len(tokens) + 1

@@ -1,0 +1,234 @@
+"""What a round leaves to be done is done while a device computes the next pass."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localspec import LLM, SamplingParams
+from localspec.backends.base import Context
+from localspec.backends.reference import ReferenceContext
+from localspec.controllers.auto_controller import AutoController
+from localspec.controllers.fixed import FixedController
+from localspec.errors import EngineError
+from localspec.runtime.jobs import Job
+from localspec.sampling.sampling import Noise
+from localspec.spec_decode.rounds import Draft, DraftToken, Round, SpecStats
+from localspec.spec_decode.verification import verify
+from tests.conftest import Backend, TinyFiles
+from tests.support.overlapping import overlap
+from tests.support.waiting_engine import Timing, WaitingContext, waiting
+
+PROMPT = "one two three one two three"
+GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture
+def llm(tiny: TinyFiles) -> Iterator[LLM]:
+    drafts = ["ngram", tiny.quick.draft]
+    with LLM(tiny.quick.target, draft=drafts, backend="reference", n_ctx=512, idle=False, remember=False) as llm:
+        yield llm
+
+
+class Log(list[str]):
+    """What happens, in order: passes of the target and of a draft model, plans, rounds.
+
+    Args:
+        patch: until when.
+        llm: whose.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, llm: LLM) -> None:
+        super().__init__()
+        target: Context = llm.run(lambda pair: pair.context)
+        overlap(patch, lambda what, context: self.append(f"{'target' if context is target else 'draft'} {what}"))
+        for kind in (FixedController, AutoController):
+            for name in ("plan", "book", "update"):
+                self._watch(patch, kind, name)
+        self._watch(patch, Job, "give")
+
+    def _watch(self, patch: pytest.MonkeyPatch, kind: type[Any], name: str) -> None:
+        call = getattr(kind, name)
+
+        def logged(*args: Any, **options: Any) -> Any:
+            if name != "give" or isinstance(args[1], Round):  # a reply is given too
+                self.append(name)
+            return call(*args, **options)
+
+        patch.setattr(kind, name, logged)
+
+
+@pytest.mark.parametrize(("length", "first"), [(0, "target"), (3, "draft"), ("auto", "target")])
+def test_a_round_is_handed_on_once_the_device_is_at_the_next(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, length: int | str, first: str
+) -> None:
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    log = Log(monkeypatch, llm)
+    reply = llm.generate("four five", params, draft_length=length)
+    del log[: log.index("plan")]
+    n = reply.stats["num_rounds"]
+    assert n > 2
+    assert log.count("plan") == log.count("book") == log.count("update") == log.count("give") == n
+    firsts = set()
+    gives = [i for i, what in enumerate(log) if what == "give"]
+    for nth, at in enumerate(gives):
+        before = log[:at]
+        assert before.count("update") == nth + 1  # each is learned from first
+        if nth < n - 1:
+            assert before.count("plan") == before.count("book") + 1 == nth + 2
+            begun = next(i for i in range(at, 0, -1) if log[i].endswith("begins"))
+            assert begun > max(i for i in range(at) if log[i] == "plan")
+            assert log[at + 1] == log[begun].replace("begins", "ends")
+            firsts.add(log[begun].split()[0])
+    assert log[-1] == "give"
+    assert first in firsts
+
+
+def test_an_engine_without_a_device_keeps_the_order(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Log(monkeypatch, llm)
+    for kind in (ReferenceContext,):
+        monkeypatch.setattr(kind, "overlaps", False)
+    llm.generate("four five", SamplingParams(max_tokens=8, ignore_eos=True), draft_length=0)
+    del log[: log.index("plan")]
+    assert log == ["plan", "target begins", "target ends", "book", "update", "give"] * 8
+
+
+REQUESTS: dict[str, dict[str, Any]] = {
+    "greedy": {"params": GREEDY},
+    "sampled": {"params": SAMPLED},
+    "stop string": {"params": SamplingParams(max_tokens=60, stop=("e",), ignore_eos=True)},
+    "grammar": {"params": SamplingParams(max_tokens=30, grammar='root ::= ("one " | "two ")+')},
+    "log-probabilities": {"params": GREEDY, "logprobs": 2},
+    "one token": {"params": SamplingParams(max_tokens=1)},
+    "until its end": {"params": SamplingParams(max_tokens=200)},
+}
+
+
+@pytest.mark.parametrize("length", [0, 4, "auto"])
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_the_answer_is_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch, request_: str, length: int | str) -> None:
+    options = {"draft_length": length, **REQUESTS[request_]}
+
+    def asked() -> tuple[Any, ...]:
+        stream = llm.rounds(PROMPT, **options)
+        rounds = list(stream)
+        emitted = [token.as_dict() for round_ in rounds for token in round_.emitted]
+        for token in emitted:  # how far was drafted may differ
+            del token["kind"], token["source"]
+        reply = stream.reply
+        assert "".join(round_.text for round_ in rounds) == reply.text
+        assert [round_.index for round_ in rounds] == list(range(len(rounds)))
+        return emitted, reply.text, reply.finish_reason, [round_.finish_reason for round_ in rounds][-1]
+
+    expected = asked()
+    overlap(monkeypatch)
+    assert asked() == expected
+
+
+def test_engines_answer_the_same(fast_backend: Backend, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answers() -> list[list[int]]:
+        with LLM(tiny.pair.target, ["ngram", tiny.pair.draft], backend=fast_backend.name, n_ctx=256, idle=False) as llm:
+            return [list(llm.generate(PROMPT, GREEDY, draft_length=length).token_ids) for length in (0, 3, 0, "auto")]
+
+    expected = answers()
+    begun: list[Context] = []
+    overlap(monkeypatch, lambda what, context: begun.append(context))
+    assert answers() == expected
+    assert begun
+
+
+@pytest.mark.parametrize("at", ["begins", "ends"])
+def test_a_pass_that_fails_loses_no_round(llm: LLM, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    n_passes = 0
+    rounds: list[Round] = []
+
+    def fail(what: str, context: Context) -> None:
+        nonlocal n_passes
+        n_passes += what == at
+        if n_passes == 6 and what == at:
+            raise EngineError("the device is gone")
+
+    expected = llm.generate(PROMPT, GREEDY, speculate=False).token_ids
+    with monkeypatch.context() as patch:
+        overlap(patch, fail)
+        with pytest.raises(EngineError, match="is gone"):
+            rounds.extend(llm.rounds(PROMPT, GREEDY, speculate=False))
+    n = len(rounds)
+    assert n >= 3
+    assert [token.id for round_ in rounds for token in round_.emitted] == list(expected[:n])
+    assert llm.generate(PROMPT, GREEDY, speculate=False).token_ids == expected
+
+
+def test_what_fails_meanwhile_ends_the_answer_and_the_next_one_works(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = llm.generate(PROMPT, GREEDY, draft_length=3).token_ids
+    overlap(monkeypatch)
+    with monkeypatch.context() as patch:
+
+        def fail(self: SpecStats, round_: Round) -> None:
+            if round_.index == 2:
+                raise EngineError("nobody counts")
+
+        patch.setattr(SpecStats, "add", fail)
+        with pytest.raises(EngineError, match="nobody counts"):
+            llm.generate(PROMPT, GREEDY, draft_length=3)
+    assert llm.generate(PROMPT, GREEDY, draft_length=3).token_ids == expected
+    assert llm.generate(PROMPT, GREEDY, speculate=False).token_ids == expected
+
+
+def test_after_an_answer_that_is_broken_off_the_next_one_is_right(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    overlap(monkeypatch)
+    whole = llm.generate(PROMPT, GREEDY, draft_length=3).text
+    for n in (1, 2, 3):
+        with llm.rounds(PROMPT, GREEDY, draft_length=3) as stream:
+            said = "".join(next(stream).text for _ in range(n))
+        assert whole.startswith(said)
+        assert len(said) < len(whole)
+    assert llm.generate(PROMPT, GREEDY, draft_length=3).text == whole
+
+
+def test_a_reader_has_a_round_while_the_next_pass_runs(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real threads: the third pass does not end before somebody has read the second round."""
+    read, passes = threading.Event(), 0
+    run = WaitingContext._pass
+
+    def held(self: WaitingContext, tokens: Any, logits: Any, result: Callable[..., Any]) -> Any:
+        nonlocal passes
+        if logits == "all":
+            passes += 1
+        found = run(self, tokens, logits, result)
+        if passes == 3:
+            assert read.wait(60), "the round came too late"
+        return found
+
+    files: tuple[Path, ...] = (tiny.quick.target,)
+    with waiting({files[0]: Timing(1.0)}), LLM(files[0], backend="reference", n_ctx=256, idle=False) as llm:
+        monkeypatch.setattr(WaitingContext, "_pass", held)
+        stream = llm.rounds(PROMPT, SamplingParams(max_tokens=8, ignore_eos=True), speculate=False)
+        next(stream)
+        next(stream)
+        read.set()
+        assert len(list(stream)) == 6
+
+
+def test_the_most_probable_tokens_of_all_rows_at_once_make_the_same_verdict() -> None:
+    """Rows that are cut are short, and looked at together: as one after the other, among equals too."""
+    rng, params = np.random.default_rng(3), SamplingParams()
+    kinds = set()
+    for _ in range(400):
+        n, k = int(rng.integers(0, 5)), 6
+        logits = rng.integers(0, 3, (n + 1, k)).astype(np.float32)
+        ids = np.sort(np.stack([rng.permutation(40)[:k] for _ in range(n + 1)]), axis=1)
+        right = [int(row_ids[row.argmax()]) for row, row_ids in zip(logits, ids, strict=True)]
+        draft = Draft([DraftToken(token if rng.random() < 0.7 else 99, "model", 0.5) for token in right[:n]])
+        whole = np.full((n + 1, 100), -np.inf, dtype=np.float32)
+        np.put_along_axis(whole, ids, logits, axis=1)
+        verdict = verify(draft, logits, [1], params, Noise(None), ids)
+        assert verdict == verify(draft, whole, [1], params, Noise(None))
+        kinds.add(verdict.kind)
+    assert kinds == {"plain", "recovered", "bonus"}
