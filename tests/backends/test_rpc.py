@@ -15,9 +15,11 @@ from benchmarks.network_delay import Delay
 from localspec import LLM, EngineError, EngineUnavailable, Placement, SamplingParams
 from localspec.backends import llama_cpp, rpc
 from localspec.backends.layout import Target, layout
+from localspec.backends.llama_passes import LlamaPasses
 from localspec.backends.noise import engine_log
 from localspec.backends.rpc_link import ask
 from localspec.model_files.gguf_file import GGUFFile
+from localspec.runtime.jobs import Job
 from tests.conftest import TinyFiles, open_backend
 from tests.support.ggufs import Shape, write_llama
 from tests.support.rpc import built_library, serving
@@ -86,7 +88,35 @@ def test_drafting_goes_on_beside_far_servers_only(
         llm = stack.enter_context(LLM(tiny.pair.target, tiny.pair.draft, placement=placement, **options()))
         assert llm.run(lambda pair: pair.target.capabilities.device) == device
         assert llm.run(lambda pair: pair.state.drafting_ahead is not None) == (device == "gpu")
+        assert llm.run(lambda pair: pair.context.overlaps) == (device == "gpu")
         assert llm.generate(TEXT, PARAMS, draft_length=3).token_ids
+
+
+@pytest.mark.slow
+def test_a_round_is_handed_on_before_a_far_server_has_computed_the_next_pass(
+    tiny: TinyFiles, addresses: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine gives the pass away, and is asked for logits when the round before has been given to its reader."""
+    monkeypatch.setattr("localspec.backends.rpc_link._NEAR_MS", 0.0)
+    log: list[str] = []
+
+    def watch(kind: type[Any], name: str) -> None:
+        call = getattr(kind, name)
+
+        def logged(self: Any, *arguments: Any) -> Any:
+            found = call(self, *arguments)
+            log.append(name if name != "give" else type(arguments[0]).__name__)
+            return found
+
+        monkeypatch.setattr(kind, name, logged)
+
+    with LLM(tiny.bpe, "ngram", placement=Placement(rpc=addresses[:1]), **options()) as llm:
+        wanted = llm.generate(TEXT, PARAMS, speculate=False).token_ids
+        for kind, name in ((LlamaPasses, "_decode"), (LlamaPasses, "_logits"), (Job, "give")):
+            watch(kind, name)
+        assert llm.generate(TEXT, SamplingParams(max_tokens=4), speculate=False).token_ids == wanted[:4]
+    at = log.index("Round")
+    assert log[at - 2 :] == ["_logits", *["_decode", "Round", "_logits"] * 3, "Round", "Reply"]
 
 
 @pytest.mark.slow

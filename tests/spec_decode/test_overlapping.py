@@ -17,6 +17,7 @@ from localspec.controllers.auto_controller import AutoController
 from localspec.controllers.fixed import FixedController
 from localspec.errors import EngineError
 from localspec.runtime.jobs import Job
+from localspec.runtime.pair import Pair
 from localspec.sampling.sampling import Noise
 from localspec.spec_decode.rounds import Draft, DraftToken, Round, SpecStats
 from localspec.spec_decode.verification import verify
@@ -141,6 +142,17 @@ def test_engines_answer_the_same(fast_backend: Backend, tiny: TinyFiles, monkeyp
     overlap(monkeypatch, lambda what, context: begun.append(context))
     assert answers() == expected
     assert begun
+
+
+def contexts_of(pair: Pair) -> list[Context]:
+    return [pair.context, *(draft.context for draft in pair.state.models)]
+
+
+def test_a_pass_that_nothing_was_done_beside_is_run_once(llm: LLM) -> None:
+    """As one that is taken apart for its hidden states, in a context that overlaps otherwise."""
+    expected = llm.generate(PROMPT, GREEDY, draft_length=3).token_ids
+    llm.run(lambda pair: [setattr(each, "overlaps", True) for each in contexts_of(pair)])
+    assert llm.generate(PROMPT, GREEDY, draft_length=3).token_ids == expected
 
 
 @pytest.mark.parametrize("at", ["begins", "ends"])
