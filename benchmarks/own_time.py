@@ -1,14 +1,17 @@
 """Our own time in a round, against passes of 5, 10 and 20 ms: what a fast device leaves us.
 
-    python -m benchmarks.own_time [--ms 5 10 20] [--tokens N] [--vocab N] [--json FILE] [--profile NAME] [--against DIR]
+    python -m benchmarks.own_time [--ms 5 10 20] [--tokens N] [--vocab N] [--spin] [--json FILE] [--profile NAME]
+                                  [--against DIR]
 
 Through ``LLM``, with an engine whose passes wait instead of computing (tests/support/waiting_engine.py), over 152k
 logits. Own time is the whole time of a round less what target and draft waited; handing the round to whoever reads the
-stream is in it. Each line is a way to decode: plain and with n-grams as ``auto`` does, a draft model with a fixed
-length and chosen by ``auto``, greedily and sampled. The draft model is right four times in five and takes a tenth of
-the target's pass; *best rows* are engines that hand out the 64 largest logits of each row, as found on their device.
-Medians over rounds after the first eight, by the clock and in time of the processor, which other programs disturb less;
-the share is that of the time by the clock, the passes taken to last as long as they should.
+stream is in it, so far as it is not done while the device is at the next pass. A wait sleeps; with ``--spin`` it keeps
+a processor busy, as CUDA does by default: the processor's caches and clock are then what they are beside a GPU. Each
+line is a way to decode: plain and with n-grams as ``auto`` does, a draft model with a fixed length and chosen by
+``auto``, greedily and sampled. The draft model is right four times in five and takes a tenth of the target's pass;
+*best rows* are engines that hand out the 64 largest logits of each row, as found on their device: putting them in order
+is our own time. Medians over rounds after the first eight, by the clock and in time of the processor, which other
+programs disturb less; the share is that of the time by the clock, the passes taken to last as long as they should.
 ``--profile`` prints where one of the ways spends its time. ``--against`` names another checkout, such as a worktree of
 an earlier commit: both measure each way in turns, in processes of their own, and of the repeats the least disturbed
 counts.
@@ -29,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +66,14 @@ WARM_ROUNDS = 8
 
 
 @contextmanager
-def loaded(ms: float, n_vocab: int, draft: str | None) -> Iterator[LLM]:
+def loaded(ms: float, n_vocab: int, draft: str | None, *, spins: bool = False) -> Iterator[LLM]:
     """A waiting pair."""
     with tempfile.TemporaryDirectory() as folder:
         shape = ggufs.Shape(n_layer=1, n_embd=8, n_head=1, n_head_kv=1, n_ff=8, n_ctx=8192)
         files = ggufs.correlated_pair(Path(folder), bpe_vocab(300), shape=shape)
         best = draft == BEST
-        target, small = Timing(ms, n_vocab=n_vocab, best=best), Timing(ms / 10, right=0.8, n_vocab=n_vocab, best=best)
+        target = Timing(ms, n_vocab=n_vocab, best=best, spins=spins)
+        small = replace(target, ms=ms / 10, right=0.8)
         with waiting({files.target: target, files.draft: small}):
             named = files.draft if draft in ("model", BEST) else draft
             with LLM(files.target, draft=named, backend="reference", idle=False, remember=False) as llm:
@@ -98,9 +103,9 @@ def _fields(params: SamplingParams) -> dict[str, Any]:
     return {name: getattr(params, name) for name in params.__slots__}
 
 
-def profile(way: str, ms: float, n_tokens: int, n_vocab: int) -> None:
+def profile(way: str, ms: float, n_tokens: int, n_vocab: int, *, spins: bool) -> None:
     """Where the engine's thread spends its own time."""
-    with loaded(ms, n_vocab, WAYS[way][2]) as llm:
+    with loaded(ms, n_vocab, WAYS[way][2], spins=spins) as llm:
         rounds_of(llm, way, 64)
         params, length, _ = WAYS[way]
         profiler = cProfile.Profile()
@@ -140,6 +145,7 @@ def side_by_side(args: argparse.Namespace) -> None:
                             "--vocab",
                             str(args.vocab),
                         ]
+                        options += ["--spin"] * args.spin
                         command = [sys.executable, "-m", "benchmarks.own_time", *options, "--json", file.name]
                         env = {**os.environ, "PYTHONPATH": str(folder)}
                         subprocess.run(command, cwd=folder, env=env, check=True, stdout=subprocess.DEVNULL)
@@ -157,6 +163,7 @@ def main() -> None:
     parser.add_argument("--ms", type=float, nargs="+", default=[5.0, 10.0, 20.0])
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--vocab", type=int, default=151_936)
+    parser.add_argument("--spin", action="store_true", help="wait as CUDA does by default, the processor being busy")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help="; ".join(WAYS))
     parser.add_argument("--profile", choices=WAYS, metavar="WAY", help="profile this way at the first --ms")
@@ -171,7 +178,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as home:
         os.environ["LOCALSPEC_HOME"] = home
         if args.profile:
-            profile(args.profile, args.ms[0], args.tokens, args.vocab)
+            profile(args.profile, args.ms[0], args.tokens, args.vocab, spins=args.spin)
             return
         print(f"{cpu_name()}, {os.cpu_count()} cores, Python {platform.python_version()}, {args.vocab} logits\n")
         print("| way | " + " | ".join(f"{ms:g} ms: own (CPU), share" for ms in args.ms) + " |")
@@ -180,7 +187,7 @@ def main() -> None:
         for way in args.ways:
             cells = []
             for ms in args.ms:
-                with loaded(ms, args.vocab, WAYS[way][2]) as llm:
+                with loaded(ms, args.vocab, WAYS[way][2], spins=args.spin) as llm:
                     rounds = rounds_of(llm, way, args.tokens)
                 own, cpu, models = (statistics.median(each[of] for each in rounds) for of in ("own", "cpu", "models"))
                 cells.append(f"{own:.2f} ({cpu:.2f}), {own / (own + models):.1%}")

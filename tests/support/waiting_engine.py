@@ -1,12 +1,15 @@
 """An engine whose passes wait for a given time instead of computing: what else a round takes is our own doing.
 
-Real threads and the real clock; a wait leaves the processor alone, as a pass on another device does. The logits follow
-from the position alone: at every place the target has one token it is nearly certain of, and a draft names it first
-with a given probability, each place for itself; so what a draft is worth is known. Files lend their vocabulary only.
+Real threads and the real clock; a wait leaves the processor alone, as a pass on another device does, or keeps it busy,
+as a driver does that asks again and again whether the device is done. A device computes while its caller goes on: what
+is done beside a pass takes no time but what it takes longer. The logits follow from the position alone: at every place
+the target has one token it is nearly certain of, and a draft names it first with a given probability, each place for
+itself; so what a draft is worth is known. Files lend their vocabulary only.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +33,9 @@ from localspec.sampling.rows import largest_ids
 
 T = TypeVar("T")
 
+_HASHED = bytes(12_000)
+"""Hashing it takes some ten microseconds."""
+
 N_BASE = 16
 """Rows that all others are made of: more than a processor's cache holds, of 152k logits."""
 
@@ -49,6 +55,7 @@ class Timing:
         second: where it is not, the probability that the second is.
         n_vocab: width of a row of logits; 0 is that of the file.
         best: whether it hands out only the largest logits of a row where these are enough, as a device can.
+        spins: whether a wait keeps the processor busy, other threads of the process left alone.
     """
 
     ms: float
@@ -58,6 +65,16 @@ class Timing:
     second: float = 0.5
     n_vocab: int = 0
     best: bool = False
+    spins: bool = False
+
+    def wait(self, seconds: float) -> None:
+        """So long, or a little less."""
+        if not self.spins:
+            time.sleep(seconds)
+            return
+        ends = time.perf_counter() + seconds - 1e-5
+        while time.perf_counter() < ends:
+            hashlib.sha256(_HASHED)  # in C, without the lock that Python code needs
 
 
 class WaitingModel(Model):
@@ -186,7 +203,7 @@ class WaitingContext(Context):
         n = self.n_past + len(tokens) + 1
         found = result(range(n - n_wanted(logits, len(tokens)), n))
         while (left := ends - time.perf_counter()) > 0:
-            time.sleep(left)
+            timing.wait(left)
         model.nominal_ms += nominal
         model.spent(started + late, busy)
         return found
