@@ -8,7 +8,7 @@ WHAT is one of
   difference is what copying them costs; and reading 512 tokens;
 * ``noise``: how much a row's logits depend on the width of its pass;
 * ``rounds``: plain rounds and rounds of 8 draft tokens with a draft model: a draft step, the target's pass, and our own
-  time, greedy and sampled;
+  time, which is what a round takes while no pass runs, greedy and sampled;
 * ``ahead``: drafting while the target verifies, the target on the GPU and the draft on the CPU: the target's pass and a
   draft step, each alone and beside the other; then seconds of the ordinary order over seconds of drafting ahead;
 * ``head``: a step of a random head, and of reading for it;
@@ -47,6 +47,7 @@ from localspec.spec_decode.ahead import DraftAhead
 from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
+from localspec.spec_decode.rounds import Round
 from tests.support.heads import write_random_head
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
@@ -132,6 +133,47 @@ def noise(args: argparse.Namespace) -> dict[str, Any]:
         return {"rows": n, "equal_when_repeated": same, "median_margin": float(np.median(margins)), "widths": by_width}
 
 
+class PassClock:
+    """How long passes have taken so far; within the block, where one thread runs them."""
+
+    def __init__(self) -> None:
+        self._seconds, self._since = 0.0, 0.0
+
+    def __enter__(self) -> PassClock:
+        self._feed = feed = Context._feed
+
+        def timed(context: Context, tokens: Sequence[int], compute: Callable[[], Forward]) -> Forward:
+            self._since = time.perf_counter()
+            try:
+                return feed(context, tokens, compute)
+            finally:
+                since, self._since = self._since, 0.0
+                self._seconds += time.perf_counter() - since
+
+        Context._feed = timed  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        Context._feed = self._feed  # type: ignore[method-assign]
+
+    def elsewhere(self) -> float:
+        """The time, less that of passes, the one that is running included [s]."""
+        now = time.perf_counter()
+        return now - self._seconds - (now - self._since if self._since else 0.0)
+
+
+def watched(llm: LLM, params: SamplingParams, **options: Any) -> list[tuple[Round, float]]:
+    """The rounds of an answer, after the first two, with our own time in each [ms]."""
+    found: list[tuple[Round, float]] = []
+    with PassClock() as clock:
+        before = 0.0
+        for round_ in llm.rounds(CHECK_TEXT, params, **options):
+            now = clock.elsewhere()
+            found.append((round_, (now - before) * 1e3))
+            before = now
+    return found[2:]
+
+
 def rounds(args: argparse.Namespace) -> dict[str, Any]:
     options: dict[str, Any] = {"backend": "llama-cpp", "n_gpu_layers": 0 if args.cpu else None, "n_ctx": 1024}
     options |= {"light_draft": False, "remember": False, "idle": False}
@@ -141,13 +183,12 @@ def rounds(args: argparse.Namespace) -> dict[str, Any]:
         for name, sampling in (("greedy", {"temperature": 0.0}), ("sampled", {"temperature": 0.8, "top_k": 40})):
             params = SamplingParams(max_tokens=12 * args.repeats, ignore_eos=True, **sampling)
             for kind, drafted in (("plain", {"speculate": False}), ("drafted", {"draft_length": 8})):
-                seen = list(llm.rounds(CHECK_TEXT, params, **drafted))[2:]  # type: ignore[arg-type]
-                seen = [each for each in seen if kind == "plain" or each.draft]
+                seen = [pair for pair in watched(llm, params, **drafted) if kind == "plain" or pair[0].draft]
                 found[f"{kind}_{name}"] = {
                     "rounds": len(seen),
-                    "ms_pass": statistics.median(each.ms_verify for each in seen),
-                    "ms_own": statistics.median(each.ms_other for each in seen),
-                    "ms_step": statistics.median(each.ms_draft / len(each.draft) for each in seen)
+                    "ms_pass": statistics.median(each.ms_verify for each, _ in seen),
+                    "ms_own": statistics.median(own for _, own in seen),
+                    "ms_step": statistics.median(each.ms_draft / len(each.draft) for each, _ in seen)
                     if kind == "drafted"
                     else None,
                 }
@@ -293,13 +334,13 @@ def head(args: argparse.Namespace) -> dict[str, Any]:
         path = write_random_head(args.file, Path(folder) / "head.gguf", n_out=min(32768, n_vocab))
         with LLM(args.file, [f"head:{path}"], remember=False, idle=False, **options) as llm:
             params = SamplingParams(temperature=0.0, max_tokens=12 * args.repeats, ignore_eos=True)
-            seen = [each for each in llm.rounds(CHECK_TEXT, params, draft_length=4) if each.draft][2:]
+            seen = [(each, own) for each, own in watched(llm, params, draft_length=4) if each.draft]
             return {
                 "bytes": path.stat().st_size,
                 "rounds": len(seen),
-                "ms_step": statistics.median(each.ms_draft / len(each.draft) for each in seen),
-                "ms_pass": statistics.median(each.ms_verify for each in seen),
-                "ms_own": statistics.median(each.ms_other for each in seen),
+                "ms_step": statistics.median(each.ms_draft / len(each.draft) for each, _ in seen),
+                "ms_pass": statistics.median(each.ms_verify for each, _ in seen),
+                "ms_own": statistics.median(own for _, own in seen),
             }
 
 

@@ -244,8 +244,6 @@ class LlamaContext(Context):
         self._leaves: LeafSequences | None = None
         self.finds_best = not branches and model.finds_best
         self.begin_anew()
-        # The engine waits for a device only where its logits are asked for; states are taken out of a pass as it runs.
-        self.overlaps = model.capabilities.device == "gpu" and self._passes.tap is None
         model._contexts.add(self)
 
     @property
@@ -300,7 +298,9 @@ class LlamaContext(Context):
         wanted_rows = np.full(len(rows), logits == "all")
         wanted_rows[-1] = logits != "none"
         positions = range(n_past, n_past + len(rows))
-        return self._passes.run(rows, positions, wanted_rows, last=last, n_best=n_best, begun=self.meanwhile)
+        forward = self._passes.run(rows, positions, wanted_rows, last=last, n_best=n_best, begun=self.meanwhile)
+        self.overlaps = self._passes.begins_soon
+        return forward
 
     def _decode_tree(self, tokens: Sequence[int], parents: Sequence[int]) -> Forward:
         if self._leaves is None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +27,12 @@ KV_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8}
 
 _NO_SLOT = 1
 """What ``llama_decode`` returns when there are no free cells for the rows, or none side by side."""
+
+SOON_MS = 2.0
+"""A pass is given to a device if the engine comes back this soon: text of the round before waits for that."""
+
+_SHORT = 16
+"""Rows of a pass of which it counts how soon."""
 
 _MOST_MOVES = 64
 """Times that a memory is put in order for one pass; each moves at least some hundreds of rows."""
@@ -95,6 +104,17 @@ class LlamaPasses:
         self._shapes: set[tuple[int, int, str | None]] = set()
         self._takes_floats = not model.binding.token_before_floats
         self._best: BestLogits | None = None
+        self._ms_to_begin: deque[float] = deque(maxlen=5)  # lately
+
+    @property
+    def begins_soon(self) -> bool:
+        """Whether the engine lately came back from short passes before a device had computed them.
+
+        It waits for a GPU, or a server, only where logits are asked for; but for what is computed on the CPU, for the
+        first of several servers, and for each state that is taken out, while the pass runs.
+        """
+        is_far, lately = self._model.capabilities.device == "gpu" and self.tap is None, self._ms_to_begin
+        return is_far and len(lately) == lately.maxlen and median(lately) < SOON_MS
 
     def run(
         self,
@@ -224,6 +244,7 @@ class LlamaPasses:
         return batch
 
     def _decode(self, batch: Any) -> None:
+        started = time.perf_counter()
         for _ in range(_MOST_MOVES):
             status = self._binding.lib.llama_decode(self.handle, batch)
             if status != _NO_SLOT or self._one_sequence or not self._binding.defragment(self.handle):
@@ -233,6 +254,8 @@ class LlamaPasses:
         if status != 0:
             reason = "no room left in its cache" if status == _NO_SLOT else f"status {status}"
             raise EngineError(f"{self._model.engine} failed to decode {batch.n_tokens} tokens ({reason})")
+        if batch.n_tokens <= _SHORT:
+            self._ms_to_begin.append((time.perf_counter() - started) * 1e3)
 
     def _decode_tapped(
         self, tap: StateTap, batch: Any, wanted_rows: Flags, search: bool, last: str | None
