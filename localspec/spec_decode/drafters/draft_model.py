@@ -92,7 +92,7 @@ class DraftModelDrafter(Drafter):
         for n_hidden in (0, self._n_hideable) if self._n_hideable else (self._n_hidden,):
             seen = [*tokens[:N_HEAD], *tokens[N_HEAD + n_hidden :]] if n_hidden else tokens
             known = self.context.n_past
-            if self._text is not tokens or known != self._n_known:
+            if self._text is not tokens or known != self._n_known or known >= len(tokens):
                 known = self._reuse(seen[:-1])
             if max(seen[known:]) >= self.context.model.n_vocab:  # the target's padding can be wider than the draft's
                 continue
