@@ -8,7 +8,8 @@ WHAT is one of
   difference is what copying them costs; and reading 512 tokens;
 * ``noise``: how much a row's logits depend on the width of its pass;
 * ``rounds``: plain rounds and rounds of 8 draft tokens with a draft model: a draft step, the target's pass, and our own
-  time, which is what a round takes while no pass runs, greedy and sampled;
+  time, which is what a round takes while no pass runs, greedy and sampled; and how soon the engine comes back from a
+  pass, so that the round before can be finished beside it;
 * ``ahead``: drafting while the target verifies, the target on the GPU and the draft on the CPU: the target's pass and a
   draft step, each alone and beside the other; then seconds of the ordinary order over seconds of drafting ahead;
 * ``head``: a step of a random head, and of reading for it;
@@ -40,6 +41,7 @@ import numpy as np
 from localspec import LLM, SamplingParams
 from localspec.backends import llama_cpp
 from localspec.backends.base import Context, Forward, Model
+from localspec.backends.llama_family import LlamaContext
 from localspec.backends.sequence_batch import Piece
 from localspec.backends.trust import CHECK_TEXT, agreement
 from localspec.controllers.fixed import FixedController
@@ -192,7 +194,15 @@ def rounds(args: argparse.Namespace) -> dict[str, Any]:
                     if kind == "drafted"
                     else None,
                 }
+        found["ms_to_begin"] = llm.run(lambda pair: ms_to_begin(pair.context))
+        found["overlaps"] = llm.run(lambda pair: pair.context.overlaps)
     return found
+
+
+def ms_to_begin(context: Context) -> float:
+    """How soon the engine came back from the last short passes: before a device has computed them, if it is one."""
+    assert isinstance(context, LlamaContext)
+    return statistics.median(context._passes._ms_to_begin)
 
 
 class Script:

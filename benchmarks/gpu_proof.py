@@ -245,8 +245,15 @@ def page(found: dict[str, Any], work: Stages, args: argparse.Namespace) -> str:
                          f"{each['ms_own']:.3f}", f"{share:.1%}"])  # fmt: skip
     head = ["rounds (8 draft tokens by the 0.5B)", "rounds", "pass", "a draft step", "our own time", "of the pass"]
     parts.append("## Rounds\n\n" + table(head, rows))
+    began = ", ".join(f"{model} {kinds['ms_to_begin']:.2f} ms" for model, kinds in of["rounds"].items())
+    beside = [model for model, kinds in of["rounds"].items() if kinds["overlaps"]]
+    parts.append(
+        f"The engine comes back from a pass after: {began or 'not measured'}. The round before is finished while the "
+        f"device computes: {', '.join(beside) or 'for none'}."
+    )
     if "qwen2.5-7b" in of["rounds"]:
-        share = max(each["ms_own"] / each["ms_pass"] for k, each in of["rounds"]["qwen2.5-7b"].items() if k != "drafts")
+        kinds = [each for each in of["rounds"]["qwen2.5-7b"].values() if isinstance(each, dict)]
+        share = max(each["ms_own"] / each["ms_pass"] for each in kinds)
         verdict = "no GPU, no verdict on" if args.cpu or args.small else "under" if share < OWN_SHARE else "OVER"
         parts.append(
             f"Our own time is at most {share:.1%} of a pass of the 7B, {verdict} the {OWN_SHARE:.0%} it may take."

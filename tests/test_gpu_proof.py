@@ -134,6 +134,10 @@ def test_stages_on_tiny_files_then_more_from_where_it_was_left(tmp_path: Path) -
     for heading in ("qwen3-30b-a3b, 0.0 GB, last", "qwen2.5-7b, drafted, sampled", "qwen3-30b-a3b, 8",
                     "qwen2.5-7b on cpu, 0.5B on cpu"):  # fmt: skip
         assert heading in page
+    assert "while the device computes: for none." in page  # there is none
+    assert second["rounds-qwen2.5-7b"]["ms_to_begin"] > 0  # type: ignore[index, operator]
+    for kind in ("plain_greedy", "drafted_greedy"):
+        assert second["rounds-qwen2.5-7b"][kind]["ms_own"] > 0  # type: ignore[index, call-overload]
     ahead = second["ahead-qwen2.5-7b"]
     assert ahead["counts"]["ordinary"]["prepared"] == 0  # type: ignore[index, call-overload]
     counts = ahead["counts"]["ahead"]  # type: ignore[index, call-overload]
