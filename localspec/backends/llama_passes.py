@@ -28,8 +28,9 @@ KV_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8}
 _NO_SLOT = 1
 """What ``llama_decode`` returns when there are no free cells for the rows, or none side by side."""
 
-SOON_MS = 2.0
-"""A pass is given to a device if the engine comes back this soon: text of the round before waits for that."""
+SOON_MS = 4.0
+"""A pass is given to a device if the engine comes back this soon: text of the round before waits for that, which nobody
+sees yet. A launch of all kernels of a large model one by one takes some milliseconds. Set by hand."""
 
 _SHORT = 16
 """Rows of a pass of which it counts how soon."""
