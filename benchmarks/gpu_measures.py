@@ -176,6 +176,17 @@ def watched(llm: LLM, params: SamplingParams, **options: Any) -> list[tuple[Roun
     return found[2:]
 
 
+def medians(seen: Sequence[tuple[Round, float]]) -> dict[str, Any]:
+    """Of rounds that all have a draft, or none."""
+    steps = [each.ms_draft / len(each.draft) for each, _ in seen if each.draft]
+    return {
+        "rounds": len(seen),
+        "ms_pass": statistics.median(each.ms_verify for each, _ in seen),
+        "ms_own": statistics.median(own for _, own in seen),
+        "ms_step": statistics.median(steps) if steps else None,
+    }
+
+
 def rounds(args: argparse.Namespace) -> dict[str, Any]:
     options: dict[str, Any] = {"backend": "llama-cpp", "n_gpu_layers": 0 if args.cpu else None, "n_ctx": 1024}
     options |= {"light_draft": False, "remember": False, "idle": False}
@@ -186,14 +197,7 @@ def rounds(args: argparse.Namespace) -> dict[str, Any]:
             params = SamplingParams(max_tokens=12 * args.repeats, ignore_eos=True, **sampling)
             for kind, drafted in (("plain", {"speculate": False}), ("drafted", {"draft_length": 8})):
                 seen = [pair for pair in watched(llm, params, **drafted) if kind == "plain" or pair[0].draft]
-                found[f"{kind}_{name}"] = {
-                    "rounds": len(seen),
-                    "ms_pass": statistics.median(each.ms_verify for each, _ in seen),
-                    "ms_own": statistics.median(own for _, own in seen),
-                    "ms_step": statistics.median(each.ms_draft / len(each.draft) for each, _ in seen)
-                    if kind == "drafted"
-                    else None,
-                }
+                found[f"{kind}_{name}"] = medians(seen)
         found["ms_to_begin"] = llm.run(lambda pair: ms_to_begin(pair.context))
         found["overlaps"] = llm.run(lambda pair: pair.context.overlaps)
     return found
@@ -345,13 +349,7 @@ def head(args: argparse.Namespace) -> dict[str, Any]:
         with LLM(args.file, [f"head:{path}"], remember=False, idle=False, **options) as llm:
             params = SamplingParams(temperature=0.0, max_tokens=12 * args.repeats, ignore_eos=True)
             seen = [(each, own) for each, own in watched(llm, params, draft_length=4) if each.draft]
-            return {
-                "bytes": path.stat().st_size,
-                "rounds": len(seen),
-                "ms_step": statistics.median(each.ms_draft / len(each.draft) for each, _ in seen),
-                "ms_pass": statistics.median(each.ms_verify for each, _ in seen),
-                "ms_own": statistics.median(own for _, own in seen),
-            }
+            return {"bytes": path.stat().st_size, **medians(seen)}
 
 
 def sequences(args: argparse.Namespace) -> dict[str, Any]:

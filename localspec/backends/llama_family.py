@@ -29,6 +29,7 @@ from localspec.backends.placement import Placement
 from localspec.backends.rpc_link import ask
 from localspec.backends.sequence_batch import SequenceBatch
 from localspec.backends.soundness import check_sound
+from localspec.backends.state_tap import Flags
 from localspec.errors import EngineError, UnsupportedModel, UsageError
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.kv_memory import check_kv_type
@@ -297,8 +298,13 @@ class LlamaContext(Context):
             self._leaves.close_gaps()
         wanted_rows = np.full(len(rows), logits == "all")
         wanted_rows[-1] = logits != "none"
-        positions = range(n_past, n_past + len(rows))
-        forward = self._passes.run(rows, positions, wanted_rows, last=last, n_best=n_best, begun=self.meanwhile)
+        return self._run(rows, range(n_past, n_past + len(rows)), wanted_rows, last=last, n_best=n_best)
+
+    def _run(
+        self, rows: Sequence[int] | FloatArray, positions: Sequence[int], wanted_rows: Flags, **options: Any
+    ) -> Forward:
+        """See ``LlamaPasses.run``."""
+        forward = self._passes.run(rows, positions, wanted_rows, begun=self.meanwhile, **options)
         self.overlaps = self._passes.begins_soon
         return forward
 
@@ -311,8 +317,7 @@ class LlamaContext(Context):
         positions: list[int] = []
         for parent in parents:
             positions.append(self.n_past if parent < 0 else positions[parent] + 1)
-        wanted_rows = np.ones(len(tokens), dtype=bool)
-        return self._passes.run(tokens, positions, wanted_rows, sequences=sequences, begun=self.meanwhile)
+        return self._run(tokens, positions, np.ones(len(tokens), dtype=bool), sequences=sequences)
 
     def _keep(self, path: Sequence[int]) -> None:
         assert self._leaves is not None

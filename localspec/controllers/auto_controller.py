@@ -174,8 +174,7 @@ class AutoController(Controller):
 
     def update(self, round_: Round) -> None:
         self._at_work = {token.source for token in round_.draft}
-        lessons, self._lessons = self._lessons, []
-        for learn in lessons:
+        for learn in self._lessons:
             learn()
         self._learn_acceptance(round_)
         self._learn_costs(round_)

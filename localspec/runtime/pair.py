@@ -32,7 +32,7 @@ from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.drafters.base import Drafter
 from localspec.spec_decode.drafters.grammar import GrammarDrafter
-from localspec.spec_decode.passes import Steps, after, rounds_alone, thrown
+from localspec.spec_decode.passes import Steps, after, left_to_caller, rounds_alone
 from localspec.spec_decode.rounds import Round
 from localspec.spec_decode.thinking import ThinkingReader
 from localspec.system.heap import trim_heap
@@ -291,12 +291,7 @@ class Pair:
                 step = after(steps)
                 while step is not None:
                     if not isinstance(step, Round):
-                        try:
-                            forward = yield step
-                        except Exception as error:
-                            step = thrown(steps, error)
-                        else:
-                            step = after(steps, forward)
+                        step = yield from left_to_caller(steps, step)
                         continue
                     conversation += [token.id for token in step.emitted]
                     step.draft_texts = [self.target.vocab.display(token) for token in step.draft.ids]

@@ -162,6 +162,15 @@ def after(steps: Steps, forward: Forward | None = None) -> AnyPass | Round | Non
         return None
 
 
+def left_to_caller(steps: Steps, wanted: AnyPass) -> Reading[AnyPass | Round | None]:
+    """Have the pass run that the steps wait for; the next step."""
+    try:
+        forward = yield wanted
+    except Exception as error:
+        return thrown(steps, error)
+    return after(steps, forward)
+
+
 def rounds_alone(steps: Steps, target: Context) -> Iterator[Round]:
     """Run the passes one by one; the rounds."""
     with closing(steps):
@@ -207,12 +216,7 @@ def given(steps: Steps, take: Callable[[Round], None]) -> Reading[None]:
                 take(step)
                 step = after(steps)
             else:
-                try:
-                    forward = yield step
-                except Exception as error:
-                    step = thrown(steps, error)
-                else:
-                    step = after(steps, forward)
+                step = yield from left_to_caller(steps, step)
 
 
 def overlapping(steps: Steps, target: Context, finish: Callable[[Round], None]) -> Steps:
@@ -240,12 +244,7 @@ def overlapping(steps: Steps, target: Context, finish: Callable[[Round], None]) 
                     round_, last = last, None
                     finish(round_)
                     yield round_
-                try:
-                    forward = yield step
-                except Exception as error:
-                    step = thrown(steps, error)
-                else:
-                    step = after(steps, forward)
+                step = yield from left_to_caller(steps, step)
         except GeneratorExit:
             last = None  # nobody takes it any more
             raise

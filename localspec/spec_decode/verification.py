@@ -23,12 +23,13 @@ Tokens that do not depend on fresh randomness come after those: the draw from wh
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
+from localspec.backends.forward import Forward
 from localspec.sampling.sampling import Ids, Noise, Row, SamplingParams, distribution, greedy_token
 from localspec.spec_decode.rounds import Draft, TokenKind, Verdict
 
@@ -69,10 +70,9 @@ def verify(
     Returns:
         The ``Verdict``.
     """
-    if ids is not None and isinstance(logits, np.ndarray) and params.n_best == 1 and not draft.branches:
-        rows, at = np.arange(len(logits)), logits.argmax(axis=1)
-        if all(map(math.isfinite, logits[rows, at].tolist())):
-            return _along_the_chain(draft, ids[rows, at].tolist())
+    is_greedy_chain = params.n_best == 1 and not draft.branches
+    if is_greedy_chain and ids is not None and isinstance(logits, np.ndarray) and _are_numbers(logits):
+        return _along_the_chain(draft, Forward(logits, ids=ids).best())
     history = list(tokens[-params.repeat_last_n :]) if params.edits_logits else []
     at, path = -1, list[int]()
     while True:
@@ -86,6 +86,11 @@ def verify(
         path.append(at)
         if params.edits_logits:
             history.append(chosen)
+
+
+def _are_numbers(rows: npt.NDArray[np.float32]) -> bool:
+    """Whether the largest of each is; NaN is the largest."""
+    return bool(np.isfinite(np.maximum.reduce(rows, axis=1)).all())
 
 
 def _along_the_chain(draft: Draft, chosen: Sequence[int]) -> Verdict:
