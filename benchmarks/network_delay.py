@@ -4,9 +4,10 @@
 
 Two servers are started on loopback, each behind a proxy that lets every byte arrive later, half of the delay each way:
 the delay is that of a round trip to one server, and a pass waits for both, one after the other. The draft runs here.
-For each delay the pair is loaded and calibrated anew, and answers the same questions plainly and with the controller's
-own choice, in turns; nothing is remembered from one delay to the next. Where servers are far enough away for drafting
-while the target verifies, a third arm does without it. It needs ``python -m localspec.backends.rpc_build`` once.
+For each delay the same questions are answered plainly and with the controller's own choice, in turns; where servers are
+far enough away for drafting while the target verifies, a third arm does without it. Each arm has servers and a pair of
+its own, loaded and calibrated anew, so that none gains by what another has learned. It needs
+``python -m localspec.backends.rpc_build`` once.
 
 t(1) and t(8) are what was calibrated; "ratio" is auto against plain, "in order" the third arm against plain; "sent" is
 the draft tokens of a round in which any were sent, "a round" the tokens that a round settles; "prepared" the draft
@@ -27,7 +28,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -133,23 +134,28 @@ ARMS: dict[str, dict[str, Any]] = {"plain": {"speculate": False}, "auto": {}, "i
 """``in order`` is ``auto`` without drafting while the target verifies."""
 
 
-def measure(model: str, draft: str | None, delay_ms: float, servers: Sequence[str], max_tokens: int) -> dict[str, Any]:
-    """All questions at one delay."""
+def measure(
+    model: str, draft: str | None, delay_ms: float, servers: Mapping[str, Sequence[str]], max_tokens: int
+) -> dict[str, Any]:
+    """All questions at one delay; ``servers`` by arm."""
     drafts = ["ngram"] if draft is None else ["ngram", draft]
     options: dict[str, Any] = {"idle": False, "remember": False, "light_draft": False}
     found: dict[str, Any] = {"delay_ms": delay_ms, "same": 0, "n": len(QUESTIONS)}
     with ExitStack() as stack:
-        proxies = [stack.enter_context(Delay(each, delay_ms / 1e3)) for each in servers]
-        placement = Placement(rpc=tuple(each.address for each in proxies), tensor_split=(1, 1))
-        llm = stack.enter_context(LLM(model, drafts, placement=placement, n_ctx=1024, prefix_cache_bytes=0, **options))
-        found["t"] = {w: round(llm.run(lambda pair, w=w: pair.times(w)), 2) for w in (1, 2, 4, 8, 16)}  # type: ignore[misc]
-        found["ahead"] = llm.run(lambda pair: pair.state.drafting_ahead is not None)
+        pairs: dict[str, LLM] = {}
+        for name, addresses in servers.items():
+            proxies = [stack.enter_context(Delay(each, delay_ms / 1e3)) for each in addresses]
+            placement = Placement(rpc=tuple(each.address for each in proxies), tensor_split=(1, 1))
+            pair = LLM(model, drafts, placement=placement, n_ctx=1024, prefix_cache_bytes=0, **options)
+            pairs[name] = stack.enter_context(pair)
+        found["t"] = {w: round(pairs["auto"].run(lambda pair, w=w: pair.times(w)), 2) for w in (1, 2, 4, 8, 16)}  # type: ignore[misc]
+        found["ahead"] = pairs["auto"].run(lambda pair: pair.state.drafting_ahead is not None)
         arms = [name for name in ARMS if name != "in order" or found["ahead"]]
         sums = {name: dict.fromkeys((*COUNTED, "seconds", "drafted"), 0.0) for name in arms}
         for i, question in enumerate(QUESTIONS):
             texts = set()
             for name in arms[i % len(arms) :] + arms[: i % len(arms)]:
-                texts.add(answer(llm, question, name, max_tokens, sums[name]))
+                texts.add(answer(pairs[name], question, name, max_tokens, sums[name]))
             found["same"] += len(texts) == 1
     for name, each in sums.items():
         found[name] = {
@@ -230,7 +236,7 @@ def main() -> None:
     print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")
     rows = []
     with ExitStack() as stack, tempfile.TemporaryDirectory() as scratch:
-        servers = [stack.enter_context(server(args.threads)) for _ in range(2)]
+        servers = {name: [stack.enter_context(server(args.threads)) for _ in range(2)] for name in ARMS}
         build = home() / "build"
         for delay in args.delays:
             # A home of its own: what was learned at one delay must not help at another.

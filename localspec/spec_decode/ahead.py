@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
+from localspec.spec_decode.ahead_balance import AheadBalance
 from localspec.spec_decode.draft import Draft, DraftToken
 from localspec.spec_decode.drafters.base import Plan
 from localspec.spec_decode.drafters.free_plan import SURE_COPY, FreePlan
@@ -38,9 +39,6 @@ HIDDEN = 0.4
 """Share of the draft tokens that is expected to have been prepared, before any were: what 8 steps a pass made of drafts
 of 4 that are right four times in five (``benchmarks/ahead.py``). Too high tries a draft that does not pay, which the
 time budget bounds; too low never tries one that only pays so."""
-
-N_TRIAL, N_PAUSE = 24, 96
-"""Rounds over which drafting ahead must save time, and rounds without it where it does not."""
 
 
 @dataclass(slots=True)
@@ -171,14 +169,14 @@ class DraftAhead:
 
     def __init__(self, *, cautious: bool = True, beside: SideThread | None = None, n_steps: int | None = None) -> None:
         self._beside = beside or SideThread()
-        self._cautious = cautious
+        self._balance = AheadBalance() if cautious else None
         self._clock = _Clock(n_steps)
         self._cache: dict[tuple[int, ...], _Prepared] = {}
         self._count = AheadCount()
         self._n_before = self._depth = 0
         self._is_drafting = False
+        self._was_left_alone = False
         self._share = HIDDEN
-        self._saved_ms, self._n_tried, self._n_paused = 0.0, 0, 0
 
     def begin(self, drafters: DrafterGroup, proposer: SamplingProposer, end_tokens: frozenset[int]) -> None:
         """A new answer begins."""
@@ -186,6 +184,7 @@ class DraftAhead:
         # What drafts from the target's states has to wait for the pass that makes them.
         self._readers = DrafterGroup([each for each in drafters.drafters if not each.taps], drafters.lost)
         self._copying = frozenset(each.source for each in self._readers.drafters if each.copies)
+        self._models = frozenset(each.source for each in self._readers.drafters if each.runs_model)
         self._cache.clear()
         self._others: dict[int, Alternatives] = {}
 
@@ -198,24 +197,30 @@ class DraftAhead:
         if not (is_cut or (taken and taken[-1].id in self._end_tokens) or plan.room <= 0):
             rest = self._in_order(tokens, draft, plan)
         self._is_drafting = bool(taken or rest)
-        if self._is_drafting:
+        if self._is_drafting and not self._was_left_alone:
             self._share += 0.05 * (len(taken) / (len(taken) + len(rest)) - self._share)
         return Draft([*taken, *rest])
 
     def _in_order(self, tokens: list[int], begun: Draft, plan: Plan) -> Draft:
         """What follows the beginning of a draft, in the ordinary order."""
         work = partial(self._drafters.draft, tokens, plan, self._proposer, self._end_tokens)
-        settled = len(tokens)
+        settled, started = len(tokens), time.perf_counter()
         tokens += begun.ids
+        found: list[Draft] = []
         try:
-            if not self._is_drafting:  # where little is drafted a change of threads would be most of what it takes
-                return work()
-            found: list[Draft] = []
-            self._beside.start(lambda: found.append(work()))
-            self._beside.wait()
-            return found[0]
+            if self._is_drafting:
+                self._beside.start(lambda: found.append(work()))
+                self._beside.wait()
+            else:  # where little is drafted a change of threads would be most of what it takes
+                found.append(work())
         finally:
             del tokens[settled:]
+        if self._balance is not None:
+            self._balance.took_in_order(self._n_of_models(found[0]), (time.perf_counter() - started) * 1e3)
+        return found[0]
+
+    def _n_of_models(self, tokens: Sequence[DraftToken]) -> int:
+        return sum(token.source in self._models for token in tokens)
 
     def _taken(self, tokens: Sequence[int], plan: Plan) -> tuple[list[DraftToken], bool]:
         """The prepared tokens that the plan wants, and whether it wants no more.
@@ -236,15 +241,23 @@ class DraftAhead:
             self._others[len(tokens) + len(taken)] = alternatives
             taken.append(DraftToken(token.id, token.source, token.prob, token.dist, expected))
         self._count.taken = len(taken)
-        self._saved_ms += len(taken) * self._clock.step_ms
+        if self._balance is not None:
+            self._balance.spared(self._n_of_models(taken))
         return taken, len(taken) < len(prepared.tokens)
 
     @contextmanager
     def preparing(self, tokens: Sequence[int], draft: Draft) -> Iterator[None]:
         """Within the block, which runs the pass over the draft, the next draft is prepared."""
-        self._n_before, clock = len(tokens), self._clock
-        if not draft or self._pauses():
+        self._n_before, clock, balance = len(tokens), self._clock, self._balance
+        n_tokens = len(draft) + 1
+        self._was_left_alone = bool(draft) and balance is not None and balance.leaves_alone()
+        if not draft:
             yield
+            return
+        if balance is not None and self._was_left_alone:
+            started = time.perf_counter()
+            yield
+            balance.passed(n_tokens, (time.perf_counter() - started) * 1e3)
             return
         clock.start()
         self._beside.start(partial(self._prepare, list(tokens), draft))
@@ -254,30 +267,19 @@ class DraftAhead:
             ended = time.perf_counter()
             clock.stopped.set()
             self._beside.wait()
-            clock.took_pass((ended - clock.started) * 1e3)
-            self._saved_ms -= (time.perf_counter() - ended) * 1e3
+            ms = (ended - clock.started) * 1e3
+            clock.took_pass(ms)
+            if balance is not None:
+                balance.passed(n_tokens, ms, late_ms=(time.perf_counter() - ended) * 1e3)
             self._drafters.drafters = [each for each in self._drafters.drafters if not each.failed]
             self._count.outcomes = len(self._cache)
             self._count.prepared = sum(len(each.tokens) for each in self._cache.values())
 
-    def _pauses(self) -> bool:
-        """Whether it did not pay lately."""
-        if not self._cautious:
-            return False
-        if self._n_paused:
-            self._n_paused -= 1
-        elif (tried := self._n_tried + 1) < N_TRIAL:
-            self._n_tried = tried
-        else:
-            self._n_paused = N_PAUSE if self._saved_ms < 0 else 0
-            self._n_tried, self._saved_ms = 0, 0.0
-        return self._n_paused > 0
-
     @property
     def hidden(self) -> dict[str, float]:
         """By drafter that runs a model, the share of its draft tokens that is lately there when the verdict is."""
-        share = 0.0 if self._n_paused else self._share
-        return {each.source: share for each in self._readers.drafters if each.runs_model}
+        share = 0.0 if self._balance is not None and self._balance.is_pausing else self._share
+        return dict.fromkeys(self._models, share)
 
     @property
     def count(self) -> AheadCount:
