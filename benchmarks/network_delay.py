@@ -1,6 +1,7 @@
 """A target on two RPC servers, with delay put in between: does speculation hide the network?
 
-    python benchmarks/network_delay.py TARGET [--draft MODEL] [--delays 0 2 10 50] [--max-tokens 64] [--json FILE]
+    python benchmarks/network_delay.py TARGET [--draft MODEL] [--delays 0 2 10 50] [--max-tokens 64] [--draft-length N]
+                                       [--json FILE]
 
 Two servers are started on loopback, each behind a proxy that lets every byte arrive later, half of the delay each way:
 the delay is that of a round trip to one server, and a pass waits for both, one after the other. The draft runs here.
@@ -135,7 +136,12 @@ ARMS: dict[str, dict[str, Any]] = {"plain": {"speculate": False}, "auto": {}, "i
 
 
 def measure(
-    model: str, draft: str | None, delay_ms: float, servers: Mapping[str, Sequence[str]], max_tokens: int
+    model: str,
+    draft: str | None,
+    delay_ms: float,
+    servers: Mapping[str, Sequence[str]],
+    max_tokens: int,
+    length: int | str,
 ) -> dict[str, Any]:
     """All questions at one delay; ``servers`` by arm."""
     drafts = ["ngram"] if draft is None else ["ngram", draft]
@@ -155,7 +161,7 @@ def measure(
         for i, question in enumerate(QUESTIONS):
             texts = set()
             for name in arms[i % len(arms) :] + arms[: i % len(arms)]:
-                texts.add(answer(pairs[name], question, name, max_tokens, sums[name]))
+                texts.add(answer(pairs[name], question, name, max_tokens, sums[name], length))
             found["same"] += len(texts) == 1
     for name, each in sums.items():
         found[name] = {
@@ -174,12 +180,12 @@ COUNTED = ("completion_tokens", "num_rounds", "num_draft_tokens", "num_ahead_tok
            "num_ahead_hits")  # fmt: skip
 
 
-def answer(llm: LLM, question: str, arm: str, max_tokens: int, sums: dict[str, float]) -> str:
+def answer(llm: LLM, question: str, arm: str, max_tokens: int, sums: dict[str, float], length: int | str) -> str:
     """One answer, its statistics added to the sums."""
     messages = [{"role": "user", "content": question}]
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     with without_ahead() if arm == "in order" else nullcontext():
-        rounds = list(stream := llm.rounds(messages, params, **ARMS[arm]))
+        rounds = list(stream := llm.rounds(messages, params, draft_length=length, **ARMS[arm]))
     stats = stream.reply.stats
     for name in COUNTED:
         sums[name] += stats[name]
@@ -229,12 +235,16 @@ def main() -> None:
     parser.add_argument("--draft", metavar="MODEL", help="besides n-grams")
     parser.add_argument("--delays", type=float, nargs="+", default=[0, 2, 10, 50], metavar="MS")
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument(
+        "--draft-length", default="auto", metavar="N", help="the same in every round, for both arms that draft"
+    )
     parser.add_argument("--threads", type=int, default=1, help="of each server")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     print(f"{cpu_name()}, {os.cpu_count()} cores, Python {platform.python_version()}\n")
     print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")
     rows = []
+    length = args.draft_length if args.draft_length == "auto" else int(args.draft_length)
     with ExitStack() as stack, tempfile.TemporaryDirectory() as scratch:
         servers = {name: [stack.enter_context(server(args.threads)) for _ in range(2)] for name in ARMS}
         build = home() / "build"
@@ -244,7 +254,7 @@ def main() -> None:
             fresh.mkdir()
             (fresh / "build").symlink_to(build)
             os.environ["LOCALSPEC_HOME"] = str(fresh)
-            rows.append(measure(args.target, args.draft, delay, servers, args.max_tokens))
+            rows.append(measure(args.target, args.draft, delay, servers, args.max_tokens, length))
             print(row(rows[-1]), flush=True)
             if args.json is not None:
                 args.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
