@@ -1,7 +1,7 @@
 """Drafting while the target verifies, against the ordinary order, on two devices that wait: beside the formula.
 
     python benchmarks/ahead.py [--ms T] [--tokens N] [--ratios T/D …] [--acceptance A …] [--lengths K …] [--repeats N]
-                               [--json FILE]
+                               [--cautious] [--json FILE]
 
 A target whose passes take T ms and a draft whose steps take D (tests/support/waiting_engine.py: real threads, the real
 clock, no computing), greedily, with drafts of a fixed length k. At each place the draft's most probable token is right
@@ -62,12 +62,13 @@ def expected_hits(n_steps: float, acceptance: float, k: int) -> float:
     return total
 
 
-def answer(files: ggufs.Pair, ms: float, step: float, acceptance: float, k: int, n: int, ahead: bool) -> list[Round]:
+def answer(
+    files: ggufs.Pair, ms: float, step: float, acceptance: float, k: int, n: int, beside: DraftAhead | None
+) -> list[Round]:
     """The rounds of one answer."""
     target = WaitingModel(files.target, Timing(ms))
     small = WaitingModel(files.draft, Timing(step, device="cpu", right=acceptance, second=SECOND))
     drafters = [DraftModelDrafter(small.new_context(n + 128))]
-    beside = DraftAhead(cautious=False) if ahead else None
     decoder = SpeculativeDecoder(target.new_context(n + 128), drafters, FixedController(k), ahead=beside)
     prompt = [5, 6, 7]
     decoder.prefill(prompt, lambda: False)
@@ -83,6 +84,9 @@ def main() -> None:
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0.6, 0.8, 0.9])
     parser.add_argument("--lengths", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument(
+        "--cautious", action="store_true", help="leave some passes alone to see whether it pays, as always in use"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     print(f"{cpu_name()}, {os.cpu_count()} cores, Python {platform.python_version()}; target {args.ms:g} ms a pass\n")
@@ -101,7 +105,8 @@ def main() -> None:
                         seconds, texts = [], []
                         for ahead in (False, True):
                             started = time.perf_counter()
-                            rounds = answer(files, args.ms, step, acceptance, k, args.tokens, ahead)
+                            beside = DraftAhead(cautious=args.cautious) if ahead else None
+                            rounds = answer(files, args.ms, step, acceptance, k, args.tokens, beside)
                             seconds.append(time.perf_counter() - started)
                             texts.append([token.id for round_ in rounds for token in round_.emitted])
                         assert texts[0] == texts[1]

@@ -6,9 +6,10 @@ import statistics
 from collections import defaultdict, deque
 
 N_TRIAL, N_PAUSE, LONGEST_PAUSE = 24, 96, 1536
-"""Rounds over which drafting ahead must save time, and rounds without it where it does not: each time twice as many."""
+"""Rounds of a trial, over which drafting ahead must save time, and rounds without it where two in a row do not. After a
+pause comes one trial, and if that fails a pause twice as long."""
 
-N_ALONE, N_BESIDE, OFTEN, RARELY = 12, 48, 3, 16
+N_ALONE, N_BESIDE, OFTEN, RARELY = 12, 48, 4, 16
 """Passes without drafting beside them and with it that are compared; one of so many goes without, until there are
 enough and afterwards."""
 
@@ -25,7 +26,7 @@ class AheadBalance:
         self._beside: deque[tuple[int, float]] = deque(maxlen=N_BESIDE)
         self._step_ms = self._saved_ms = 0.0
         self._n_tried = self._n_beside = self._n_paused = 0
-        self._pause = N_PAUSE
+        self._pause = 0  # the first that fails is followed by another: these times are noisy
 
     @property
     def is_pausing(self) -> bool:
@@ -66,9 +67,9 @@ class AheadBalance:
 
     def _judge(self) -> None:
         if self._saved_ms < self._n_beside * self._longer_ms():
-            self._n_paused, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
+            self._n_paused, self._pause = self._pause, max(N_PAUSE, min(2 * self._pause, LONGEST_PAUSE))
         else:
-            self._pause = N_PAUSE
+            self._pause = 0
         self._n_tried, self._n_beside, self._saved_ms = 0, 0, 0.0
 
     def _longer_ms(self) -> float:
