@@ -9,7 +9,7 @@ N_TRIAL, N_PAUSE, LONGEST_PAUSE = 24, 96, 1536
 """Rounds of a trial, over which drafting ahead must save time, and rounds without it where two in a row do not. After a
 pause comes one trial, and if that fails a pause twice as long."""
 
-N_ALONE, N_BESIDE, OFTEN, RARELY = 12, 48, 4, 16
+N_ALONE, N_BESIDE, OFTEN, RARELY = 12, 48, 4, 24
 """Passes without drafting beside them and with it that are compared; one of so many goes without, until there are
 enough and afterwards."""
 
