@@ -36,6 +36,7 @@ from typing import Any
 
 from localspec import LLM, EngineError, Placement, SamplingParams
 from localspec.backends.rpc_link import ask
+from localspec.runtime.arguments import DraftLength, checked_length
 from localspec.runtime.draft_ahead import AheadChoice
 from localspec.system.home import home
 from localspec.system.machine import cpu_name
@@ -141,7 +142,7 @@ def measure(
     delay_ms: float,
     servers: Mapping[str, Sequence[str]],
     max_tokens: int,
-    length: int | str,
+    length: DraftLength,
 ) -> dict[str, Any]:
     """All questions at one delay; ``servers`` by arm."""
     drafts = ["ngram"] if draft is None else ["ngram", draft]
@@ -180,7 +181,7 @@ COUNTED = ("completion_tokens", "num_rounds", "num_draft_tokens", "num_ahead_tok
            "num_ahead_hits")  # fmt: skip
 
 
-def answer(llm: LLM, question: str, arm: str, max_tokens: int, sums: dict[str, float], length: int | str) -> str:
+def answer(llm: LLM, question: str, arm: str, max_tokens: int, sums: dict[str, float], length: DraftLength) -> str:
     """One answer, its statistics added to the sums."""
     messages = [{"role": "user", "content": question}]
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
@@ -235,16 +236,14 @@ def main() -> None:
     parser.add_argument("--draft", metavar="MODEL", help="besides n-grams")
     parser.add_argument("--delays", type=float, nargs="+", default=[0, 2, 10, 50], metavar="MS")
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument(
-        "--draft-length", default="auto", metavar="N", help="the same in every round, for both arms that draft"
-    )
+    length_help = "the same in every round, for both arms that draft"
+    parser.add_argument("--draft-length", type=checked_length, default="auto", metavar="N", help=length_help)
     parser.add_argument("--threads", type=int, default=1, help="of each server")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     print(f"{cpu_name()}, {os.cpu_count()} cores, Python {platform.python_version()}\n")
     print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")
     rows = []
-    length = args.draft_length if args.draft_length == "auto" else int(args.draft_length)
     with ExitStack() as stack, tempfile.TemporaryDirectory() as scratch:
         servers = {name: [stack.enter_context(server(args.threads)) for _ in range(2)] for name in ARMS}
         build = home() / "build"
@@ -254,7 +253,7 @@ def main() -> None:
             fresh.mkdir()
             (fresh / "build").symlink_to(build)
             os.environ["LOCALSPEC_HOME"] = str(fresh)
-            rows.append(measure(args.target, args.draft, delay, servers, args.max_tokens, length))
+            rows.append(measure(args.target, args.draft, delay, servers, args.max_tokens, args.draft_length))
             print(row(rows[-1]), flush=True)
             if args.json is not None:
                 args.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from localspec.spec_decode.ahead_balance import AheadBalance
+from localspec.spec_decode.ahead_balance import AheadBalance, moved
 from localspec.spec_decode.draft import Draft, DraftToken
 from localspec.spec_decode.drafters.base import Plan
 from localspec.spec_decode.drafters.free_plan import SURE_COPY, FreePlan
@@ -138,21 +138,26 @@ class _Clock:
         self.stopped.clear()
         self.started, self.n_taken = time.perf_counter(), 0
 
+    @property
+    def ms(self) -> float:
+        """Since the pass began."""
+        return (time.perf_counter() - self.started) * 1e3
+
     def fits(self, probability: float) -> bool:
         """Whether to begin a step for an outcome: it may end after the pass by as much as it is expected to save."""
         if self.n_steps is not None:
             return self.n_taken < self.n_steps
         if self.stopped.is_set():
             return False
-        late = (time.perf_counter() - self.started) * 1e3 + self.step_ms - self.pass_ms
+        late = self.ms + self.step_ms - self.pass_ms
         return self.pass_ms == 0 or late <= probability * self.step_ms
 
     def took_step(self, ms: float) -> None:
         self.n_taken += 1
-        self.step_ms = ms if not self.step_ms else self.step_ms + 0.2 * (ms - self.step_ms)
+        self.step_ms = moved(self.step_ms, ms, 0.2)
 
     def took_pass(self, ms: float) -> None:
-        self.pass_ms = ms if not self.pass_ms else self.pass_ms + 0.3 * (ms - self.pass_ms)
+        self.pass_ms = moved(self.pass_ms, ms, 0.3)
 
 
 class DraftAhead:
@@ -169,7 +174,7 @@ class DraftAhead:
 
     def __init__(self, *, cautious: bool = True, beside: SideThread | None = None, n_steps: int | None = None) -> None:
         self._beside = beside or SideThread()
-        self._balance = AheadBalance() if cautious else None
+        self._balance = AheadBalance(cautious=cautious)
         self._clock = _Clock(n_steps)
         self._cache: dict[tuple[int, ...], _Prepared] = {}
         self._count = AheadCount()
@@ -215,8 +220,7 @@ class DraftAhead:
                 found.append(work())
         finally:
             del tokens[settled:]
-        if self._balance is not None:
-            self._balance.took_in_order(self._n_of_models(found[0]), (time.perf_counter() - started) * 1e3)
+        self._balance.took_in_order(self._n_of_models(found[0]), (time.perf_counter() - started) * 1e3)
         return found[0]
 
     def _n_of_models(self, tokens: Sequence[DraftToken]) -> int:
@@ -241,36 +245,31 @@ class DraftAhead:
             self._others[len(tokens) + len(taken)] = alternatives
             taken.append(DraftToken(token.id, token.source, token.prob, token.dist, expected))
         self._count.taken = len(taken)
-        if self._balance is not None:
-            self._balance.spared(self._n_of_models(taken))
+        self._balance.spared(self._n_of_models(taken))
         return taken, len(taken) < len(prepared.tokens)
 
     @contextmanager
     def preparing(self, tokens: Sequence[int], draft: Draft) -> Iterator[None]:
         """Within the block, which runs the pass over the draft, the next draft is prepared."""
-        self._n_before, clock, balance = len(tokens), self._clock, self._balance
-        n_tokens = len(draft) + 1
-        self._was_left_alone = bool(draft) and balance is not None and balance.leaves_alone()
+        self._n_before, clock, n_tokens = len(tokens), self._clock, len(draft) + 1
+        self._was_left_alone = bool(draft) and self._balance.leaves_alone()
         if not draft:
             yield
             return
-        if balance is not None and self._was_left_alone:
-            started = time.perf_counter()
-            yield
-            balance.passed(n_tokens, (time.perf_counter() - started) * 1e3)
-            return
         clock.start()
+        if self._was_left_alone:
+            yield
+            self._balance.passed(n_tokens, clock.ms)
+            return
         self._beside.start(partial(self._prepare, list(tokens), draft))
         try:
             yield
         finally:
-            ended = time.perf_counter()
+            ms = clock.ms
             clock.stopped.set()
             self._beside.wait()
-            ms = (ended - clock.started) * 1e3
             clock.took_pass(ms)
-            if balance is not None:
-                balance.passed(n_tokens, ms, late_ms=(time.perf_counter() - ended) * 1e3)
+            self._balance.passed(n_tokens, ms, late_ms=clock.ms - ms)
             self._drafters.drafters = [each for each in self._drafters.drafters if not each.failed]
             self._count.outcomes = len(self._cache)
             self._count.prepared = sum(len(each.tokens) for each in self._cache.values())
@@ -278,7 +277,7 @@ class DraftAhead:
     @property
     def hidden(self) -> dict[str, float]:
         """By drafter that runs a model, the share of its draft tokens that is lately there when the verdict is."""
-        share = 0.0 if self._balance is not None and self._balance.is_pausing else self._share
+        share = 0.0 if self._balance.is_pausing else self._share
         return dict.fromkeys(self._models, share)
 
     @property

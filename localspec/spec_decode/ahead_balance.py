@@ -14,14 +14,23 @@ N_ALONE, N_BESIDE, OFTEN, RARELY = 12, 48, 4, 24
 enough and afterwards."""
 
 
+def moved(mean_ms: float, ms: float, share: float) -> float:
+    """A running mean, moved by a share of the way to one more time; 0 is none yet."""
+    return mean_ms + share * (ms - mean_ms) if mean_ms else ms
+
+
 class AheadBalance:
     """Whether drafting ahead saves time: the steps that it spares, less what it makes passes take longer.
 
     It may take time from a pass on another device after all: the driver's thread or the server that a pass needs can be
     on the cores that draft. So some passes go without it, and passes over equally many tokens are compared.
+
+    Args:
+        cautious: False is for tests and benchmarks: no pass goes without, whatever it costs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, cautious: bool = True) -> None:
+        self._is_cautious = cautious
         self._alone: deque[tuple[int, float]] = deque(maxlen=N_ALONE)
         self._beside: deque[tuple[int, float]] = deque(maxlen=N_BESIDE)
         self._step_ms = self._saved_ms = 0.0
@@ -35,6 +44,8 @@ class AheadBalance:
 
     def leaves_alone(self) -> bool:
         """Whether the pass that comes next goes without."""
+        if not self._is_cautious:
+            return False
         if self._n_paused:
             self._n_paused -= 1
             if not self._n_paused:  # times from before the pause may be of a machine that did other things
@@ -50,7 +61,7 @@ class AheadBalance:
     def took_in_order(self, n_tokens: int, ms: float) -> None:
         """So many tokens of draft models were drafted in the ordinary order."""
         if n_tokens:
-            self._step_ms += (0.2 if self._step_ms else 1.0) * (ms / n_tokens - self._step_ms)
+            self._step_ms = moved(self._step_ms, ms / n_tokens, 0.2)
 
     def spared(self, n_tokens: int) -> None:
         """So many tokens of draft models were there when the verdict was."""
