@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         VocabularyMismatch,
     )
     from localspec.llm import LLM
+    from localspec.runtime.arguments import RequestOptions
     from localspec.runtime.stream import AsyncRoundStream, Reply, RoundStream
     from localspec.sampling.logprobs import ScoredToken, TokenLogprobs
     from localspec.sampling.sampling import SamplingParams
@@ -57,6 +58,7 @@ __all__ = [
     "PromptTooLong",
     "QueueFull",
     "Reply",
+    "RequestOptions",
     "Round",
     "RoundStream",
     "SamplingParams",
@@ -77,6 +79,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "localspec.llm",
+    "RequestOptions": "localspec.runtime.arguments",
     "Placement": "localspec.backends.placement",
     **dict.fromkeys(("AsyncRoundStream", "Reply", "RoundStream"), "localspec.runtime.stream"),
     **dict.fromkeys(

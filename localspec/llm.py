@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from localspec.backends.placement import Placement
 from localspec.errors import Cancelled
@@ -17,7 +17,15 @@ from localspec.prompts.prompts import Prompt, PromptEncoder
 from localspec.prompts.templates import ChatTemplate
 from localspec.runtime import arguments
 from localspec.runtime.answering import answer, never_ran, score
-from localspec.runtime.arguments import DraftLength, checked_bound, checked_length, checked_spec, draft_specs
+from localspec.runtime.arguments import (
+    DraftLength,
+    RequestOptions,
+    checked_bound,
+    checked_length,
+    checked_spec,
+    draft_specs,
+    split_options,
+)
 from localspec.runtime.asking import AskingModel
 from localspec.runtime.idle import PREPARATION, IdleWork, OnMains
 from localspec.runtime.jobs import Job
@@ -331,21 +339,17 @@ class LLM(Tokenizing, AskingModel):
         self,
         question: Prompt | Callable[[], Prompt],
         params: SamplingParams | None,
-        *,
-        deadline: float | None = None,
-        conversation: Hashable | None = None,
-        priority: int = 0,
-        **options: Any,
+        **options: Unpack[RequestOptions],
     ) -> Submit:
         """See ``Asking.submitter``; a question that is a function is called when its turn comes."""
-        request = AnswerRequest.checked(question, params, self._encoder, self.draft_length, self.model_name, **options)
+        params, rest = split_options(params, **options)
+        queued = {name: rest.pop(name) for name in ("deadline", "conversation", "priority") if name in rest}
+        request = AnswerRequest.checked(question, params, self._encoder, self.draft_length, self.model_name, **rest)
         return self._submitter(
             lambda job: answer(request, self._pair, self._encoder, job),
             lambda job: never_ran(request, job, self._pair),
-            deadline=deadline,
-            conversation=conversation,
-            priority=priority,
             request=request,
+            **queued,
         )
 
     def _scorer(self, prompt: Prompt, top: int, deadline: float | None, conversation: Hashable | None) -> Submit:
@@ -381,6 +385,10 @@ class LLM(Tokenizing, AskingModel):
     async def aclose(self, *, cancel: bool = False) -> None:
         """As ``close``, for asyncio."""
         await asyncio.to_thread(self.close, cancel=cancel)
+
+    def __repr__(self) -> str:
+        drafts = ", ".join(self.draft_names) or "none"
+        return f"<LLM {self.model_name}: {self.engine}, {self.n_ctx} tokens of context, drafts: {drafts}>"
 
     def __enter__(self) -> LLM:
         return self

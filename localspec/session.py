@@ -7,11 +7,11 @@ import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from localspec.errors import SessionFileError, UsageError
 from localspec.runtime import session_file
-from localspec.runtime.arguments import checked_params
+from localspec.runtime.arguments import RequestOptions, checked_params
 from localspec.runtime.asking import Asking
 from localspec.runtime.jobs import Job
 from localspec.runtime.saved_state import SavedContext, restore_contexts, save_contexts
@@ -129,7 +129,7 @@ class Session(Asking[str]):
         """As ``save``, for asyncio."""
         await asyncio.to_thread(self.save, path, memory=memory)
 
-    def submitter(self, question: str, params: SamplingParams | None, **options: Any) -> Submit:
+    def submitter(self, question: str, params: SamplingParams | None, **options: Unpack[RequestOptions]) -> Submit:
         if not isinstance(question, str):
             raise UsageError("a session is asked with a text; earlier turns are remembered")
         if "conversation" in options:
@@ -139,8 +139,7 @@ class Session(Asking[str]):
         submit = self._llm.submitter(
             lambda: [*self.messages, asked],
             self.params if params is None else params,
-            conversation=self._conversation,
-            **options,
+            **(options | {"conversation": self._conversation}),
         )
 
         def with_memory(deliver: Callable[[Any], Any]) -> Job:

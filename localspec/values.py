@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any
 
@@ -21,6 +22,14 @@ def shown(value: object) -> str:
     except ValueError:  # Python does not spell out numbers of thousands of digits
         text = f"a number of {type(value).__name__} that is too large"
     return text if len(text) <= 120 else f"{text[:80]}…{text[-30:]}"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """What ends a message about an unknown name: the known one that begins so, or is most like it; or nothing."""
+    known = list(known)
+    longer = [each for each in known if name and each.startswith(name)]
+    close = longer[:1] or get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def is_whole(value: object) -> bool:

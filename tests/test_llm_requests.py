@@ -8,17 +8,31 @@ import gc
 import math
 import queue
 import random
+import re
 import threading
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
 
-from localspec import LLM, Cancelled, Closed, PromptTooLong, QueueFull, Reply, RoundStream, SamplingParams, UsageError
+from localspec import (
+    LLM,
+    Cancelled,
+    Closed,
+    PromptTooLong,
+    QueueFull,
+    Reply,
+    RequestOptions,
+    RoundStream,
+    SamplingParams,
+    UsageError,
+)
+from localspec.runtime.arguments import SamplingOptions
 from localspec.runtime.jobs import FairQueue, Job
 from localspec.runtime.worker import Worker
 from tests.conftest import TinyFiles, open_backend
@@ -695,3 +709,57 @@ def test_loading_in_asyncio(tiny: TinyFiles) -> None:
     before = threading.active_count()
     asyncio.run(main())
     wait_until(lambda: threading.active_count() <= before)
+
+
+# Options of a request.
+
+
+def test_sampling_parameters_are_keywords_too(llm: LLM) -> None:
+    drawn = SamplingParams(temperature=1.0, seed=5, max_tokens=12, ignore_eos=True)
+    wanted = llm.generate("la la la", drawn).token_ids
+    assert llm.generate("la la la", temperature=1.0, seed=5, max_tokens=12, ignore_eos=True).token_ids == wanted
+    assert llm.generate("la la la", replace(drawn, seed=6), seed=5).token_ids == wanted
+    assert len(llm.generate("la la la", replace(drawn, max_tokens=3), max_tokens=12).token_ids) == 12
+    assert len(llm.chat("Hello", max_tokens=3, ignore_eos=True).token_ids) == 3
+    assert len(list(llm.rounds("la la la", GREEDY, max_tokens=2, speculate=False))) == 2
+
+
+def test_keywords_of_a_session_go_over_its_parameters(llm: LLM) -> None:
+    session = llm.session(params=SamplingParams(temperature=1.0, seed=5, max_tokens=9, ignore_eos=True))
+    long = session.chat("Hello").token_ids
+    assert session.undo()
+    assert session.chat("Hello", max_tokens=4).token_ids == long[:4]
+    with pytest.raises(UsageError, match="conversation of its own"):
+        session.chat("Hello", conversation="mine")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("deadlin", "deadline"), ("temp", "temperature"), ("max_token", "max_tokens"), ("seeds", "seed"), ("qqq", None)],
+)
+def test_an_unknown_option_names_the_one_that_is_meant(llm: LLM, given: str, meant: str | None) -> None:
+    hint = f"; did you mean {meant}?" if meant else ""
+    line = f"there is no option {given!r}{hint}"
+    for ask in (llm.chat, llm.generate, llm.rounds, llm.fill, llm.session().chat):
+        with pytest.raises(UsageError) as raised:
+            ask("Hello", **{given: 1})
+        assert str(raised.value) == line
+    with pytest.raises(UsageError, match="there is no option"):
+        list(llm.stream("Hello", **{given: 1}))  # type: ignore[misc]
+
+
+def test_the_keywords_are_all_there_are() -> None:
+    """A type checker knows each option: those of sampling by their own names and types, the others as ``rounds`` has
+    them."""
+    named, params = get_type_hints(SamplingOptions), get_type_hints(SamplingParams)
+    assert {**named, "stop": params["stop"]} == params
+    arguments = (LLM.rounds.__doc__ or "").partition("Args:")[2].partition("Raises:")[0]
+    documented = set(re.findall(r"^ {12}(\w+): ", arguments, re.MULTILINE))
+    assert set(RequestOptions.__annotations__) - set(named) == documented - {"question", "params"}
+
+
+def test_a_reply_prints_as_its_text(llm: LLM) -> None:
+    reply = llm.generate("la la la", max_tokens=40)
+    assert str(reply) == reply.text
+    assert len(repr(reply)) < 200
+    assert llm.model_name in repr(llm)

@@ -17,8 +17,10 @@ from localspec.commands.cli_options import (
     ThinkBudget,
     Threads,
     Verbose,
+    models,
     run_options,
 )
+from localspec.values import did_you_mean
 
 __all__ = ["app", "parse"]
 
@@ -37,15 +39,23 @@ def parse(argv: Sequence[str]) -> Run | str:
         result = command.main(list(argv), prog_name="localspec", standalone_mode=False)
     except Exception as error:
         # Typer brings its own copy of click in some releases and uses the real one in others.
-        message = getattr(error, "format_message", None)
-        if message is None:
+        if not hasattr(error, "format_message"):
             raise
-        return _with_help(message(), getattr(error, "ctx", None))
+        return _with_help(_message_of(error), getattr(error, "ctx", None))
     if callable(result):
         return result  # type: ignore[no-any-return]
     if result == 130:  # how Typer reports a Ctrl-C
         raise KeyboardInterrupt
     raise SystemExit(result or 0)
+
+
+def _message_of(error: Any) -> str:
+    """What is wrong with the line; for an unknown option the known one that is meant, first of all one it begins."""
+    name, ctx = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    if name is None or ctx is None or not hasattr(error, "possibilities"):
+        return str(error.format_message())
+    known = [option for parameter in ctx.command.params for option in (*parameter.opts, *parameter.secondary_opts)]
+    return f"no such option: {name}{did_you_mean(name, (each for each in known if each.startswith('-')))}"
 
 
 def _with_help(message: str, ctx: Any) -> str:
@@ -83,9 +93,17 @@ def chat(
 @command()
 def generate(
     model: Model = None,
+    text: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PROMPT", help="Prompt to answer; without MODEL, one of several words.", show_default=False
+        ),
+    ] = None,
     prompt: Annotated[
         str | None,
-        typer.Option("--prompt", "-p", metavar="TEXT", help="Prompt to answer.", show_default="standard input"),
+        typer.Option(
+            "--prompt", "-p", metavar="TEXT", help="Prompt, if not an argument.", show_default="standard input"
+        ),
     ] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt verbatim, without the chat template.")
@@ -102,10 +120,11 @@ def generate(
     **options: Any,
 ) -> int:
     """Answer one prompt."""
-    from localspec.commands.generate import generate_command
+    from localspec.commands.generate import generate_command, model_and_prompt
     from localspec.commands.options import answer_form
 
     form = answer_form(json_schema, grammar)
+    model, prompt = model_and_prompt(model, text, prompt)
     known = run_options(model, options, **form)
     return generate_command(known, prompt, raw=raw, format=format, think=think, thinking_budget=think_budget)
 
@@ -380,7 +399,10 @@ def list_(as_json: Json = False) -> int:
 
 @command()
 def rm(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Models to remove.", show_default=False)],
+    names: Annotated[
+        list[str],
+        typer.Argument(autocompletion=models, metavar="NAME...", help="Models to remove.", show_default=False),
+    ],
 ) -> int:
     """Remove models from this disk."""
     from localspec.commands.files import rm_command

@@ -17,7 +17,6 @@ app = typer.Typer(
     name="localspec",
     help="Faster local LLM answers by lossless speculative decoding.",
     no_args_is_help=False,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -13,9 +13,26 @@ from localspec.values import MAX_COUNT, MAX_THREADS
 if TYPE_CHECKING:
     from localspec.commands.options import RunOptions
 
+
+def models(incomplete: str) -> list[tuple[str, str]]:
+    """Names of the catalogue that begin so, with what the shell shows beside them."""
+    from localspec.model_files.catalog import Catalog
+
+    catalog = Catalog.load()
+    return [(name, catalog[name].note) for name in catalog if name.startswith(incomplete)]
+
+
+def _drafts(incomplete: str) -> list[tuple[str, str]]:
+    """What ``--draft`` takes and begins so."""
+    from localspec.runtime.arguments import WORDS
+
+    return [(word, "") for word in WORDS if word.startswith(incomplete)] + models(incomplete)
+
+
 Model = Annotated[
     str | None,
     typer.Argument(
+        autocompletion=models,
         metavar="MODEL",
         help="Catalogue name, path of a .gguf file, or hf:OWNER/REPO/FILE.gguf. Default: the catalogue's default pair.",
         show_default=False,
@@ -24,6 +41,7 @@ Model = Annotated[
 Draft = Annotated[
     list[str] | None,
     typer.Option(
+        autocompletion=_drafts,
         metavar="auto|none|ngram|head|corpus:PATH|MODEL",
         help="Drafters to use, in addition to n-grams; repeatable. MODEL may be an EAGLE-3 or DFlash file. "
         "Also head:FILE, mtp (the model's own multi-token-prediction layer), early-exit[:LAYERS].",
@@ -126,6 +144,7 @@ Verbose = Annotated[bool, typer.Option("--verbose", help="Show engine logs.")]
 Names = Annotated[
     list[str] | None,
     typer.Argument(
+        autocompletion=models,
         metavar="NAME...",
         help="Catalogue names, or hf:OWNER/REPO/FILE.gguf. Default: the default pair.",
         show_default=False,

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from localspec.commands.chat.views import TextView, only_thought
 from localspec.commands.options import RunOptions, check_text
-from localspec.errors import UsageError
+from localspec.errors import ModelFileError, UnknownModel, UsageError
+from localspec.model_files.catalog import Catalog
 from localspec.system.interrupts import on_interrupt
 from localspec.terminal.stdin import read_all
 from localspec.terminal.text import visible
@@ -18,6 +19,30 @@ if TYPE_CHECKING:
     from localspec.runtime.stream import RoundStream
 
 FORMATS = ("text", "json", "events")
+
+
+def model_and_prompt(model: str | None, text: str | None, prompt: str | None) -> tuple[str | None, str | None]:
+    """MODEL, PROMPT and ``--prompt`` as given -> the model, and the prompt; None reads standard input.
+
+    One argument alone is the prompt where it has more than one word and names no model.
+
+    Raises:
+        UnknownModel: one argument alone is neither.
+        UsageError: there are two prompts.
+    """
+    if text is not None and prompt is not None:
+        raise UsageError("there are two prompts, an argument and --prompt: leave one of them out")
+    if model is None or text is not None or prompt is not None:
+        return model, prompt if text is None else text
+    try:
+        Catalog.load().resolve(model)
+    except UnknownModel as error:
+        if len(model.split()) > 1 and not model.endswith(".gguf"):
+            return None, model
+        raise UnknownModel(f"{error} (a prompt of one word goes after -p)") from None
+    except ModelFileError:
+        pass  # a model, but not on this disk
+    return model, None
 
 
 def generate_command(
@@ -56,7 +81,7 @@ def generate_command(
         prompt = read_all()
     check_text(prompt, "the prompt")
     if not prompt.strip() and not (raw and prompt):
-        raise UsageError("the prompt is empty: use -p TEXT or standard input")
+        raise UsageError("the prompt is empty: give it as an argument, after -p or on standard input")
     with options.opened() as llm:
         params = options.params({} if raw else llm.chat_defaults)
         stream = llm.rounds(_messages(llm, options, prompt, raw), params, **asked)

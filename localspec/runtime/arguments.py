@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from localspec.controllers.fixed import FixedController
 from localspec.errors import UsageError
@@ -15,7 +15,7 @@ from localspec.prompts.thinking import THINK as THINK  # for those above who may
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.drafters.free import FREE_DRAFTERS
 from localspec.spec_decode.drafters.names import AUTOMATIC, CORPUS, EARLY_EXIT, FROM_STATES, HEAD, is_corpus
-from localspec.values import checked_whole, is_whole, listed, shown
+from localspec.values import checked_whole, did_you_mean, is_whole, listed, shown
 
 DraftLength = int | str
 """``auto``, or a number of tokens."""
@@ -112,6 +112,58 @@ def checked_bound(value: Any) -> int | None:
 
 
 # -- of a request ------------------------------------------------------------------------------------------------
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of ``SamplingParams``, as keywords of a request."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repeat_penalty: float
+    repeat_last_n: int
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int | None
+    max_tokens: int | None
+    stop: str | Sequence[str]
+    ignore_eos: bool
+    response_format: Mapping[str, Any] | None
+    grammar: str | None
+
+
+class RequestOptions(SamplingOptions, total=False):
+    """The keywords of a request; ``Asking.rounds`` explains them."""
+
+    speculate: bool
+    draft_length: DraftLength | None
+    drafters: str | Iterable[str] | None
+    prediction: str | Sequence[int] | None
+    think: str | None
+    thinking_budget: int | None
+    deadline: float | None
+    conversation: Hashable | None
+    priority: int
+    logprobs: int | None
+    keep_tokens: int | None
+
+
+def split_options(
+    params: SamplingParams | None, **options: Unpack[RequestOptions]
+) -> tuple[SamplingParams, dict[str, Any]]:
+    """The sampling parameters of a request, those given by keyword over ``params``, and its other options."""
+    for name in options:
+        if name not in REQUEST_OPTIONS:
+            raise UsageError(f"there is no option {name!r}{did_you_mean(name, REQUEST_OPTIONS)}")
+    sampling: dict[str, Any] = {name: value for name, value in options.items() if name in SAMPLING}
+    rest = {name: value for name, value in options.items() if name not in SAMPLING}
+    return replace(checked_params(params), **sampling), rest
+
+
+REQUEST_OPTIONS = tuple(RequestOptions.__annotations__)
+SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 
 
 def checked_params(params: SamplingParams | None) -> SamplingParams:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Generic, TypeVar, cast
+from typing import Generic, TypeVar, Unpack, cast
 
 from localspec.prompts.infill import FILL_TOKENS, ContextFiles, FillPrompt
 from localspec.prompts.prompts import Prompt
-from localspec.runtime.arguments import checked_params
+from localspec.runtime.arguments import RequestOptions, split_options
 from localspec.runtime.stream import AsyncRoundStream, Reply, RoundStream, Submit
 from localspec.sampling.logprobs import ScoredToken
 from localspec.sampling.sampling import SamplingParams
@@ -21,14 +21,16 @@ class Asking(ABC, Generic[Question]):
     """Turns one thing, how to queue a question, into every way to ask it."""
 
     @abstractmethod
-    def submitter(self, question: Question, params: SamplingParams | None, **options: Any) -> Submit:
+    def submitter(self, question: Question, params: SamplingParams | None, **options: Unpack[RequestOptions]) -> Submit:
         """Check a question and its options, and return what queues it."""
 
     def _as_chat(self, question: Question | str) -> Question | str:
         """What ``chat`` makes of a question."""
         return question
 
-    def rounds(self, question: Question, params: SamplingParams | None = None, **options: Any) -> RoundStream:
+    def rounds(
+        self, question: Question, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> RoundStream:
         """Answer, round by round: the drafts and their fate.
 
         >>> with llm.rounds(messages, params, draft_length=4, deadline=20.0) as rounds:
@@ -39,7 +41,8 @@ class Asking(ABC, Generic[Question]):
         Args:
             question: for an ``LLM`` messages for the chat template, a string to continue as it is, or token ids; for a
                 ``Session`` the next question of its conversation.
-            params: sampling parameters; None is greedy.
+            params: sampling parameters; None is greedy. Each can also be given by its own name, as in
+                ``max_tokens=64``, which counts more than ``params``.
             speculate: False decodes plainly, in the same loop.
             draft_length: overrides the LLM's ``draft_length`` for this request.
             drafters: which of the LLM's ``draft_names`` take part in this request; None is all.
@@ -63,12 +66,15 @@ class Asking(ABC, Generic[Question]):
 
         Raises:
             QueueFull: ``max_queue`` requests are waiting.
-            UsageError: an option makes no sense. What is wrong with the prompt is raised when the stream is read.
+            UsageError: an option makes no sense, or there is none of that name. What is wrong with the prompt is raised
+                when the stream is read.
             Closed: after ``close``.
         """
         return RoundStream(self.submitter(question, params, **options))
 
-    def stream(self, question: Question, params: SamplingParams | None = None, **options: Any) -> Iterator[str]:
+    def stream(
+        self, question: Question, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> Iterator[str]:
         """Answer piece by piece: verified text only; options as in ``rounds``.
 
         >>> for piece in llm.stream("Once upon a time", SamplingParams(max_tokens=64)):
@@ -79,7 +85,9 @@ class Asking(ABC, Generic[Question]):
                 if round_.text:
                     yield round_.text
 
-    def chat(self, question: Question | str, params: SamplingParams | None = None, **options: Any) -> Reply:
+    def chat(
+        self, question: Question | str, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> Reply:
         """Answer a conversation, or a single question; options as in ``rounds``.
 
         >>> llm.chat([{"role": "user", "content": "Name three rivers."}]).text
@@ -87,7 +95,9 @@ class Asking(ABC, Generic[Question]):
         with self.rounds(self._as_chat(question), params, **options) as rounds:  # type: ignore[arg-type]
             return rounds.reply
 
-    def arounds(self, question: Question, params: SamplingParams | None = None, **options: Any) -> AsyncRoundStream:
+    def arounds(
+        self, question: Question, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> AsyncRoundStream:
         """As ``rounds``, for asyncio; leaving the loop or cancelling the task stops the engine within a round.
 
         The request is queued by this call, so ``QueueFull`` comes from here.
@@ -100,7 +110,7 @@ class Asking(ABC, Generic[Question]):
         return AsyncRoundStream(self.submitter(question, params, **options))
 
     async def astream(
-        self, question: Question, params: SamplingParams | None = None, **options: Any
+        self, question: Question, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> AsyncIterator[str]:
         """As ``stream``, for asyncio."""
         async with self.arounds(question, params, **options) as rounds:
@@ -108,7 +118,9 @@ class Asking(ABC, Generic[Question]):
                 if round_.text:
                     yield round_.text
 
-    async def achat(self, question: Question | str, params: SamplingParams | None = None, **options: Any) -> Reply:
+    async def achat(
+        self, question: Question | str, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> Reply:
         """As ``chat``, for asyncio."""
         async with self.arounds(self._as_chat(question), params, **options) as rounds:  # type: ignore[arg-type]
             return await rounds.reply()
@@ -124,7 +136,9 @@ class AskingModel(Asking[Prompt]):
     def _as_chat(self, question: Prompt | str) -> Prompt:
         return [{"role": "user", "content": question}] if isinstance(question, str) else question
 
-    def generate(self, text: str | Sequence[int], params: SamplingParams | None = None, **options: Any) -> Reply:
+    def generate(
+        self, text: str | Sequence[int], params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> Reply:
         """Continue a text as it is, without the chat template; options as in ``rounds``.
 
         >>> llm.generate("def fibonacci(n):", SamplingParams(max_tokens=80, stop=["\\n\\n"])).text
@@ -132,7 +146,9 @@ class AskingModel(Asking[Prompt]):
         with self.rounds(text, params, **options) as rounds:
             return rounds.reply
 
-    async def agenerate(self, text: str | Sequence[int], params: SamplingParams | None = None, **options: Any) -> Reply:
+    async def agenerate(
+        self, text: str | Sequence[int], params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> Reply:
         """As ``generate``, for asyncio."""
         async with self.arounds(text, params, **options) as rounds:
             return await rounds.reply()
@@ -158,7 +174,7 @@ class AskingModel(Asking[Prompt]):
         context_files: ContextFiles = (),
         name: str | None = None,
         single_line: bool = False,
-        **options: Any,
+        **options: Unpack[RequestOptions],
     ) -> Reply:
         """Fill in what stands between two texts: completion at a cursor. For models with fill-in-the-middle tokens.
 
@@ -181,8 +197,8 @@ class AskingModel(Asking[Prompt]):
             UsageError: the model has no fill-in-the-middle tokens, or there is no text at all.
             QueueFull, Closed: as in ``rounds``.
         """
-        prompt, params = self._fill(prefix, suffix, params, context_files, name, single_line)
-        with self.rounds(prompt.tokens, params, **{"keep_tokens": prompt.n_before} | options) as rounds:
+        prompt, params, options = self._fill(prefix, suffix, params, context_files, name, single_line, options)
+        with self.rounds(prompt.tokens, params, **options) as rounds:
             return rounds.reply
 
     async def afill(
@@ -194,11 +210,11 @@ class AskingModel(Asking[Prompt]):
         context_files: ContextFiles = (),
         name: str | None = None,
         single_line: bool = False,
-        **options: Any,
+        **options: Unpack[RequestOptions],
     ) -> Reply:
         """As ``fill``, for asyncio; cancelling the task, as when something else was typed, stops the engine."""
-        prompt, params = self._fill(prefix, suffix, params, context_files, name, single_line)
-        async with self.arounds(prompt.tokens, params, **{"keep_tokens": prompt.n_before} | options) as rounds:
+        prompt, params, options = self._fill(prefix, suffix, params, context_files, name, single_line, options)
+        async with self.arounds(prompt.tokens, params, **options) as rounds:
             return await rounds.reply()
 
     def _fill(
@@ -209,11 +225,13 @@ class AskingModel(Asking[Prompt]):
         files: ContextFiles,
         name: str | None,
         single_line: bool,
-    ) -> tuple[FillPrompt, SamplingParams]:
-        params = checked_params(params) if params is not None else SamplingParams(max_tokens=FILL_TOKENS)
+        options: RequestOptions,
+    ) -> tuple[FillPrompt, SamplingParams, RequestOptions]:
+        params, rest = split_options(SamplingParams(max_tokens=FILL_TOKENS) if params is None else params, **options)
         if single_line:
             params = replace(params, stop=[*params.stop, "\n"])
-        return self.fill_prompt(prefix, suffix, files, name=name, max_tokens=params.max_tokens), params
+        prompt = self.fill_prompt(prefix, suffix, files, name=name, max_tokens=params.max_tokens)
+        return prompt, params, cast(RequestOptions, {"keep_tokens": prompt.n_before} | rest)
 
     def logprobs(
         self,

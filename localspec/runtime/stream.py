@@ -12,11 +12,12 @@ from localspec.errors import Closed
 from localspec.runtime.jobs import CancelledBy, Job, JobState, wait_for
 from localspec.spec_decode.rounds import EmittedToken, FinishReason, Round, SpecStats
 from localspec.system.forking import REFUSAL
+from localspec.values import shown
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Reply:
-    """A finished answer.
+    """A finished answer; printed, it is its text.
 
     Attributes:
         text: verified text of the answer only; without the stop string that ended it, if one did.
@@ -43,6 +44,12 @@ class Reply:
     explanation: str = ""
     seconds_waited: float = 0.0
     thinking: str = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"<Reply {shown(self.text)}: {len(self.token_ids)} tokens, {self.finish_reason}>"
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON object of ``generate --format json``."""

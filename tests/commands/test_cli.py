@@ -83,7 +83,11 @@ def test_version() -> None:
     ("arguments", "part"),
     [
         (["chta"], "Did you mean 'chat'"),
-        (["generate", "--temprature", "1"], "--temperature"),
+        (["generate", "--temprature", "1"], "did you mean --temperature?"),
+        (["generate", "--temp", "0"], "did you mean --temperature?"),
+        (["generate", "--max", "0"], "did you mean --max-tokens?"),
+        (["generate", "--draft-o"], "did you mean --draft-only?"),
+        (["generate", "--qqq"], "no such option: --qqq (see localspec generate --help)"),
         (["generate", "--seed", "x"], "--seed"),
         (["generate", "--draft-length", "many", "-p", "x"], "draft length"),
         (["generate", "--draft-length", "-1", "-p", "x"], "draft length"),
@@ -110,6 +114,10 @@ def test_version() -> None:
         (["generate", "--raw", "--system", "s", "-p", "x"], "--system"),
         (["generate", "-p", " \n"], "empty"),
         (["generate"], "empty"),
+        (["generate", "Hello"], "there is no model 'Hello'; see: localspec list (a prompt of one word goes after -p)"),
+        (["generate", "Tell me a joke", "-p", "x"], "there is no model 'Tell me a joke'"),
+        (["generate", "/no/such.gguf", "Hello", "-p", "x"], "two prompts"),
+        (["generate", "/no/such model.gguf"], "does not exist"),
         (["generate", "qwen2.5-coder-1.5", "-p", "x"], "did you mean qwen2.5-coder-1.5b"),
         (["generate", "/no/such.gguf", "-p", "x"], "does not exist"),
         (["generate", "/", "-p", "x"], "folder"),
@@ -127,6 +135,26 @@ def test_an_argument_that_is_not_utf8() -> None:
     command = [os.fsencode(part) for part in PROGRAM] + [b"generate", b"-p", b"\xff"]
     result = subprocess.run(command, capture_output=True, check=False, stdin=subprocess.DEVNULL)
     assert_one_line(result, 2, "UTF-8")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_commands_options_and_models(shell: str) -> None:
+    for line, wanted in (
+        ("localspec ch", "chat"),
+        ("localspec generate --temp", "--temperature"),
+        ("localspec chat smoll", "smollm2-135m"),
+        ("localspec bench --draft ngr", "ngram"),
+        ("localspec pull qwen2.5-coder-0", "qwen2.5-coder-0.5b"),
+    ):
+        words = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1), "_TYPER_COMPLETE_ARGS": line}
+        asked = {
+            **os.environ,
+            **words,
+            "_LOCALSPEC_COMPLETE": f"complete_{shell}",
+            "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+        }
+        found = subprocess.run(PROGRAM, env=asked, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        assert wanted in found.stdout, (line, found.stderr)
 
 
 @pytest.mark.parametrize("command", ["chat", "generate"])

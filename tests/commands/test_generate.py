@@ -119,6 +119,17 @@ def test_the_prompt_from_standard_input(tiny: TinyFiles) -> None:
     assert generate(tiny.pair, stdin=b"\xef\xbb\xbfhello\nthere").stdout == by_argument
 
 
+def test_the_prompt_as_an_argument(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    by_option = json.loads(generate(tiny.pair, "-p", "hello there", "--format", "json").stdout)
+    by_argument = json.loads(generate(tiny.pair, "hello there", "--format", "json").stdout)
+    assert by_argument["token_ids"] == by_option["token_ids"]
+    monkeypatch.setenv("LOCALSPEC_HOME", str(tmp_path))  # without models
+    monkeypatch.setenv("LOCALSPEC_OFFLINE", "1")
+    alone = localspec("generate", "hello there", stdin=b"")
+    assert alone.returncode == 1
+    assert b"the default model" in alone.stderr
+
+
 def test_raw_leaves_the_template_out(tiny: TinyFiles) -> None:
     chat = json.loads(generate(tiny.pair, "-p", "hello", "--format", "json").stdout)
     raw = json.loads(generate(tiny.pair, "-p", "hello", "--format", "json", "--raw").stdout)

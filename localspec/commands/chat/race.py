@@ -43,8 +43,9 @@ def race(chat: Chat) -> None:
     chat.races += 1
     replies: dict[bool, Reply] = {}
     for speculate in (first, not first):
-        how = {"think": chat.think, "thinking_budget": chat.thinking_budget}
-        stream = chat.llm.rounds(messages, params, speculate=speculate, **how)
+        stream = chat.llm.rounds(
+            messages, params, speculate=speculate, think=chat.think, thinking_budget=chat.thinking_budget
+        )
         status, said = SpecStats(), ""
         with Progress(chat.screen.file) as progress, no_echo(), stream, on_interrupt(stream.close):
             for round_ in stream:
