@@ -23,6 +23,7 @@ from localspec.backends.llama_family import LlamaModel
 from localspec.backends.llama_placement import Place, Places
 from localspec.backends.noise import engine_log
 from localspec.backends.placement import Placement
+from localspec.backends.soundness import has_usual_sizes
 from localspec.backends.state_tap import TensorFunctions, ggml_library
 from localspec.errors import EngineUnavailable, UnsupportedModel, UsageError
 from localspec.model_files.gguf_file import GGUFFile, TensorInfo
@@ -310,7 +311,8 @@ def is_familiar(gguf: GGUFFile) -> bool:
     """Whether a file is of a kind that ik-llama is known to live through."""
     window = gguf.field("attention.sliding_window", 0)
     return (
-        {tensor.type_name for tensor in gguf.tensors.values()} <= _FAMILIAR_TYPES
+        has_usual_sizes(gguf)
+        and {tensor.type_name for tensor in gguf.tensors.values()} <= _FAMILIAR_TYPES
         and isinstance(window, int)
         and (
             (gguf.architecture in FAMILIAR and not window) or (gguf.architecture == "gemma3" and window >= WIDE_WINDOW)
@@ -319,5 +321,7 @@ def is_familiar(gguf: GGUFFile) -> bool:
 
 
 def open_untried(path: Path, *, n_threads: int, kv_type: str, progress: Progress | None = None) -> LlamaModel:
-    """Load a file whatever that may do to the process."""
-    return LlamaModel(binding(), path, n_threads=n_threads, kv_type=kv_type, progress=progress)
+    """Load a file whatever that may do to the process, which does nothing else: its pages are not repacked."""
+    engine = binding()
+    engine.repacks = False
+    return LlamaModel(engine, path, n_threads=n_threads, kv_type=kv_type, progress=progress)

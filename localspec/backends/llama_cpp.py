@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from localspec.backends import trial
 from localspec.backends.base import Progress
 from localspec.backends.best_logits import MOST_ROWS
 from localspec.backends.builds import digest
@@ -18,9 +19,11 @@ from localspec.backends.llama_staging import staging
 from localspec.backends.noise import engine_log
 from localspec.backends.placement import Placement
 from localspec.backends.rpc import rpc
+from localspec.backends.soundness import has_usual_sizes
 from localspec.backends.state_tap import TensorFunctions
-from localspec.errors import EngineError, EngineUnavailable
+from localspec.errors import EngineError, EngineUnavailable, UnsupportedModel
 from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.head_card import is_engine_file
 from localspec.model_files.head_kinds import mtp
 from localspec.system.machine import default_threads, prepare_threads
 
@@ -165,14 +168,32 @@ def load(
     progress: Progress | None = None,
     placement: Placement | None = None,
 ) -> LlamaModel:
-    """Load a GGUF with llama.cpp; see ``backends.registry.LoadEngine``."""
+    """Load a GGUF with llama.cpp; see ``backends.registry.LoadEngine``.
+
+    Raises:
+        UnsupportedModel: it would end the process; see ``trial``.
+    """
+    path, n_threads, engine = Path(path), n_threads or default_threads(), binding()
     on_devices = placement is not None and bool(placement.rpc)
+    with GGUFFile(path) as gguf:
+        usual = has_usual_sizes(gguf) or is_engine_file(gguf)
+    # Weights on other machines may be more than this one can hold.
+    if not (usual or on_devices or trial.survives(path, f"{NAME} {engine.version}", kv_type, n_threads, progress)):
+        raise UnsupportedModel(
+            f"{path.name}: {NAME} ended the process in which it was tried, so the sizes in the file do not fit "
+            "together or this version does not compute them; fetch it again, or try another --backend"
+        )
     return LlamaModel(
-        binding(),
-        Path(path),
-        n_threads=n_threads or default_threads(),
+        engine,
+        path,
+        n_threads=n_threads,
         n_gpu_layers=gpu_layers(n_gpu_layers, on_devices=on_devices),
         kv_type=kv_type,
         placement=placement,
         progress=progress,
     )
+
+
+def open_untried(path: Path, *, n_threads: int, kv_type: str) -> LlamaModel:
+    """Load a file, on the CPU, whatever that may do to the process."""
+    return LlamaModel(binding(), path, n_threads=n_threads, kv_type=kv_type)

@@ -1,14 +1,19 @@
 """What the engines in C++ take for granted of a file, and end the whole process over where it does not hold.
 
 They check most of what a header says and report it as an error; the rest they assert, or read beyond a table. Each rule
-here stands for an abort that was seen with a damaged file; ``make fuzz`` looks for more.
+here stands for an abort that was seen with a damaged file; ``make fuzz`` looks for more. What no rule here knows, the
+sizes of the many kinds of models, is tried in another process: see ``has_usual_sizes`` and ``trial``.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
+
+import numpy as np
 
 from localspec.errors import ModelFileError, UnsupportedModel
 from localspec.model_files.gguf_file import GGUFFile, TensorInfo
@@ -18,6 +23,31 @@ _UINT32 = 4
 _NO_MATRIX = frozenset((9, 15, 24, 25, 26, 27, 28, 97, 98, 99, 136, 147, 148, 149, 150))
 """Q8_1, Q8_K and ik_llama.cpp's kinds of them, integers and F64: for activations and indices, not for weights."""
 _MAX_EXPERTS = 512
+_MAX_LAYERS = 512
+_LARGEST = (1 << 31) - 1
+_LEAST = 5e-324
+"""The smallest number over 0."""
+
+_RANGES: tuple[tuple[tuple[str, ...], float, float], ...] = (
+    (("epsilon",), _LEAST, 1.0),
+    (("freq_base", "freq_base_swa"), _LEAST, math.inf),
+    (("embedding_length", "context_length"), 1, _LARGEST),
+    (("block_count",), 0, _MAX_LAYERS),
+    (("_count", "_count_kv", "_length", "_length_swa", "_size", "_rank", "_interval", "sliding_window"), 0, _LARGEST),
+)
+"""How names of hyperparameters end, and what their values may be: the first that fits."""
+
+_USUAL = frozenset(
+    (
+        "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size", "attention.head_count",
+        "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.layer_norm_epsilon",
+        "attention.layer_norm_rms_epsilon", "attention.sliding_window", "rope.dimension_count", "rope.freq_base",
+        "rope.scaling.factor", "rope.scaling.original_context_length",
+    )
+)  # fmt: skip
+"""The numbers of an ordinary decoder."""
+
+_WINDOW = 512
 _MOST_SPECIAL = {"gpt2": 11, "llama": 2, "t5": 1}
 """The largest id that an engine takes for a special token where the file declares none."""
 
@@ -43,6 +73,7 @@ def check_sound(gguf: GGUFFile, vocab: Vocab, computes: Callable[[TensorInfo], b
     for key in ("general.file_type", "general.alignment"):
         if gguf.kinds.get(key, _UINT32) != _UINT32:
             raise damaged(f"{key} is not a 32-bit number")
+    _check_hyperparameters(gguf, damaged)
     _check_experts(gguf, damaged)
     for tensor in gguf.tensors.values():
         if tensor.offset % alignment:
@@ -59,6 +90,54 @@ def check_sound(gguf: GGUFFile, vocab: Vocab, computes: Callable[[TensorInfo], b
             raise UnsupportedModel(f"{name} has weights of the type {tensor.type_name} ({tensor.name})")
     if vocab.n_tokens:  # a head has none
         _check_vocab(gguf, vocab, damaged)
+
+
+def has_usual_sizes(gguf: GGUFFile) -> bool:
+    """Whether a file has but the numbers of an ordinary decoder, and these fit together: all that engines assert of
+    such a one then holds."""
+    sizes = dict(_numbers(gguf))
+    if not _USUAL.issuperset(sizes):
+        return False
+
+    def whole(name: str, otherwise: int = 0) -> int:
+        value = sizes.get(name, otherwise)
+        return value if isinstance(value, int) else 0
+
+    n_embd, n_heads, window = (
+        whole(name) for name in ("embedding_length", "attention.head_count", "attention.sliding_window")
+    )
+    n_kv = whole("attention.head_count_kv", n_heads)
+    width = whole("attention.key_length", n_embd // n_heads if n_heads else 0)
+    rotated = whole("rope.dimension_count", width)
+    return (
+        0 < n_kv <= n_heads <= n_embd
+        and n_heads % n_kv == 0
+        and 0 < rotated <= width <= n_embd
+        and rotated % 2 == 0
+        and whole("attention.value_length", width) == width
+        and whole("feed_forward_length") > 0
+        and (window == 0 or window >= _WINDOW)
+    )
+
+
+def _numbers(gguf: GGUFFile) -> list[tuple[str, Any]]:
+    """The hyperparameters that are numbers, or lists of numbers, by their names without the architecture's."""
+    prefix = f"{gguf.architecture}."
+    return [
+        (key.removeprefix(prefix), value)
+        for key, value in gguf.metadata.items()
+        if key.startswith(prefix) and isinstance(value, int | float | np.ndarray) and not isinstance(value, bool)
+    ]
+
+
+def _check_hyperparameters(gguf: GGUFFile, damaged: Callable[[str], ModelFileError]) -> None:
+    """No number that is none, no size under 0 or beyond what engines count with, no norm that divides by 0."""
+    for name, value in _numbers(gguf):
+        low, high = next(((low, high) for ends, low, high in _RANGES if name.endswith(ends)), (-math.inf, math.inf))
+        for each in np.atleast_1d(value).tolist():
+            # A list of numbers may say with an infinite one that a layer has no bound.
+            if not low <= each <= high or (isinstance(value, float) and math.isinf(value)):
+                raise damaged(f"its {gguf.architecture}.{name} is {each:g}")
 
 
 def _check_experts(gguf: GGUFFile, damaged: Callable[[str], ModelFileError]) -> None:

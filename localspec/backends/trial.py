@@ -1,9 +1,10 @@
-"""Does ik-llama live through a file? Tried in another process, once per file.
+"""Does an engine in C++ live through a file? Tried in another process, once per file.
 
-It knows the names of 70 architectures and computes fewer. With a Mamba, a GPT-2, a BLOOM, a Gemma 2 of an unusual size
-or a narrow sliding window it aborts the whole process (GGML_ASSERT) when the first context is made or the first tokens
-are decoded. No list of names can say which, as it depends on the sizes in the file too. So whatever is not of the kinds
-that are run all the time is first run by a child.
+ik-llama knows the names of 70 architectures and computes fewer. With a Mamba, a GPT-2, a BLOOM, a Gemma 2 of an unusual
+size or a narrow sliding window it aborts the whole process (GGML_ASSERT) when the first context is made or the first
+tokens are decoded. llama.cpp computes more, and asserts in some 130 architectures that the sizes in the file fit
+together. No list of names can say which do. So whatever is not of the kinds that are run all the time is first run by a
+child.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ KILLED_FROM_OUTSIDE = {-int(each) for each in (signal.SIGINT, signal.SIGTERM)} |
 def survives(
     path: Path, engine: str, kv_type: str, n_threads: int, progress: Progress | None = None, *, several: bool = False
 ) -> bool:
-    """Whether a process that loads a file with ik-llama and decodes with it comes to its end; remembered.
+    """Whether a process that loads a file and decodes with it comes to its end; remembered.
 
     Args:
         path: the file.
-        engine: name and version of the engine.
+        engine: name and version of the engine, which has ``open_untried``.
         kv_type: type of the KV cache.
         n_threads: CPU threads.
         progress: see ``backends.base.Progress``.
@@ -51,7 +52,7 @@ def survives(
     known = (store.get(key) or {}).get("survives")
     if isinstance(known, bool):
         return known
-    status = _run(path, kv_type, n_threads, progress, several)
+    status = _run(path, engine.partition(" ")[0], kv_type, n_threads, progress, several)
     # An exception (1) is no reason to refuse: the same one will be raised here, in the engine's own words.
     found = status in (0, 1)
     if status not in KILLED_FROM_OUTSIDE:
@@ -59,12 +60,12 @@ def survives(
     return found
 
 
-def _run(path: Path, kv_type: str, n_threads: int, progress: Progress | None, several: bool) -> int:
+def _run(path: Path, backend: str, kv_type: str, n_threads: int, progress: Progress | None, several: bool) -> int:
     def tick() -> None:
         if progress is not None and not progress(0.0):
             raise Cancelled(f"loading {path.name} was stopped")
 
-    arguments = [str(path), kv_type, str(n_threads), "several" if several else "one"]
+    arguments = [str(path), backend, kv_type, str(n_threads), "several" if several else "one"]
     return run_child("from localspec.backends import trial_child; trial_child.main()", arguments, tick)
 
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from localspec.backends import ik_llama
 from localspec.backends.base import Model, Piece
+from localspec.backends.registry import engine_module
 
 N_TOKENS = 280
-"""More than the engine computes together, so that windows and masks are met by a second piece."""
+"""More than ik-llama computes together, so that windows and masks are met by a second piece."""
 
 
 def main() -> None:
     """What the child does: read, draft, reject, start over."""
-    path, kv_type, n_threads, how_many = sys.argv[1:]
-    ik_llama.binding().repacks = False
-    with ik_llama.open_untried(Path(path), n_threads=int(n_threads), kv_type=kv_type) as model:
+    path, backend, kv_type, n_threads, how_many = sys.argv[1:]
+    with engine_module(backend).open_untried(Path(path), n_threads=int(n_threads), kv_type=kv_type) as model:
         tokens = [i % model.n_vocab for i in range(1, N_TOKENS + 1)]
         (_feed_several if how_many == "several" else _feed_one)(model, tokens)
 

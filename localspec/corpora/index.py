@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from localspec.corpora.segment import BREAK, DamagedSegment, Segment, Tokens, backwards, write_segment
 from localspec.corpora.text_files import TextFile, TextSource
 from localspec.errors import UsageError
-from localspec.system.files import write_atomically
+from localspec.system.files import private_folder, write_atomically
 from localspec.system.steps import Steps
 
 MOST_BYTES = 2 << 30
@@ -182,7 +182,7 @@ class CorpusIndex:
             UsageError: there is more than an index may have, or the disk has no room or cannot be written.
         """
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            private_folder(self.folder)
             with FileLock(self.folder / "lock", timeout=0):
                 yield from self._look()
                 self._open(clean=True)  # with what another process did meanwhile

@@ -28,6 +28,9 @@ _COUNTS = ("num_rounds", "num_draft_tokens", "num_accepted_tokens", "drafted_per
 _TIMES = ("seconds_prompt", "seconds_draft", "seconds_verify", "seconds_other")
 """Figures of ``SpecStats`` that a sample keeps."""
 
+NEAR_TIE = 0.5
+"""Logits between two tokens that rounding may swap: passes of other widths move logits by 0.1 to 0.25."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -58,6 +61,8 @@ class Sample:
     rounds: list[list[float]]  # milliseconds drafting, verifying, other; draft tokens, accepted ones, emitted tokens
     judged: list[list[Any]]  # source, position, predicted acceptance, 1 if accepted: draft tokens the target judged
     others_share: float | None = None  # of the CPUs' time, used by other programs meanwhile
+    parted_at: int | None = None  # greedy: first token, from 0, that plain has otherwise
+    parted_by: float | None = None  # logits between the two tokens there
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or not 0 < self.seconds < math.inf:
@@ -196,11 +201,21 @@ class TimedAnswer:
         if rounds is not None:
             self._subject.llm.run(lambda pair: rounds.close())  # type: ignore[attr-defined]
 
+    @property
+    def prompt(self) -> list[int]:
+        """Tokens of the prompt."""
+        return self._asked.tokens
+
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens of the answer."""
+        return [token.id for round_ in self._done for token in round_.emitted]
+
     def sample(self) -> Sample:
         """The answer as it was measured."""
         stats, (repeat, order), question = self._stats, self._place, self._asked.question
         stats.seconds_prompt = self._asked.seconds
-        ids = " ".join(str(token.id) for round_ in self._done for token in round_.emitted)
+        ids = " ".join(map(str, self.tokens))
         assert stats.time_to_first_token_s is not None
         assert self.finish_reason is not None
         return Sample(

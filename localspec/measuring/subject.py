@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from localspec.backends.base import Context, ContextState
+from localspec.backends.base import Context, ContextState, FloatArray
 from localspec.errors import Cancelled, EngineError, ModelFileError, PromptTooLong
 from localspec.llm import LLM
 from localspec.measuring.answer import ReadQuestion
@@ -167,6 +167,19 @@ class EngineUnderTest:
 
         state_read = self.llm.run(state) if self.in_slices else None
         return ReadQuestion(question, tokens, state_read, reply.stats["seconds_prompt"])
+
+    def row_behind(self, tokens: Sequence[int]) -> FloatArray:
+        """The target's logits [n_vocab] for what follows a text, in a pass of one token."""
+
+        def row(pair: Pair) -> FloatArray:
+            context = pair.context
+            n = context.reuse(tokens[:-1])
+            if n < len(tokens) - 1:
+                context.decode(tokens[n:-1], "none")
+            found: FloatArray = context.decode(tokens[-1:], "last").logits[0].copy()
+            return found
+
+        return self.llm.run(row)
 
     def _answer(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams, arm: Arm) -> Reply:
         length = arm.length if arm.length else None

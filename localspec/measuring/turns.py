@@ -7,10 +7,12 @@ has contexts of its own; the weights are shared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Protocol
 
+from localspec.backends.base import shared_prefix
 from localspec.measuring.answer import Sample, TimedAnswer
 from localspec.measuring.arms import Arm
 from localspec.measuring.schedule import Block
@@ -68,7 +70,28 @@ def measure(
         budget = len(answers) * (params.max_tokens or subject.llm.n_ctx)
         for i in take_turns(answers, slice_tokens):
             report(answers[i], min(1.0, sum(each.n_tokens for each in answers) / budget))
-    return [answer.sample() for answer in answers]
+    samples = [answer.sample() for answer in answers]
+    return (
+        _parted(answers, samples, {subject.llm.backend_name: subject for subject in asked})
+        if params.greedy
+        else samples
+    )
+
+
+def _parted(
+    answers: Sequence[TimedAnswer], samples: Sequence[Sample], subjects: Mapping[str, EngineUnderTest]
+) -> list[Sample]:
+    """The samples with where greedy answers part from their engine's plain one, and how near the two tokens were."""
+    plain = {answer.backend: answer.tokens for answer in answers if answer.arm.is_plain}
+    found = []
+    for answer, sample in zip(answers, samples, strict=True):
+        own, other = answer.tokens, plain.get(answer.backend, answer.tokens)
+        at = shared_prefix(own, other)
+        if at < min(len(own), len(other)):
+            row = subjects[answer.backend].row_behind([*answer.prompt, *own[:at]])
+            sample = replace(sample, parted_at=at, parted_by=round(abs(float(row[own[at]] - row[other[at]])), 4))
+        found.append(sample)
+    return found
 
 
 class _Answer(Protocol):

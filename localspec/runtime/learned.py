@@ -8,7 +8,7 @@ from pathlib import Path
 from localspec.backends.trust import fingerprint
 from localspec.runtime.state import DecodingState
 from localspec.spec_decode.drafters.base import Drafter
-from localspec.system.files import write_atomically
+from localspec.system.files import private_folder, write_atomically
 from localspec.system.home import home
 
 MOST_BYTES = 64 << 20
@@ -32,7 +32,7 @@ def keep(state: DecodingState) -> None:
         if learned := drafter.learned():
             with suppress(OSError):
                 path = _path(drafter, state.target.path)
-                path.parent.mkdir(parents=True, exist_ok=True)
+                private_folder(path.parent)
                 with write_atomically(path, private=True, durable=False) as file:
                     file.write(learned)
 

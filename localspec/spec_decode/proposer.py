@@ -69,6 +69,7 @@ class SamplingProposer:
         self.n_best = params.n_best if constraint is None else 0
         self._is_greedy, self._edits_logits = params.greedy, params.edits_logits  # asked for with every row
         self.rivals: dict[int, Rival] | None = None
+        self.drawn: list[tuple[int, Distribution]] | None = None
         self.alternatives: dict[int, Alternatives] | None = None
         self._choice: int | Distribution = 0
         self._row: tuple[Row, Ids | None, float] | None = None  # greedily, while rivals or alternatives are wanted
@@ -145,8 +146,7 @@ class SamplingProposer:
         """The token of a rival, sampled where it has a law: the second draw of a distribution, without replacement."""
         if rival.law is None:
             return rival.token
-        self._n_sampled += 1
-        return rival.law.sample(self.noise, self._n_sampled, STREAM_DRAFT)
+        return self._drawn_from(rival.law)
 
     def _second_best(self) -> Rival | None:
         """Greedily, the second most probable token."""
@@ -183,10 +183,16 @@ class SamplingProposer:
             return choice.sample(self.noise, position, STREAM_TARGET), None
         if not sampled:
             return choice.argmax(), None
+        return self._drawn_from(choice), choice
+
+    def _drawn_from(self, law: Distribution) -> int:
         # Addressed by count: after a rejection a position is drafted again, perhaps only because of what the controller
         # learned from the token before. Drawn with the same noise, the new one would not follow q given that.
         self._n_sampled += 1
-        return choice.sample(self.noise, self._n_sampled, STREAM_DRAFT), choice
+        token = law.sample(self.noise, self._n_sampled, STREAM_DRAFT)
+        if self.drawn is not None:
+            self.drawn.append((token, law))
+        return token
 
     def _others(self, token: int, position: int) -> Alternatives:
         """What the target may say there instead of a draft token, as far as the draft's row tells."""

@@ -30,6 +30,18 @@ def is_same_file(one: str | Path, other: str | Path) -> bool:
     return os.path.realpath(one) == os.path.realpath(other)
 
 
+def private_folder(path: Path) -> None:
+    """Make a folder for what only this user may read; one that is there already is closed to others.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.stat().st_mode & 0o077:
+        with suppress(OSError):  # it is somebody else's
+            path.chmod(0o700)
+
+
 @contextmanager
 def write_atomically(path: Path, *, private: bool = False, durable: bool = True) -> Iterator[BinaryIO]:
     """Open a file that takes its name, or the place of an older one, when the block ends.

@@ -98,7 +98,7 @@ def _begin_with(
         return
     data = earlier.read_bytes()
     run.begins_with, run.begins_with_sha256 = earlier.name, hashlib.sha256(data).hexdigest()[:_DIGITS]
-    with write_atomically(folder.earlier) as file:
+    with write_atomically(folder.earlier, private=True) as file:
         file.write(data)
     if not seed_is_chosen:
         run.recipe = replace(run.recipe, seed=read_card(folder.earlier).training.seed + 1)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.errors import LocalspecError, UsageError
-from localspec.system.files import write_atomically
+from localspec.system.files import private_folder, write_atomically
 from localspec.system.home import home
 from localspec.training.recipe import Recipe
 
@@ -81,7 +81,7 @@ class RunFolder:
         """
         from filelock import FileLock, Timeout
 
-        self.path.mkdir(parents=True, exist_ok=True)
+        private_folder(self.path)
         try:
             with FileLock(self.path.with_name(f"{self.path.name}.lock"), timeout=0):
                 yield
@@ -113,7 +113,7 @@ class RunFolder:
         Raises:
             OSError: the disk refuses.
         """
-        with write_atomically(self.path / _STATE) as file:
+        with write_atomically(self.path / _STATE, private=True) as file:
             file.write(json.dumps({"format": _FORMAT} | asdict(run), indent=1).encode())
 
     def token_map(self) -> npt.NDArray[np.int32] | None:
@@ -128,10 +128,10 @@ class RunFolder:
 
     def keep_token_map(self, ids: npt.NDArray[np.int32]) -> None:
         """Keep the vocabulary."""
-        with write_atomically(self.path / _TOKEN_MAP) as file:
+        with write_atomically(self.path / _TOKEN_MAP, private=True) as file:
             np.save(file, ids)
 
     def clear(self) -> None:
         """Remove everything."""
         shutil.rmtree(self.path, ignore_errors=True)
-        self.path.mkdir(parents=True, exist_ok=True)
+        private_folder(self.path)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from localspec.backends.base import FloatArray
 from localspec.errors import LocalspecError
 from localspec.sampling.rows import top_k_ids
-from localspec.system.files import write_atomically
+from localspec.system.files import private_folder, write_atomically
 
 TOP_K = 16
 """Likeliest tokens whose probabilities are kept at every place. On answers of Qwen2.5-Coder 1.5B they hold 0.95 of the
@@ -112,7 +112,7 @@ class Shards:
         self.n_embd = n_embd
         self.passages: list[Passage] = []
         self.remarks: list[str] = []
-        folder.mkdir(parents=True, exist_ok=True)
+        private_folder(folder)
         self._next = 0
         for path in sorted(folder.glob("[0-9]*.shard")):
             self._next = int(path.stem) + 1
@@ -154,12 +154,12 @@ class Shards:
         """
         if finished:
             path = self.folder / f"{self._next:05d}.shard"
-            with write_atomically(path) as file:
+            with write_atomically(path, private=True) as file:
                 _write(file, self.taps, self.n_embd, finished)
             self._next += 1
             self.passages += _read(path, self.taps, self.n_embd)
         if unfinished:
-            with write_atomically(self.folder / _UNFINISHED) as file:
+            with write_atomically(self.folder / _UNFINISHED, private=True) as file:
                 _write(file, self.taps, self.n_embd, unfinished)
 
 

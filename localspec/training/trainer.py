@@ -261,7 +261,7 @@ class Trainer:
         arrays: dict[str, Any] = {
             f"{part}/{name}": np.asarray(value) for part, group in self._parts() for name, value in group.items()
         }
-        with write_atomically(self._path) as file:
+        with write_atomically(self._path, private=True) as file:
             np.savez(file, facts=np.array(json.dumps(facts)), **arrays)
         self._saved = time.monotonic()
 

@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from localspec.backends.base import FloatArray
 from localspec.errors import UsageError
 from localspec.measuring.arms import PLAIN, Arm, parse_arm, parse_arms
 from localspec.measuring.questions import Question, in_turns
@@ -125,14 +126,41 @@ def test_whole_answers_come_one_after_the_other() -> None:
 
 
 def test_tight_is_what_every_arm_is() -> None:
-    near = {str(i): [1.5 + 0.001 * i] for i in range(12)}
-    far = {str(i): [1.0 + 0.2 * i] for i in range(12)}
-    few = {str(i): [1.5] for i in range(5)}
+    near = {str(i): [1.5 + 0.001 * i] for i in range(24)}
+    far = {str(i): [1.0 + 0.2 * i] for i in range(24)}
+    few = {str(i): [1.5] for i in range(20)}
     assert is_tight([near, near], 0.03)
     assert not is_tight([near, far], 0.03)
-    assert not is_tight([few], 0.03), "five questions promise no 95 %"
+    assert not is_tight([few], 0.03), "half of twenty questions promise no 99.9 %"
     assert not is_tight([{}], 0.03)
     assert not is_tight([], 0.03)
+
+
+@pytest.mark.parametrize(("alike", "width"), [(0.55, 0.0), (0.7, 0.0), (0.85, 0.0), (0.0, 0.03), (0.0, 0.05)])
+def test_an_interval_that_ends_a_run_covers_the_median(alike: float, width: float) -> None:
+    """Of 1,500 runs looked at three times, those that end early cover it in at least 93 %, where there are 75 or more.
+
+    Speed-ups of which a share is near 0.99 and the rest anywhere, or normal ones. The draws are fixed.
+    """
+    rng = np.random.default_rng(5)
+
+    def drawn(n: int) -> FloatArray:
+        if width:
+            return rng.normal(1.05, width, n)
+        return np.where(rng.random(n) < alike, rng.normal(0.99, 0.012, n), np.exp(rng.normal(0.35, 0.3, n)))
+
+    true, ended, covered = float(np.median(drawn(400_001))), 0, 0
+    for _ in range(1500):
+        asked = drawn(27)
+        for n in (9, 18, 27):
+            values = {str(i): [float(value)] for i, value in enumerate(asked[:n])}
+            if is_tight([values], 0.05):
+                found = estimate(values)
+                assert found is not None
+                ended += 1
+                covered += (found.low or 0.0) <= true <= (found.high or 0.0)
+                break
+    assert ended < 75 or covered / ended >= 0.93
 
 
 # -- intervals ---------------------------------------------------------------------------------------------------------

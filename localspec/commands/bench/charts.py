@@ -15,6 +15,9 @@ from localspec.measuring.statistics import Estimate
 _LABELS = 96
 """Width of the column with the categories' names."""
 
+_LEAST_REACH = 2.0
+"""The axis of speed-ups reaches to twice and half of plain's speed at least, so that noise does not look like more."""
+
 _CEILING = 4.0
 """Range of the axis of speed-ups, in multiples of the largest median: an interval of few questions can be enormous."""
 
@@ -55,8 +58,8 @@ def speedup_plot(record: Record, results: Results, *, heading: bool = False) -> 
 def _range(found: Sequence[Estimate]) -> tuple[float, float]:
     medians = [1.0, *(each.median for each in found)]
     ends = [end for each in found for end in (each.low, each.high) if end is not None]
-    low = max(min([*medians, *ends]), 0.0)
-    high = min(max([*medians, *ends]), _CEILING * max(medians))
+    low = max(min([*medians, *ends, 1 / _LEAST_REACH]), 0.0)
+    high = max(_LEAST_REACH, min(max([*medians, *ends]), _CEILING * max(medians)))
     room = 0.04 * (high - low) + 0.02
     return max(0.0, low - room), high + room
 
@@ -74,7 +77,7 @@ def _draw_speedup(drawing: Drawing, record: Record, row: Row, x: Scale, y: float
         f"worst {times_text(row.worst_speedup)} on {row.worst_question}"
     )
     drawing.mark(arm, x(found.median), y, f"f{colour}" if found.is_firm else f"c{colour} hollow", tip)
-    drawing.text(556, y + 4, times_text(found.median), "strong")
+    drawing.text(556, y + 4, times_text(found.median), "strong" if row.verdict in ("faster", "slower") else "muted")
     drawing.text(604, y + 4, interval_text(found), "muted")
 
 

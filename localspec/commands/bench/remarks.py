@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from localspec.commands.bench.record import Record
+from localspec.measuring.answer import NEAR_TIE
 from localspec.measuring.statistics import FEWEST
 
 if TYPE_CHECKING:
@@ -77,7 +78,11 @@ def _drifting(drift: Sequence[Drift]) -> Iterator[str]:
 def _thin(record: Record, rows: Sequence[Row]) -> Iterator[str]:
     thin = {row.category for row in rows if row.speedup is not None and not row.speedup.is_firm}
     if thin:
+        more = " Run without --quick for a verdict." if record.settings.mode == "quick" else ""
+        yield f"Fewer than {FEWEST} questions: the range is shown instead of a 95 % interval.{more}"
+    n_apart = sum(sample.parted_by is not None and sample.parted_by > NEAR_TIE for sample in record.samples)
+    if n_apart:
         yield (
-            f"A 95 % interval takes {FEWEST} questions; where there are fewer, their range stands, "
-            "and how often such a range covers the true median."
+            f"{n_apart} answer{'s' * (n_apart != 1)} part from plain's where the target prefers its own token by over "
+            f"{NEAR_TIE:g} logits, which is more than rounding moves as a rule: localspec verify tells."
         )

@@ -12,8 +12,10 @@ from localspec.commands.bench.words import (
     arm_name,
     interval_text,
     ms_text,
+    same_text,
     seconds_text,
     share_text,
+    speed_text,
     time_text,
     times_text,
     title,
@@ -31,7 +33,11 @@ from localspec.commands.report.model import (
     Table,
     Text,
 )
+from localspec.measuring.answer import NEAR_TIE
+from localspec.measuring.statistics import Estimate
 from localspec.model_files.sources.base import size_text
+
+_SPREAD = "tok/s ±: from question to question (standard deviation) · prompt: tokens of it read in a second"
 
 _ENDINGS = {
     "complete": "everything was measured",
@@ -53,7 +59,9 @@ def bench_report(record: Record, results: Results) -> Report:
                 "memory": _memory(record),
             }
         ),
-        KeyFigures([_verdict(record, row) for arm in results.arms if (row := results.row(ALL, *arm)) is not None]),
+        KeyFigures(
+            [_verdict(record, results, row) for arm in results.arms if (row := results.row(ALL, *arm)) is not None]
+        ),
         *(Text(remark, "note") for remark in results.remarks),
         *_speed(record, results),
         *_duels(results),
@@ -128,36 +136,59 @@ def _methods(record: Record) -> Iterator[Part]:
 # -- speed -------------------------------------------------------------------------------------------------------------
 
 
-def _verdict(record: Record, row: Row) -> KeyFigure:
-    """An arm's overall speed-up, in a sentence that says no more than the interval allows."""
+def _verdict(record: Record, results: Results, row: Row) -> KeyFigure:
+    """An arm's overall speed-up: first a verdict in words; a figure of its own only where the interval allows one."""
     name, found = arm_name(record, row.backend, row.arm), row.speedup
     if found is None:
         return KeyFigure(name, "–", f"{name}: there is no plain answer to compare with.")
-    text = f"{name} decodes at {times_text(found.median)} of plain's speed"
-    verdict: tuple[Status, str]
+    if not row.drafted:
+        return KeyFigure(name, "nothing drafted", _nothing_drafted(record, results, row), _status(row))
     if found.low is None or found.high is None:
-        verdict = "info", " on the one question measured: too few to say more."
-    elif not found.is_firm:
-        span = f"range of {found.n} questions: {found.low:.2f} to {found.high:.2f}"
-        verdict = "info", f" ({span}): too few questions for a verdict."
-    else:
-        span = f" ({found.level:.0%}: {found.low:.2f} to {found.high:.2f}): "
-        if found.low > 1:
-            verdict = "ok", f"{span}faster."
-        elif found.high < 1:
-            verdict = "fail", f"{span}slower."
-        else:
-            verdict = "info", f"{span}no difference can be told."
-    status, rest = verdict
-    return KeyFigure(name, times_text(found.median), text + rest, status)
+        return KeyFigure(name, "too few questions", f"{name}: one question is too few for a verdict.{_more(record)}")
+    if not found.is_firm:
+        text = f"{name}: too few questions for a verdict; {_span(found)} of plain's speed on {found.n}.{_more(record)}"
+        return KeyFigure(name, "too few questions", text)
+    verdict, span = row.verdict, f"(95 %: {_span(found)})"
+    if verdict == "same":
+        return KeyFigure(name, "no difference", f"{name}: no difference from plain can be told {span}.")
+    times = times_text(found.median)
+    return KeyFigure(name, times, f"{name} is {verdict}: {times} of plain's speed {span}.", _status(row))
+
+
+def _nothing_drafted(record: Record, results: Results, row: Row) -> str:
+    """Why, what that comes to, and which engine to try, if one of this run drafted and was faster for it."""
+    backend, found = row.backend, row.speedup
+    what = f"no guess pays on {backend} here" if row.arm.endswith("auto") else f"{row.arm} had no guess"
+    text = f"Nothing was drafted: {what}, so {row.arm} did the same work as plain"
+    if row.verdict == "slower" and found is not None:
+        text += f", yet took longer: {times_text(found.median)} of its speed (95 %: {_span(found)})"
+    text += "."
+    better = [other for other in results.rows if other.category == ALL and other.verdict == "faster" and other.drafted]
+    others = dict.fromkeys(other.backend for other in better if other.backend != backend)
+    return text + "".join(f" Try --backend {other}." for other in others)
+
+
+def _more(record: Record) -> str:
+    """What to do for a verdict."""
+    return f" Run {'without --quick' if record.settings.mode == 'quick' else 'more questions'} for one."
+
+
+def _span(found: Estimate) -> str:
+    return f"{times_text(found.low)} to {times_text(found.high)}"
+
+
+def _status(row: Row) -> Status:
+    """Good or bad only where the interval says so."""
+    verdicts: dict[str | None, Status] = {"faster": "ok", "slower": "fail"}
+    return verdicts.get(row.verdict, "info")
 
 
 def _speed(record: Record, results: Results) -> Iterator[Part]:
     if not results.arms:
-        head = ["", "tok/s", "first token", "questions"]
+        head = ["", "tok/s", "prompt", "first token", "questions"]
         for backend in record.settings.backends:
             cells = [_plain_cells(row) for row in results.rows if row.backend == backend]
-            yield Table(f"Plain decoding · {backend}", head, cells)
+            yield Table(f"Plain decoding · {backend}", head, cells, _SPREAD)
         return
     yield Figure(
         "Speed over plain decoding",
@@ -169,24 +200,24 @@ def _speed(record: Record, results: Results) -> Iterator[Part]:
     )
     for backend, arm in results.arms:
         rows = [row for category in [ALL, *results.categories] if (row := results.row(category, backend, arm))]
-        styles: dict[int, RowStyle] = {0: "strong"}
-        styles |= {i: "bad" for i, row in enumerate(rows) if row.speedup and row.speedup.median < 1}
+        styles: dict[int, RowStyle] = {0: "strong"} if rows[0].verdict else {}
+        styles |= {i: "bad" for i, row in enumerate(rows) if row.verdict == "slower"}
         yield Table(
             f"{arm_name(record, backend, arm)} against plain",
-            ["", "speed", "95 %", "worst", "on", "slower", "tok/s", "accepted", "length", "plain"],
+            ["", "speed", "95 %", "tok/s", "plain", "prompt", "accepted", "length", "slower", "worst", "on"],
             [_speed_cells(row, results.row(row.category, backend, "plain")) for row in rows],
             styles=styles,
         )
     yield Text(
-        "medians over questions · worst, on: the lowest speed and its question · slower: questions where it was · "
-        "accepted: of the guesses sent · length: tokens a pass",
+        f"medians over questions · {_SPREAD} · accepted: of the guesses sent · length: tokens a pass · slower: "
+        "questions where it was · worst, on: the lowest speed and its question",
         "muted",
     )
 
 
 def _plain_cells(row: Row) -> list[str]:
-    speed, first = row.tokens_per_second.median, row.time_to_first_token.median
-    return [row.category, f"{speed:.1f}", seconds_text(first), str(row.n_questions)]
+    first = seconds_text(row.time_to_first_token.median)
+    return [row.category, speed_text(row), f"{row.prompt_tokens_per_second:.0f}", first, str(row.n_questions)]
 
 
 def _speed_cells(row: Row, plain: Row | None) -> list[str]:
@@ -194,13 +225,14 @@ def _speed_cells(row: Row, plain: Row | None) -> list[str]:
         row.category,
         times_text(row.speedup.median if row.speedup else None),
         interval_text(row.speedup),
-        times_text(row.worst_speedup),
-        row.worst_question or "–",
-        f"{row.n_slower} of {row.speedup.n}" if row.speedup else "–",
-        f"{row.tokens_per_second.median:.1f}",
+        speed_text(row),
+        speed_text(plain) if plain else "–",
+        f"{row.prompt_tokens_per_second:.0f}",
         share_text(row.acceptance_rate),
         f"{row.mean_acceptance_length:.2f}",
-        f"{plain.tokens_per_second.median:.1f}" if plain else "–",
+        f"{row.n_slower} of {row.speedup.n}" if row.speedup else "–",
+        times_text(row.worst_speedup),
+        row.worst_question or "–",
     ]
 
 
@@ -220,13 +252,18 @@ def _time(record: Record, results: Results) -> Part:
             arm_name(record, row.backend, row.arm),
             seconds_text(row.time_to_first_token.median),
             *(f"{row.seconds_per_token[part] * 1e3:.1f} ms" for part in ("draft", "verify", "other")),
-            f"{row.n_same} of {row.n_compared}",
+            same_text(record, row),
         ]
         for row in results.rows
         if row.category == ALL
     ]
     head = ["per token", "first token", "drafting", "verifying", "other", "same text"]
-    return Table("Where the time went", head, rows, "all answers together · same text: answers equal to plain's")
+    note = (
+        "all answers together · same text: answers equal to plain's, which they are up to rounding; ≈: the others part "
+        f"from it where two tokens are nearly tied (within {NEAR_TIE:g} logits). localspec verify tells rounding from "
+        "errors"
+    )
+    return Table("Where the time went", head, rows, note)
 
 
 # -- costs -------------------------------------------------------------------------------------------------------------

@@ -9,13 +9,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from localspec.commands.bench.record import Engine, Record, Settings
 from localspec.commands.bench.reliability import Reliability, reliability
 from localspec.commands.bench.remarks import remarks
 from localspec.commands.doctor.payoff import break_even_by_length
 from localspec.controllers.cost_model import PassTimes
-from localspec.measuring.answer import Sample
+from localspec.measuring.answer import NEAR_TIE, Sample
 from localspec.measuring.statistics import Estimate, estimate, middle
 from localspec.spec_decode.rounds import SpecStats
 
@@ -23,6 +24,7 @@ ALL = "all"
 """The row over all categories."""
 
 Ratios = dict[str, list[float]]
+Verdict = Literal["faster", "same", "slower"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,22 @@ class Row:
     seconds_per_token: dict[str, float]  # draft, verify, other
     n_same: int  # answers equal to plain's, token by token
     n_compared: int  # answers that have one of plain's to be compared with
+    n_near_ties: int  # answers that part from plain's where two tokens are nearly tied
+    prompt_tokens_per_second: float  # median over questions; read once for all arms
+    spread: float | None  # standard deviation of tokens per second from question to question
+
+    @property
+    def drafted(self) -> int:
+        """Draft tokens sent."""
+        return sum(each.drafted for each in self.by_source.values())
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """What the interval says of its speed, beside plain's; None where there is none of 95 %."""
+        found = self.speedup
+        if found is None or not found.is_firm or found.low is None or found.high is None:
+            return None
+        return "faster" if found.low > 1 else "slower" if found.high < 1 else "same"
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +230,7 @@ def _row(category: str, own: Sequence[Sample], group: Sequence[Sample]) -> Row:
     compared = [(s.token_sha256, plain[s.question, s.repeat]) for s in own if (s.question, s.repeat) in plain]
     total = SpecStats.total(sample.stats for sample in own)
     tokens = total.completion_tokens
+    speeds = by_question(own, lambda sample: sample.speed)
     positions = zip(total.drafted_per_position, total.accepted_per_position, strict=True)
     return Row(
         category=category,
@@ -220,7 +239,7 @@ def _row(category: str, own: Sequence[Sample], group: Sequence[Sample]) -> Row:
         n_questions=len({sample.question for sample in own}),
         n_samples=len(own),
         tokens=tokens,
-        tokens_per_second=_sure(by_question(own, lambda sample: sample.speed)),
+        tokens_per_second=_sure(speeds),
         speedup=estimate(speedups),
         n_slower=sum(value < 1 for value in medians.values()),
         worst_question=worst,
@@ -236,7 +255,15 @@ def _row(category: str, own: Sequence[Sample], group: Sequence[Sample]) -> Row:
         seconds_per_token={part: total[f"seconds_{part}"] / tokens for part in ("draft", "verify", "other")},
         n_same=sum(one == other for one, other in compared),
         n_compared=len(compared),
+        n_near_ties=sum(sample.parted_by is not None and sample.parted_by <= NEAR_TIE for sample in own),
+        prompt_tokens_per_second=middle(by_question(own, _prompt_speed)),
+        spread=statistics.stdev(map(statistics.median, speeds.values())) if len(speeds) > 1 else None,
     )
+
+
+def _prompt_speed(sample: Sample) -> float:
+    """Of the prompt all but the last token is read before the answer begins."""
+    return (sample.prompt_tokens - 1) / sample.seconds_prompt if sample.seconds_prompt else 0.0
 
 
 # -- one against the other -------------------------------------------------------------------------------------------

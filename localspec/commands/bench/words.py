@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from localspec.commands.bench.record import Record
+from localspec.commands.bench.results import Row
 from localspec.measuring.statistics import Estimate
 from localspec.model_files.catalog import short_name
 
@@ -18,6 +19,21 @@ def interval_text(found: Estimate | None) -> str:
         return "–"
     text = f"{found.low:.2f}–{found.high:.2f}"
     return text if found.is_firm else f"{text} ({int(found.level * 100)} %)"
+
+
+def speed_text(row: Row) -> str:
+    """``12.3 ±0.4``: tokens a second."""
+    spread = "" if row.spread is None else f" ±{row.spread:.1f}"
+    return f"{row.tokens_per_second.median:.1f}{spread}"
+
+
+def same_text(record: Record, row: Row) -> str:
+    """``3 of 5 ≈``: answers equal to plain's, and whether the others part from it at near ties."""
+    sampling = record.settings.sampling
+    if not row.n_compared or (sampling.get("temperature") and sampling.get("seed") is None):
+        return "–"  # each answer is a draw of its own
+    others = row.n_compared - row.n_same
+    return f"{row.n_same} of {row.n_compared}" + (" ≈" if others and row.n_near_ties == others else "")
 
 
 def share_text(value: float | None) -> str:

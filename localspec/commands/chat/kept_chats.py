@@ -12,6 +12,7 @@ from pathlib import Path
 from localspec.commands.chat.attached import without_files
 from localspec.errors import SessionFileError
 from localspec.runtime import session_file
+from localspec.system.files import private_folder
 from localspec.system.home import home
 from localspec.terminal.text import on_one_line
 
@@ -56,7 +57,7 @@ def stamp(path: Path) -> int | None:
 def make_room() -> None:
     """Have the folder, and room in it for one more conversation."""
     folder = _folder()
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    private_folder(folder)
     for path in _files()[MOST - 1 :]:
         with suppress(OSError):
             path.unlink()

@@ -39,13 +39,13 @@ def checked_output(name: str, *, force: bool, otherwise: str = "") -> Path:
 
 
 def write_output(path: Path, text: str) -> None:
-    """Write a file.
+    """Write a file that this user alone can read: results name files and prompts, and pages hold answers.
 
     Raises:
         OutputError: the disk refuses.
     """
     try:
-        with write_atomically(path) as file:
+        with write_atomically(path, private=True) as file:
             file.write(text.encode())
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror or error}") from None

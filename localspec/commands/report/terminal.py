@@ -96,8 +96,10 @@ class Screen:
         self._file.flush()
 
     def sentence(self, text: str) -> None:
-        """A last word: on a terminal wrapped, in a pipe one line, for scripts."""
-        self._console.print()
+        """A first or last word: on a terminal wrapped, in a pipe one line, for scripts."""
+        if self._sections:
+            self._console.print()
+        self._sections += 1
         self._console.print(self._text(text, "strong"), soft_wrap=not self._console.is_terminal)
 
     def _heading(self, title: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from localspec.commands.serve.errors import ApiError
-from localspec.system.files import write_atomically
+from localspec.system.files import private_folder, write_atomically
 
 FORMAT = 1
 _LOCK_SECONDS = 10.0  # a write takes milliseconds; a server that was stopped with Ctrl-Z holds its lock for ever
@@ -148,7 +148,7 @@ class ConversationStore:
     @contextmanager
     def _writing(self) -> Iterator[None]:
         try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            private_folder(self.folder)
             with FileLock(self.folder / ".lock", timeout=_LOCK_SECONDS):
                 yield
         except Timeout:

@@ -8,13 +8,14 @@ judged when all is known (see ``rounding``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from localspec.backends.base import Context, FloatArray, shared_prefix
 from localspec.commands.verify.betting import Bets
 from localspec.commands.verify.drafters import Adversary, Recorder
 from localspec.commands.verify.plain import Check, PlainAnswer
 from localspec.commands.verify.result import ArmTally, AuditLog, Defect, DefectFound, Observation
+from localspec.commands.verify.samples import DrawnSamples
 from localspec.commands.verify.verification_law import Window, law_of
 from localspec.sampling.sampling import Distribution, Noise, SamplingParams, distribution, edit_logits
 from localspec.spec_decode.controller import Controller
@@ -22,6 +23,7 @@ from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.drafters.base import Drafter
 from localspec.spec_decode.rounds import Round
+from localspec.spec_decode.thinking import ThinkingMarks, ThinkingReader
 from localspec.spec_decode.verification import STREAM_TARGET
 
 
@@ -35,13 +37,23 @@ class AuditArm:
 
 
 @dataclass(slots=True)
+class Answer:
+    """The tokens of an answer and the rows behind them [n_vocab]; None behind those that nobody chose."""
+
+    tokens: list[int] = field(default_factory=list)
+    rows: list[FloatArray | None] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class RunningSystem:
-    """The pair under audit, answering in the target's ``context``; ``name`` turns a token into words."""
+    """The pair under audit, answering in the target's ``context``; ``name`` turns a token into words, and ``samples``
+    takes those that drafters drew."""
 
     context: Context
     name: Callable[[int], str]
     log: AuditLog
     check: Check
+    samples: DrawnSamples
 
     def follow(self, plain: PlainAnswer, arm: AuditArm) -> None:
         """Answer greedily and compare every row and token with the plain answer.
@@ -97,15 +109,39 @@ class RunningSystem:
                     settled = self.context.tokens[: round_.n_past + 1]
                     windows.append(Window.of(rows, draft, settled, params))
 
+    def think(
+        self, plain: PlainAnswer, arm: AuditArm, params: SamplingParams, marks: ThinkingMarks, budget: int
+    ) -> tuple[int, Answer]:
+        """Answer the same prompt with a budget for thinking.
+
+        Returns:
+            How often a block was closed because its budget was spent, and the answer.
+        """
+        n_closed, answer = 0, Answer()
+        reader = ThinkingReader(marks, budget=budget)
+        with self.log.answering(arm.name, plain.name, sampled=not params.greedy) as tally:
+            for round_, rows, _ in self._rounds(plain, 0, arm, params, tally, reader):
+                forced = round_.verdict.kind == "forced"
+                n_closed += forced
+                answer.tokens += [token.id for token in round_.emitted]
+                answer.rows += [None if forced else row.copy() for row, _ in zip(rows, round_.emitted, strict=False)]
+        return n_closed, answer
+
     def _rounds(
-        self, plain: PlainAnswer, start: int, arm: AuditArm, params: SamplingParams, tally: ArmTally
+        self,
+        plain: PlainAnswer,
+        start: int,
+        arm: AuditArm,
+        params: SamplingParams,
+        tally: ArmTally,
+        thinking: ThinkingReader | None = None,
     ) -> Iterator[tuple[Round, FloatArray, list[Distribution]]]:
         """Rounds whose decisions and context are right, with the target's rows [k + 1, n_vocab] and the laws of the
         tokens."""
         recorder, settled, n_prompt = Recorder(), plain.before(start), len(plain.prompt)
-        decoder = SpeculativeDecoder(self.context, [*arm.drafters, recorder], arm.controller)
+        decoder = SpeculativeDecoder(self.context, [recorder, *arm.drafters], arm.controller)
         decoder.prefill(settled, self.check)
-        text = TextAssembler(self.context.model.vocab)
+        text = TextAssembler(self.context.model.vocab, (), thinking)
         for round_ in decoder.rounds(list(settled), params, text, cancelled=self.check):
             n_draft, n_accepted = len(round_.draft), round_.verdict.n_accepted
             tally.rounds += 1
@@ -117,7 +153,18 @@ class RunningSystem:
                 tally.rejected_at.add(n_accepted + 1)
             how = f"a round of {n_draft} guesses, {n_accepted} accepted" if n_draft else "a plain round"
             laws = []
+            self.samples.observe(recorder.drawn(), round_.draft)
+            if round_.finish_reason is None and len(round_.emitted) < n_accepted:
+                n_dropped, position = n_accepted - len(round_.emitted), len(settled) - n_prompt + len(round_.emitted)
+                evidence = (
+                    f"{n_dropped} accepted guesses behind token {position - 1} are not said, so their places are "
+                    f"judged a second time with the same noise ({how})"
+                )
+                raise DefectFound(Defect("decision", arm.name, plain.name, position, evidence, {"dropped": n_dropped}))
             for row, token in zip(recorder.rows, round_.emitted, strict=False):
+                if token.kind == "forced":  # the target was not asked
+                    settled.append(token.id)
+                    continue
                 p = distribution(row, settled, params)
                 right = token.id if params.seed is None else p.sample(Noise(params.seed), len(settled), STREAM_TARGET)
                 right = p.argmax() if params.greedy else right

@@ -13,22 +13,34 @@ from typing import Any, Literal
 
 import numpy as np
 
+from localspec.backends.special_tokens import NAMED
 from localspec.backends.trust import MAX_MEAN_KL
 from localspec.commands.verify import verification_law
 from localspec.commands.verify.answers import AuditArm, RunningSystem
 from localspec.commands.verify.betting import Bets
-from localspec.commands.verify.drafters import Adversary, Beside, HeatedDrafter, NearMisses
-from localspec.commands.verify.plain import AuditStopped, plain_answer, prompt_cuts, wide_passes
-from localspec.commands.verify.result import AuditLog, AuditResult, Defect, Observation
+from localspec.commands.verify.drafters import Adversary, Beside, HeatedDrafter, NearMisses, Openers
+from localspec.commands.verify.plain import (
+    AuditStopped,
+    PlainAnswer,
+    plain_answer,
+    prompt_cuts,
+    replayed,
+    row_behind,
+    wide_passes,
+)
+from localspec.commands.verify.result import AuditLog, AuditResult, Defect, Observation, in_words
 from localspec.commands.verify.rollbacks import ARM, Rollbacks, sensitivity
 from localspec.commands.verify.rounding import Judge, WidthNoise
+from localspec.commands.verify.samples import DrawnSamples
 from localspec.controllers.auto_controller import MAX_DRAFT
 from localspec.controllers.fixed import FixedController
 from localspec.errors import UsageError
 from localspec.llm import LLM
 from localspec.measuring.questions import Question, in_turns, own_questions
+from localspec.model_files.vocab import Vocab
+from localspec.prompts.thinking import ThinkingFormat
 from localspec.runtime.pair import Pair
-from localspec.sampling.sampling import SamplingParams
+from localspec.sampling.sampling import HUGE, SamplingParams
 from localspec.spec_decode.drafters.base import Drafter
 
 LENGTHS = (3, 8, 0, 1, 5)
@@ -43,6 +55,19 @@ STEPS = 11
 """Steps of a prompt, for the progress; the law of verification counts as one more prompt."""
 
 
+@dataclass(slots=True)
+class ThinkingFigures:
+    """``thinking`` in ``result``.
+
+    Attributes:
+        answers: with a budget for thinking.
+        closed: blocks that were closed because it was spent.
+    """
+
+    answers: int = 0
+    closed: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class AuditOptions:
     """How much is audited, and with which settings.
@@ -55,6 +80,7 @@ class AuditOptions:
         draft_length: as the pair is going to be used.
         n_windows, n_draws: drafts that verification is asked about, and how often for each kind of draft.
         system: system prompt.
+        is_quick: as little as tells something: fewer ways of drafting.
     """
 
     n_prompts: int
@@ -65,6 +91,7 @@ class AuditOptions:
     n_windows: int = 4
     n_draws: int = 1000
     system: str | None = None
+    is_quick: bool = False
 
 
 class Audit:
@@ -100,9 +127,12 @@ class Audit:
         self.bets = Bets()
         self.windows: list[verification_law.Window] = []
         self.law = verification_law.VerificationLaw()
+        self.samples = DrawnSamples()
+        self.thinking = ThinkingFigures()
+        self.prompts: list[tuple[str, list[int]]] = []
         self.rollbacks = Rollbacks()
         self.spoiled: list[float] = []
-        self.system = RunningSystem(self.pair.context, self._in_words, self.log, self._check)
+        self.system = RunningSystem(self.pair.context, in_words(self.target.vocab), self.log, self._check, self.samples)
         self._done = self._total = 0.0
 
     def run(self) -> AuditResult:
@@ -113,7 +143,7 @@ class Audit:
             EngineError: not even a fresh context works.
         """
         started = time.perf_counter()
-        questions = self._questions()
+        questions = self.prompts = self._questions()
         self._total = len(questions) + 1
         interrupted = False
         try:
@@ -150,6 +180,9 @@ class Audit:
         for arm, params in self._sampled_arms(number):
             self._step(f"{what}: {arm.name}")
             self.system.sample(plain, arm, params, self.bets, self.windows)
+        if number < 2 and self.llm.thinking is not None:
+            self._step(f"{what}: thinking budgets")
+            self._think(plain, self.llm.thinking)
         if number < 2 and len(plain.tokens) > 2:
             self._step(f"{what}: rollbacks")
             with self.log.noting(ARM, name, "a rollback"):
@@ -167,13 +200,13 @@ class Audit:
 
     def _greedy_arms(self, number: int) -> Iterator[AuditArm]:
         """Plain decoding, the pair as it is going to be used, one way of drafting by turns, and the adversary."""
-        drafters = self.drafters
+        drafters, is_quick = self.drafters, self.options.is_quick
         yield self._arm([], 0)
         if drafters:
             yield self._arm(drafters, self.options.draft_length, self.options.greedy)
             groups = [[each] for each in drafters] + [drafters] * (len(drafters) > 1)
             yield self._arm(groups[number % len(groups)], LENGTHS[number % len(LENGTHS)] or self.reach)
-        for _ in range(2):  # its answers take few passes, and there are many places for a rejection
+        for _ in range(1 if is_quick else 2):  # its answers take few passes, and there are many places for a rejection
             yield self._arm([self.adversary], self.reach)
         yield self._arm([NearMisses(self.target.n_vocab)], 2)
         if self.pair.context.can_branch:  # what is accepted lies in the branch, beside a chain that is always wrong
@@ -197,6 +230,33 @@ class Audit:
         seeded = replace(options.sampled, max_tokens=options.n_tokens, seed=seed)
         yield self._arm(all_drafters, SAMPLED_LENGTH, note=", seeded"), seeded
 
+    def _think(self, plain: PlainAnswer, marks: ThinkingFormat) -> None:
+        """Answers with a budget for thinking that is spent at once, or soon; blocks are made to open by a bias."""
+        mark = self.target.tokenize(marks.opening[0].replace(NAMED, ""), parse_special=True)
+        with self.target.new_context(len(plain.prompt) + 1) as context:
+            row = row_behind(context, plain.prompt, self._check)
+        # Greedily the mark always comes, and at a temperature often: as often as the most probable token there.
+        nearly = float(row.max() - row[mark[0]])
+        openers = Openers(mark, self.reach)
+        n_tokens = max(16, self.options.n_tokens // 2)
+        for params, more, budget in (
+            (self.options.greedy, 50.0, 0),
+            (replace(self.options.sampled, seed=None), 0.0, 0),
+            (replace(self.options.sampled, seed=None), 0.0, 3),
+        ):
+            bias = {**params.logit_bias, **dict.fromkeys(mark, min(nearly + more, HUGE))}
+            params = replace(params, logit_bias=bias, max_tokens=n_tokens, ignore_eos=True)
+            arm = self._arm([*self.drafters, openers], SAMPLED_LENGTH, note=f", {budget} tokens of thinking")
+            n_closed, answer = self.system.think(plain, arm, params, marks, budget)
+            self.thinking.answers += 1
+            self.thinking.closed += n_closed
+            if params.greedy and answer.tokens:
+                text = replayed(self.target, plain.name, plain.prompt, answer.tokens, params, self._check)
+                for position, (token, seen) in enumerate(zip(answer.tokens, answer.rows, strict=True)):
+                    if seen is not None:
+                        deviation = text.compared(position, seen)
+                        self.log.observations.append(Observation(arm.name, text, position, deviation, token))
+
     def _draw_from_verification(self) -> None:
         """Test its law on the windows that tell most."""
         chain, n_draws = self.options.sampled, self.options.n_draws
@@ -211,7 +271,9 @@ class Audit:
         observations, noise, options = self.log.observations, self.noise, self.options
         n_tested = max(1, len(observations))
         bounds, noise_figures = noise.bounds(n_tested), noise.figures(n_tested)
-        judge = Judge(self.target, bounds or (math.inf, math.inf), self._in_words, self.pair.context.can_branch)
+        judge = Judge(
+            self.target, bounds or (math.inf, math.inf), in_words(self.target.vocab), self.pair.context.can_branch
+        )
         judge.judge(observations if bounds else [])
         spoiled = None
         if self.spoiled:
@@ -243,21 +305,13 @@ class Audit:
             sensitivity=spoiled,
             verification_law=self.law.figures() if self.law.n_draws else None,
             decoding_law=self.bets.figures() if self.bets.n_tokens else None,
-            ties=[self._tie(seen) for seen in judge.ties],
+            samples=self.samples.figures() if self.samples.drawn or self.samples.sent else None,
+            thinking=asdict(self.thinking) if self.thinking.answers else None,
+            several=None,
+            ties=[tie_of(seen, self.target.vocab) for seen in judge.ties],
             rechecked={"rows": judge.n_rechecked, "explained": judge.n_explained},
             defects=[*self.log.defects, *self._general_defects(), *judge.defects],
         )
-
-    def _tie(self, seen: Observation) -> dict[str, Any]:
-        ids = {"plain": seen.plain.tokens[seen.position], "speculative": seen.token}
-        return {
-            "arm": seen.arm,
-            "prompt": seen.plain.name,
-            "position": seen.position,
-            **{name: {"id": token, "text": self.target.vocab.display(token)} for name, token in ids.items()},
-            "gap": seen.gap,
-            "deviation": seen.deviation.rms,
-        }
 
     def _general_defects(self) -> Iterator[Defect]:
         """Those of no answer in particular."""
@@ -267,6 +321,12 @@ class Audit:
                 f"apart on average, where rounding stays under {MAX_MEAN_KL:g}"
             )
             yield Defect("kernel", "fresh memories", None, None, evidence, {"kl": self.noise.mean_kl})
+        if self.samples.rejected:
+            evidence = (
+                f"which samples are sent depends on what was drawn, or they do not follow the law they claim: "
+                f"{self.samples.worst} ({self.samples.evidence:.3g} nats of evidence)"
+            )
+            yield Defect("law", "samples of drafters", None, None, evidence, self.samples.figures())
         claim = f"verification does not follow the target's law: {self.law.worst};"
         sampled = f"{self.bets.n_tokens} tokens at a temperature do not follow the target's law:"
         for arm, law, bets, broken in (
@@ -300,10 +360,6 @@ class Audit:
             raise UsageError(f"a context of {self.pair.context.n_ctx} tokens is too small for the audit; raise --ctx")
         return chosen
 
-    def _in_words(self, token: int) -> str:
-        """A token for a sentence."""
-        return f"{self.target.vocab.display(token)!r} ({token})"
-
     def _step(self, what: str, share: float = 1 / STEPS) -> Literal[False]:
         self._check()
         self._watch(what, min(1.0, self._done / self._total))
@@ -314,3 +370,16 @@ class Audit:
         if self._cancelled():
             raise AuditStopped
         return False
+
+
+def tie_of(seen: Observation, vocab: Vocab) -> dict[str, Any]:
+    """An entry of ``ties``."""
+    ids = {"plain": seen.plain.rows[seen.position].best, "speculative": seen.token}
+    return {
+        "arm": seen.arm,
+        "prompt": seen.plain.name,
+        "position": seen.position,
+        **{name: {"id": token, "text": vocab.display(token)} for name, token in ids.items()},
+        "gap": seen.gap,
+        "deviation": seen.deviation.rms,
+    }

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from localspec.commands.options import RunOptions
 from localspec.commands.report.terminal import Screen
-from localspec.commands.verify.audit import Audit, AuditOptions
+from localspec.commands.verify.audit import SAMPLED_LENGTH, Audit, AuditOptions, tie_of
+from localspec.commands.verify.plain import AuditStopped
 from localspec.commands.verify.report import report_of
-from localspec.errors import UsageError
+from localspec.commands.verify.result import AuditLog, AuditResult, in_words
+from localspec.commands.verify.several import SEQUENCES, SeveralFigures, audit_several, enough
+from localspec.errors import EngineError, EngineMismatch, UnsupportedModel, UsageError
 from localspec.sampling.sampling import SamplingParams
 from localspec.system.interrupts import on_interrupt
 from localspec.terminal.progress import Progress
@@ -20,10 +24,13 @@ from localspec.terminal.progress import Progress
 if TYPE_CHECKING:
     from localspec.llm import LLM
 
-PROMPTS, QUICK_PROMPTS = 8, 3
-TOKENS, QUICK_TOKENS = 32, 24
+PROMPTS, QUICK_PROMPTS = 8, 2
+TOKENS, QUICK_TOKENS = 32, 16
 LEAST_TOKENS = 16
-DRAWS, QUICK_DRAWS = 1000, 400
+DRAWS, QUICK_DRAWS = 1000, 200
+WINDOWS, QUICK_WINDOWS = 4, 2
+LONG = 8
+"""Draft tokens of several answers at a time, besides what was asked for and a few."""
 TOP_K = 256
 """Sampled answers keep so many tokens unless told otherwise: the tail of a large vocabulary only costs time."""
 
@@ -55,20 +62,62 @@ def verify_command(
         raise UsageError(f"--prompts must be at least 1, not {prompts}")
     if options.sampling.get("max_tokens", TOKENS) < LEAST_TOKENS:
         raise UsageError(f"--max-tokens must be at least {LEAST_TOKENS} for verify")
-    with options.opened() as llm:
-        stop = threading.Event()
+    stop = threading.Event()
+    with options.opened() as llm, Progress() as progress, on_interrupt(stop.set):
+        audited, show = audit_options(options, llm, prompts, quick), _shown_on(progress)
+        audit = llm.run(lambda pair: Audit(llm, pair, audited, show, stop.is_set))
+        result = llm.run(lambda pair: audit.run())
+    if not result.interrupted:
         with Progress() as progress, on_interrupt(stop.set):
-            audited, show = audit_options(options, llm, prompts, quick), _shown_on(progress)
-            result = llm.run(lambda pair: Audit(llm, pair, audited, show, stop.is_set).run())
-        if as_json:
-            print(json.dumps(result.as_dict(), allow_nan=False))
-        else:
-            screen = Screen()
-            screen.report(report_of(result))
-            screen.sentence(result.verdict)
+            _several(options, audited, audit.prompts, result, progress, stop)
+    if as_json:
+        print(json.dumps(result.as_dict(), allow_nan=False))
+    else:
+        screen = Screen()
+        screen.sentence(result.verdict)
+        screen.report(report_of(result))
     if result.defects:
         return CHECK_FAILED
     return INTERRUPTED if result.interrupted else 0
+
+
+def _several(
+    options: RunOptions,
+    audited: AuditOptions,
+    prompts: Sequence[tuple[str, list[int]]],
+    result: AuditResult,
+    progress: Progress,
+    stop: threading.Event,
+) -> None:
+    """Load the pair anew, for several answers at a time, and add what they show to the result."""
+    log = AuditLog()
+
+    def check() -> Literal[False]:
+        if stop.is_set():
+            raise AuditStopped
+        return False
+
+    def watch(what: str) -> None:
+        progress.report(f"{SEQUENCES} answers at a time: {what}", None)
+
+    try:
+        load = replace(options.load, parallel=SEQUENCES, idle=False, remember=False)
+        with replace(options, load=load).open(progress.report) as llm:
+            lengths = [SAMPLED_LENGTH] if audited.is_quick else [audited.draft_length, SAMPLED_LENGTH, LONG]
+            lengths = lengths if llm.draft_names else [0]
+            figures, judge = audit_several(
+                llm, enough(prompts), audited.n_tokens, lengths, log, check, watch, in_words(llm.vocab)
+            )
+    except AuditStopped:
+        result.interrupted = True
+        return
+    except (EngineError, UnsupportedModel, EngineMismatch, UsageError) as error:
+        result.several = asdict(SeveralFigures(reason=str(error)))
+        return
+    result.several = asdict(figures)
+    result.defects += [*log.defects, *(judge.defects if judge else [])]
+    if judge is not None:
+        result.ties = [*result.ties, *(tie_of(seen, llm.vocab) for seen in judge.ties)]
 
 
 def audit_options(options: RunOptions, llm: LLM, prompts: int | None, quick: bool) -> AuditOptions:
@@ -85,6 +134,8 @@ def audit_options(options: RunOptions, llm: LLM, prompts: int | None, quick: boo
         draft_length=options.length(),
         n_draws=QUICK_DRAWS if quick else DRAWS,
         system=options.system,
+        is_quick=quick,
+        n_windows=QUICK_WINDOWS if quick else WINDOWS,
     )
 
 

@@ -10,25 +10,40 @@ from math import gcd
 import numpy as np
 
 from localspec.backends.base import Context, FloatArray, Forward
+from localspec.sampling.sampling import Distribution
 from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
 from localspec.spec_decode.proposer import SamplingProposer
 from localspec.spec_decode.rounds import DraftToken
 
 
 class Recorder(Drafter):
-    """Keeps the rows [k + 1, n_vocab] of the target's last pass over k draft tokens, and drafts nothing."""
+    """Keeps the rows [k + 1, n_vocab] of the target's last pass over k draft tokens, and drafts nothing.
+
+    Asked before the others, it also has their proposer note what is drawn for them.
+    """
 
     source = "recorder"
 
     def __init__(self) -> None:
         self.rows: FloatArray = np.empty((0, 0), dtype=np.float32)
+        self._proposer: Proposer | None = None
 
     def process(self, tokens: Sequence[int], forward: Forward | None) -> None:
         if forward is not None:
             self.rows = forward.logits.copy()
 
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
+        if proposer is not self._proposer:
+            self._proposer, proposer.drawn = proposer, []
         return []
+
+    def drawn(self) -> list[tuple[int, Distribution]]:
+        """The samples that were drawn since this was asked last, with their laws."""
+        if self._proposer is None or self._proposer.drawn is None:
+            return []
+        found = list(self._proposer.drawn)
+        self._proposer.drawn.clear()
+        return found
 
 
 class Adversary(Drafter):
@@ -117,6 +132,32 @@ class NearMisses(Adversary):
         return [*self._second_best[at : at + 1], *self._answer[at + 1 :]][: self._reach]
 
 
+class Openers(Drafter):
+    """Drafts that a thinking block opens at once, and again behind that: where its budget is spent, nothing that
+    verification accepts behind the mark may be part of the answer."""
+
+    source = "openers"
+
+    def __init__(self, mark: Sequence[int], reach: int) -> None:
+        self._draft = (list(mark) * reach)[:reach]
+        self._drafted = False
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        self._drafted = False
+
+    def accept(self, emitted: Sequence[int]) -> None:
+        self._drafted = False
+
+    def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
+        draft: list[DraftToken] = []
+        for token in [] if self._drafted else self._draft:
+            if not plan.more(self.source) or plan.keep(self.source, 1.0) is None:
+                break
+            draft.append(DraftToken(token, self.source, 1.0))
+        self._drafted = True
+        return draft
+
+
 class HeatedDrafter(Drafter):
     """A drafter of the pair at twice the temperature: its samples are honest about their law and often rejected.
 
@@ -146,6 +187,7 @@ class HeatedDrafter(Drafter):
             hot = replace(proposer.params, temperature=2 * proposer.params.temperature)
             # It counts its own samples: no other drafter may sample in such a request.
             self._proposer, self._hot = proposer, SamplingProposer(hot, proposer.noise)
+            self._hot.drawn = proposer.drawn
         return self._drafter.draft(tokens, plan, self._hot)
 
     def drafted(self) -> None:

@@ -25,6 +25,9 @@ TOP = 20
 KEPT = 64
 """Tokens of a row that are kept: a row of 152,000 logits takes 600 KB, and an audit compares hundreds."""
 
+SINGLE = 2e-5
+"""Logits: what taking logarithms of numbers in single precision may change."""
+
 SLACK = 8
 """Tokens of room behind a text, for probes."""
 
@@ -101,6 +104,17 @@ class KeptRow:
         # Not equal to the bit, but all by the same amount, or only far down: the smallest number that says so.
         return Deviation(max(rms, 1e-12), swing, kl, int(np.argmax(row)) != self.best)
 
+    def near(self, top: Sequence[tuple[int, float]], argmax: int) -> Deviation:
+        """Compare with another computation of the row of which little is known: its most probable tokens with their
+        logarithms, which differ from logits by one number; and its argmax."""
+        at = {int(token): i for i, token in enumerate(self.ids)}
+        pairs = [(value, float(self.logits[at[token]])) for token, value in top if token in at]
+        change = np.array([value - logit for value, logit in pairs] or [0.0])
+        rms = float(change.std())
+        if rms < SINGLE:
+            return Deviation(flips=argmax != self.best)
+        return Deviation(rms, float(np.abs(change - change[0]).max()), 0.0, argmax != self.best)
+
 
 def digest_of(row: FloatArray) -> bytes:
     """Equal for rows that are equal to the bit."""
@@ -112,7 +126,7 @@ def digest_of(row: FloatArray) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class PlainAnswer:
-    """What the target alone answers greedily.
+    """What the target alone answers greedily, or what it computes of an answer that was given.
 
     Attributes:
         name: the prompt's id.
@@ -149,6 +163,19 @@ def plain_answer(
             rows.append(row)
             tokens.append(row.best)
     return PlainAnswer(name, prompt, tokens[len(prompt) :], rows, params)
+
+
+def replayed(
+    model: Model, name: str, prompt: list[int], tokens: list[int], params: SamplingParams, check: Check
+) -> PlainAnswer:
+    """An answer that was given, read by the book: in a fresh context, one token a pass."""
+    text, rows = list(prompt), list[KeptRow]()
+    with model.new_context(len(prompt) + len(tokens)) as context:
+        for token in tokens:
+            check()
+            rows.append(KeptRow.of(edit_logits(row_behind(context, text, check), text, params)))
+            text.append(token)
+    return PlainAnswer(name, prompt, tokens, rows, params)
 
 
 def wide_passes(

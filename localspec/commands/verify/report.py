@@ -1,4 +1,4 @@
-"""An audit's result, as a person reads it: what was checked, how surely, and what was found."""
+"""An audit's result, as a person reads it: the verdict, what was checked in plain words, then how and how surely."""
 
 from __future__ import annotations
 
@@ -10,28 +10,70 @@ from localspec.commands.verify.betting import FALSE_ALARM
 from localspec.commands.verify.result import AuditResult, Defect, Figures, counted
 from localspec.commands.verify.rollbacks import ARM as ROLLBACK
 from localspec.commands.verify.rounding import FALSE_ALARM as SECOND_LOOKS
+from localspec.commands.verify.several import ARM as SEVERAL
 
-TIES = "Said otherwise than by the target alone, and why: rounding"
+TIES = "Said otherwise than by the model alone, and why: rounding"
+NO_TOKEN = {"impossible_tokens": 0}
 
 
 def report_of(result: AuditResult) -> Report:
-    """Everything but the verdict."""
+    """All of it but the verdict, which comes before."""
     title = f"{result.model} · {result.engine} · draft: {' + '.join(result.draft) or 'none'}"
     return Report("verify", title, list(_parts(result)))
 
 
 def _parts(result: AuditResult) -> Iterator[Part]:
     settings = result.settings
-    yield Text(
-        f"{counted(settings['prompts'], 'prompt')}, answers of up to {settings['tokens']} tokens. Right is what the "
-        "target says alone: in a fresh memory, one token a pass, nothing ever taken back."
-    )
+    if result.defects:
+        yield Findings("What is wrong", list(_defects(result.defects)))
+    yield Findings("What was checked", list(_in_short(result)))
     yield from _answers(result)
-    yield Findings("Checks", list(_checks(result)))
+    yield Findings("How it was checked, and how surely", list(_checks(result)))
+    yield Text(
+        f"{counted(settings['prompts'], 'prompt')}, answers of up to {settings['tokens']} tokens, in "
+        f"{result.seconds:.0f} s. Right is what the model says alone: in a fresh memory, one token a pass, nothing "
+        "ever taken back.",
+        "muted",
+    )
     if ties := list(_ties(result)):
         yield Findings(TIES, ties)
-    if result.defects:
-        yield Findings("Defects", list(_defects(result.defects)))
+
+
+def _in_short(result: AuditResult) -> Iterator[Finding]:
+    """What a user wants to know, without a figure that has to be explained."""
+    broken = {defect.kind for defect in result.defects}
+
+    def row(name: str, text: str, *kinds: str, there: bool = True) -> Finding:
+        status: Status = "fail" if broken.intersection(kinds) else "ok" if there else "note"
+        return Finding(status, name, text if there else "not reached" if result.interrupted else "not checked here")
+
+    drafted = any(arm.drafted for arm in result.arms)
+    yield row("words", "every token is the one that the model itself would choose", "decision", "row", there=drafted)
+    yield row(
+        "memory",
+        "wrong guesses leave no trace in what the model remembers",
+        "memory",
+        "engine",
+        there=result.memory is not None,
+    )
+    yield row("engine", "checking several tokens at once computes what one at a time does", "kernel")
+    yield row(
+        "chance",
+        "at a temperature guesses do not change how probable any token is",
+        "law",
+        there=result.decoding_law is not None,
+    )
+    if result.thinking:
+        yield row(
+            "thinking", f"budgets for thinking ended {result.thinking['closed']} blocks where they should", "decision"
+        )
+    several = result.several
+    if several and several["reason"]:
+        yield Finding("note", "several", f"several answers at a time were not checked: {several['reason']}")
+    elif several:
+        bad = any(defect.arm == SEVERAL for defect in result.defects)
+        text = f"{several['sequences']} answers at a time, as the server makes them, are each the model's own"
+        yield Finding("fail" if bad else "ok", "several", text)
 
 
 def _answers(result: AuditResult) -> Iterator[Table]:
@@ -75,6 +117,8 @@ def _checks(result: AuditResult) -> Iterator[Finding]:
         yield Finding("fail", "engine", "a pass failed")
     yield _rollbacks(result, status("memory", "row", "engine", rollback=True))
     yield from _laws(result)
+    if several := result.several:
+        yield _several(several)
     looks = "none possible" if result.exact else f"{SECOND_LOOKS:.0%} of sound systems have a row computed again"
     text = f"rows: {looks}; decisions and memory: none possible; each law: {FALSE_ALARM:g}"
     yield Finding("info", "false alarms", text)
@@ -138,14 +182,30 @@ def _laws(result: AuditResult) -> Iterator[Finding]:
         yield Finding("note", "verification", "its law was not reached")
     if law := result.decoding_law:
         text = f"{law['tokens']} tokens {at}, drafter and decoder included: {_evidence(law)}"
-        yield Finding("fail" if broken - {"verification"} else "ok", "decoding", text, _power(law))
+        yield Finding("fail" if "decoding at a temperature" in broken else "ok", "decoding", text, _power(law))
     else:
         yield Finding("note", "decoding", "its law was not reached")
+    if law := result.samples:
+        text = f"{law['drawn']} drawn by drafters, {law['sent']} of them sent: {_evidence({**law, **NO_TOKEN})}"
+        error = law["detectable_error"]
+        advice = "too few to find an error" if error is None else f"would be found with 99%: a share off by {error:.2f}"
+        yield Finding("fail" if "samples of drafters" in broken else "ok", "samples", text, advice)
+
+
+def _several(several: Figures) -> Finding:
+    if several["reason"]:
+        return Finding("note", SEVERAL, several["reason"])
+    text = (
+        f"{counted(several['answers'], 'answer')}, {several['sequences']} at a time in {several['passes']} passes, "
+        f"{several['tokens']} tokens, {several['accepted']} of {several['drafted']} guesses right: largest deviation "
+        f"{several['largest_deviation']:.2g} logits"
+    )
+    return Finding("info", SEVERAL, text + (f", bound {several['bound']:.2g}" if several["bound"] else ""))
 
 
 def _evidence(law: Figures) -> str:
     """How much speaks against a law."""
-    if law["impossible_tokens"]:
+    if law["impossible_tokens"] or law["evidence_nats"] is None:
         return "a token was said that has no probability"
     evidence, threshold = max(0.0, law["evidence_nats"]), law["threshold_nats"]
     return f"{evidence:.1f} nats of evidence against the law, where {threshold:.1f} prove a defect"

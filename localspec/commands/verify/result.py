@@ -5,7 +5,7 @@ without another version):
 
 ========================= =============================================================================================
 ``lossless``              true, false, or null where the audit was interrupted before it found a defect
-``verdict``               the sentence that the report ends with
+``verdict``               the sentence that the report begins with
 ``interrupted``           Ctrl-C ended the audit early: everything below is what was checked until then
 ``model, backend``        what was audited; ``engine`` and ``draft`` (the names) with it
 ``exact``                 whether the engine claims that the width of a pass changes nothing, so that the bound is 0
@@ -21,6 +21,11 @@ without another version):
                           of them over the bound; or null
 ``verification_law``      ``draws, largest_excess, worst_cell, detectable_error`` and the fields of ``decoding_law``; or
                           null
+``samples``               ``drawn, sent, impossible, evidence_nats, threshold_nats, worst, detectable_error,
+                          false_alarm``: the samples of drafters against the laws they were drawn from; or null
+``thinking``              ``answers, closed``: answers with a budget for thinking, and blocks closed by it; or null
+``several``               ``sequences, reason, answers, tokens, drafted, accepted, passes, largest_deviation, bound``:
+                          answers made at a time; ``reason`` where there were none; or null
 ``decoding_law``          ``tokens, impossible_tokens, evidence_nats, threshold_nats, strongest_suspicion, false_alarm,
                           power`` (by suspicion), or null
 ``ties[]``                ``arm, prompt, position, plain, speculative`` (``id, text``), ``gap, deviation``
@@ -31,13 +36,14 @@ without another version):
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from localspec.commands.verify.plain import AuditStopped, Deviation, PlainAnswer
 from localspec.errors import line_of
+from localspec.model_files.vocab import Vocab
 
 FORMAT, VERSION = "localspec-audit", 1
 
@@ -93,7 +99,7 @@ class Observation:
     @property
     def differs(self) -> bool:
         """Whether plain decoding has another token here."""
-        return self.token >= 0 and self.token != self.plain.tokens[self.position]
+        return self.token >= 0 and self.token != self.plain.rows[self.position].best
 
 
 @dataclass(slots=True)
@@ -171,6 +177,9 @@ class AuditResult:
     sensitivity: Figures | None
     verification_law: Figures | None
     decoding_law: Figures | None
+    samples: Figures | None
+    thinking: Figures | None
+    several: Figures | None
     ties: list[Figures]
     rechecked: Figures
     defects: list[Defect]
@@ -197,13 +206,17 @@ class AuditResult:
             where += f", token {first.position}" if first.position is not None else ""
             more = f" ({len(self.defects) - 1} more)" if len(self.defects) > 1 else ""
             return f"NOT lossless here: {where}: {first.evidence}{more}"
-        bound = self.noise["bound"]
-        noise = f"noise bound {bound:.2g}" if bound else "equality to the bit" if bound == 0 else "noise not measured"
         n_answers = sum(arm.answers for arm in self.arms if arm.drafted)
+        n_answers += self.several["answers"] if self.several else 0
+        n_tokens = sum(arm.tokens for arm in self.arms if arm.drafted)
+        n_tokens += self.several["tokens"] if self.several else 0
         checked = (
-            f"{n_answers} answers, {counted(len(self.ties), 'float tie')}, "
-            f"largest deviation {self.largest_deviation:.2g} logits, {noise}"
+            f"{counted(n_answers, 'answer')} with guesses, {counted(n_tokens, 'token')}, each of them the target's own"
         )
+        if self.ties:
+            checked += f"; {counted(len(self.ties), 'token')} where rounding decides between two that are nearly tied"
+        elif self.exact:
+            checked += ", to the bit"
         return f"interrupted; no defect so far: {checked}" if self.interrupted else f"lossless here: {checked}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -214,6 +227,11 @@ class AuditResult:
 
 def _with_lists(items: list[tuple[str, Any]]) -> dict[str, Any]:
     return {name: sorted(value) if isinstance(value, set) else value for name, value in items}
+
+
+def in_words(vocab: Vocab) -> Callable[[int], str]:
+    """Turns a token into words for a sentence."""
+    return lambda token: f"{vocab.display(token)!r} ({token})"
 
 
 def counted(n: int, noun: str) -> str:

@@ -185,7 +185,7 @@ class Judge:
             f"(rounding explains {bound:.3g})"
         )
         if seen.differs:
-            plain = seen.plain.tokens[position]
+            plain = seen.plain.rows[position].best
             details |= {"plain": plain, "said": seen.token}
             said = f"{self.name(seen.token)} is said where plain decoding says {self.name(plain)}"
             evidence = f"{said}, {seen.gap:.3g} logits above it; {evidence}"

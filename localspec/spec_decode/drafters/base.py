@@ -121,6 +121,7 @@ class Proposer(Protocol):
         n_vocab: how many token ids the target takes; no other may be drafted.
         n_best: how many of the largest logits of a row it needs, see ``Context.decode_best``; 0 needs whole rows.
         rivals: by position, what else there was to choose; None where nobody wants to know.
+        drawn: every sample that was drawn, sent or not, with the law it was drawn from; None as above.
     """
 
     params: SamplingParams
@@ -128,6 +129,7 @@ class Proposer(Protocol):
     n_vocab: int | None
     n_best: int
     rivals: dict[int, Rival] | None
+    drawn: list[tuple[int, Distribution]] | None
 
     def n_legal(self, tokens: Sequence[int]) -> int:
         """How many of these tokens, from the first, the target takes and a grammar, if there is one, allows here."""

@@ -1,0 +1,197 @@
+"""Several answers at a time, as ``serve --parallel N`` makes them: passes and draft steps that answers share.
+
+They are asked for as any program does, more at once than there are sequences, so that sequences end, are begun anew and
+make room for each other. What each said is then read by the target alone (``plain.replayed``): every token has to be
+the argmax of its row there, up to rounding, and, of the answers that were asked for the logarithms of the most probable
+tokens, so do the rows. What rounding is here is measured in fresh memories of as many sequences, on the same texts, in
+passes of several of them: engines compute such passes otherwise than those of one sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from localspec.backends.base import Model, Piece
+from localspec.commands.verify.plain import Check, Deviation, PlainAnswer, replayed
+from localspec.commands.verify.result import AuditLog, Observation
+from localspec.commands.verify.rounding import Judge, WidthNoise
+from localspec.llm import LLM
+from localspec.runtime.pair import Pair
+from localspec.runtime.stream import Reply
+from localspec.sampling.sampling import SamplingParams
+
+SEQUENCES = 3
+ARM = "several at a time"
+N_TOP = 20
+PIECE = 64
+"""Tokens of each prompt in one pass."""
+
+
+@dataclass(slots=True)
+class SeveralFigures:
+    """``several`` in ``result``.
+
+    Attributes:
+        sequences: how many answers at a time; 1 where this engine takes no more.
+        reason: why no more; None where there were.
+        answers, tokens: that were compared.
+        drafted, accepted: draft tokens in them.
+        passes: of the target, that answers shared.
+        largest_deviation, bound: of a row, in logits.
+    """
+
+    sequences: int = 1
+    reason: str | None = None
+    answers: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    passes: int = 0
+    largest_deviation: float = 0.0
+    bound: float | None = None
+
+
+def enough(prompts: Sequence[tuple[str, list[int]]]) -> list[tuple[str, list[int]]]:
+    """One prompt more than there are sequences, so that one begins where another ended: where there are fewer, with the
+    beginnings of these."""
+    found = list(prompts[: SEQUENCES + 1])
+    for part in (0.6, 0.4, 0.8, 0.3):
+        for label, tokens in prompts:
+            if len(found) <= SEQUENCES and (n := int(part * len(tokens))) > 1:
+                found.append((f"{label}, its first {n} tokens", tokens[:n]))
+    return found
+
+
+def audit_several(
+    llm: LLM,
+    prompts: Sequence[tuple[str, list[int]]],
+    n_tokens: int,
+    lengths: Sequence[int | str],
+    log: AuditLog,
+    check: Check,
+    watch: Callable[[str], None],
+    name: Callable[[int], str],
+) -> tuple[SeveralFigures, Judge | None]:
+    """Ask for answers, more at a time than the pair has sequences, and compare them with the target alone.
+
+    Args:
+        llm: the pair, loaded for several answers at a time.
+        prompts: name and tokens.
+        n_tokens: longest answer.
+        lengths: draft lengths; with each, every prompt is asked.
+        log: takes what breaks off.
+        check, watch: as in ``Audit``.
+        name: turns a token into words.
+
+    Raises:
+        AuditStopped: it was interrupted.
+    """
+    figures = SeveralFigures(sequences=llm.parallel_info()["parallel"])
+    asked = [(number, length) for length in lengths for number in range(len(prompts))]
+    texts, observations = list[PlainAnswer](), list[Observation]()
+    passes_before = _n_passes(llm)
+    with log.noting(ARM, prompts[0][0], "decoding"):
+        replies = _replies(llm, [(prompts[number][1], length) for number, length in asked], n_tokens, check, watch)
+        figures.passes = _n_passes(llm) - passes_before
+        for (number, _), reply in zip(asked, replies, strict=True):
+            label, prompt = prompts[number]
+            watch(f"reading answer {len(texts) + 1} of {len(replies)} alone")
+
+            def replay(pair: Pair, label: str = label, prompt: list[int] = prompt, reply: Reply = reply) -> PlainAnswer:
+                return replayed(pair.target, label, prompt, list(reply.token_ids), SamplingParams(), check)
+
+            texts.append(text := llm.run(replay))
+            observations += _observed(text, reply)
+            figures.answers += 1
+            figures.tokens += len(reply.token_ids)
+            figures.drafted += reply.stats["num_draft_tokens"]
+            figures.accepted += reply.stats["num_accepted_tokens"]
+        watch("passes of several sequences")
+        return figures, llm.run(lambda pair: _judged(pair.target, texts, figures, observations, check, name))
+    return figures, None
+
+
+def _n_passes(llm: LLM) -> int:
+    return int((llm.parallel_info().get("passes") or {}).get("passes", 0))
+
+
+def _replies(
+    llm: LLM, asked: Sequence[tuple[list[int], int | str]], n_tokens: int, check: Check, watch: Callable[[str], None]
+) -> list[Reply]:
+    """All answers, asked for at once; every other with the logarithms of its most probable tokens."""
+    streams = []
+    try:
+        for number, (prompt, length) in enumerate(asked):
+            # Of several lengths, so that sequences end one by one while others go on.
+            params = SamplingParams(max_tokens=max(2, n_tokens - n_tokens * (number % 3) // 4), ignore_eos=True)
+            logprobs = None if number % 2 else N_TOP
+            streams.append(llm.rounds(prompt, params, draft_length=length, logprobs=logprobs))
+        replies = list[Reply]()
+        for stream in streams:
+            watch(f"answer {len(replies) + 1} of {len(streams)}")
+            for _ in stream:
+                check()
+            replies.append(stream.reply)
+        return replies
+    finally:
+        for stream in streams:
+            stream.close()
+
+
+def _observed(text: PlainAnswer, reply: Reply) -> list[Observation]:
+    """Each token of an answer against its row; the row too where it is known."""
+    found = []
+    for position, token in enumerate(reply.token_ids):
+        row, deviation = text.rows[position], Deviation()
+        known = reply.tokens[position].logprobs
+        if known is not None:
+            deviation = row.near(known.top, known.top[0][0])
+        found.append(Observation(ARM, text, position, deviation, token))
+    return found
+
+
+def _judged(
+    model: Model,
+    texts: Sequence[PlainAnswer],
+    figures: SeveralFigures,
+    observations: list[Observation],
+    check: Check,
+    name: Callable[[int], str],
+) -> Judge | None:
+    noise = WidthNoise(model.capabilities.batch_invariant)
+    for start in range(0, len(texts), figures.sequences):
+        noise.deviations += _deviations(model, texts[start : start + figures.sequences], check)
+    bounds = noise.bounds(max(1, len(observations)))
+    figures.largest_deviation = max((seen.deviation.rms for seen in observations), default=0.0)
+    if bounds is None:
+        return None
+    figures.bound = bounds[0]
+    judge = Judge(model, bounds, name)
+    judge.judge(observations)
+    return judge
+
+
+def _deviations(model: Model, texts: Sequence[PlainAnswer], check: Check) -> list[Deviation]:
+    """How far rows lie from the texts' in a fresh memory of several sequences, fed together and never taken back."""
+    found = list[Deviation]()
+    whole = [text.before(len(text.tokens) - 1) for text in texts]
+    firsts = [len(text.prompt) - 1 for text in texts]
+    with model.new_batch(len(texts), sum(map(len, whole)) + 8 * len(texts)) as batch:
+        width = 1
+        while True:
+            check()
+            pieces, ends = list[Piece](), list[int]()
+            for i, tokens in enumerate(whole):
+                at = batch[i].n_past
+                end = min(at + PIECE, firsts[i]) if at < firsts[i] else min(at + 1 + (width + i) % 5, len(tokens))
+                if end > at:
+                    pieces.append(Piece(i, tokens[at:end], "all" if at >= firsts[i] else "none"))
+                    ends.append(at)
+            if not pieces:
+                return found
+            for piece, at, forward in zip(pieces, ends, batch.decode(pieces), strict=True):
+                text, first = texts[piece.sequence], firsts[piece.sequence]
+                if at >= first:
+                    found += [text.compared(at - first + k, row) for k, row in enumerate(forward.logits)]
+            width += 1
