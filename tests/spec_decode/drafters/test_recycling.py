@@ -38,7 +38,7 @@ def answer(drafter: RecyclingDrafter, prompt: list[int], tokens: list[int]) -> N
     drafter.begin(prompt)
     text = list(prompt)
     for token in tokens:
-        drafter.process(text[-1:], forward_of([token]))
+        drafter.verified(text[-1:], forward_of([token]))
         drafter.accept([token])
         text.append(token)
 
@@ -141,18 +141,20 @@ class TestRecyclingDrafter:
     def test_every_row_of_a_pass_is_a_lesson_also_those_of_rejected_tokens(self) -> None:
         drafter = RecyclingDrafter()
         drafter.begin([1, 2])
-        drafter.process([2, 20, 21], forward_of([20, 30, 31]))  # 21 is rejected: 30 comes in its place
+        drafter.verified([2, 20, 21], forward_of([20, 30, 31]))  # 21 is rejected: 30 comes in its place
         drafter.accept([20, 30])
-        drafter.process([30], forward_of([32]))
+        drafter.verified([30], forward_of([32]))
         drafter.accept([33])  # a sample: the most probable token is learned all the same
         drafter.begin([1])
         assert [drafted(drafter, run, 1) for run in ([1, 2], [2, 20], [20, 21], [20, 30])] == [[20], [30], [31], [32]]
         assert drafted(drafter, [2, 20, 30], 1) == [32]
 
-    def test_passes_without_rows_of_their_own_teach_nothing(self) -> None:
+    def test_the_reading_of_a_prompt_teaches_nothing(self) -> None:
+        """However many rows its passes have: a last piece of one token has one, where a head wants its state."""
         drafter = RecyclingDrafter()
         drafter.process([1, 2, 3], Forward(np.zeros((0, N_VOCAB), np.float32)))
         drafter.process([1, 2, 3], forward_of([9]))
+        drafter.process([3], forward_of([9]))
         answer(drafter, [1, 2, 3], [])
         drafter.accept([4])
         drafter.begin([1])
@@ -164,7 +166,7 @@ class TestRecyclingDrafter:
         answer(drafter, self.PROMPT, self.ANSWER)
         drafter.begin([40, 11])
         for _ in range(2000):  # five times the memory; the answer repeats 11, whatever is most probable
-            drafter.process([11], forward_of([top]))
+            drafter.verified([11], forward_of([top]))
             drafter.accept([11])
         assert low <= drafter.draft([40, 11], FixedPlan(1), ANYTHING)[0].prob <= high
 
