@@ -233,6 +233,9 @@ class PrefixCache:
             self._drafted.pop(context, None)
         if n < MIN_TOKENS:
             return None
+        n_read = _shared(_tokens(context.tokens), wanted)
+        if MIN_TOKENS <= n_read < len(context.tokens) and _can_be_cut(context):
+            context.truncate(n_read)  # draft tokens that were not accepted; of an abridged reading they stay
         return wanted[:n].tolist(), context.export_state()
 
     def restore(self, context: Context, tokens: Sequence[int] | Tokens, state: ContextState) -> None:

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +18,12 @@ from localspec import LLM, SamplingParams
 from localspec.backends.base import Forward
 from localspec.controllers.fixed import FixedPlan
 from localspec.sampling.sampling import Noise
+from localspec.spec_decode.decoder import PREFILL_CHUNK
 from localspec.spec_decode.drafters.recycling import MOST_PENDING, RecyclingDrafter
 from localspec.spec_decode.drafters.successor_table import N_BYTES, N_SLOTS, ORDERS, SuccessorTable
 from localspec.spec_decode.proposer import SamplingProposer
 from tests.conftest import TinyFiles
+from tests.support.heads import write_random_head
 
 ANYTHING = SamplingProposer(SamplingParams(), Noise(0))
 N_VOCAB = 64
@@ -169,6 +172,20 @@ class TestRecyclingDrafter:
             drafter.verified([11], forward_of([top]))
             drafter.accept([11])
         assert low <= drafter.draft([40, 11], FixedPlan(1), ANYTHING)[0].prob <= high
+
+    @pytest.mark.parametrize("n", [1, 2, 3, PREFILL_CHUNK + 1, PREFILL_CHUNK + 2])
+    def test_beside_a_head_a_prompt_may_end_with_a_piece_of_any_length(
+        self, tiny: TinyFiles, tmp_path: Path, n: int
+    ) -> None:
+        """Of the last piece a head wants a row, which is no verification."""
+        head = write_random_head(tiny.quick.target, tmp_path / "head.gguf")
+        options: Any = {"backend": "reference", "n_ctx": 256, "idle": False, "remember": False}
+        with LLM(tiny.quick.target, ["recycled", f"head:{head}"], draft_length=3, **options) as llm:
+            for _ in range(2):
+                said = [llm.generate(list(range(5, 5 + n)), SamplingParams(max_tokens=8)).token_ids for _ in range(2)]
+                assert said[0] == said[1]
+                plain = llm.generate(list(range(5, 5 + n)), SamplingParams(max_tokens=8), speculate=False)
+                assert plain.token_ids == said[0]
 
     def test_what_waits_to_be_learned_is_bounded(self) -> None:
         drafter = RecyclingDrafter()
