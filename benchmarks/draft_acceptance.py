@@ -89,11 +89,14 @@ class Watched(Drafter):
         self._drafter.begin(tokens)
 
     def process(self, tokens: Sequence[int], forward: Forward) -> None:
-        if self._confidence is not None and len(tokens) == 1:  # the pass that tells what was guessed
+        self._drafter.process(tokens, forward)
+
+    def verified(self, tokens: Sequence[int], forward: Forward) -> None:
+        if self._confidence is not None:
             certainty = bisect_right(CERTAINTY_EDGES, top_probability(forward.logits[-1]))
             self.where_certain[certainty, bin_of(self._confidence)] += 1
         self._confidence = None
-        self._drafter.process(tokens, forward)
+        self._drafter.verified(tokens, forward)
 
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         mine, text, after = TimedPlan(self._length), list(tokens), START

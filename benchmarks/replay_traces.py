@@ -305,7 +305,7 @@ def recycled_trace(drafter: Drafter, trace: dict[str, Any]) -> dict[str, list[fl
         found["confidence"].append(spy.confidence if guesses else -1.0)
         found["right"].append(float(bool(guesses) and guesses[0].id == token))
         row[0, token] = 1.0
-        drafter.process(tokens[-1:], Forward(row))
+        drafter.verified(tokens[-1:], Forward(row))
         drafter.accept([token])
         row[0, token] = 0.0
         tokens.append(token)

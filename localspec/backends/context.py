@@ -55,6 +55,11 @@ class Context(ABC):
         return len(self.tokens)
 
     @property
+    def n_whole(self) -> int:
+        """Tokens in the memory whose rows went through all layers: those before rows of ``decode_first_layers``."""
+        return self.n_past if self._partial is None else self._partial[0]
+
+    @property
     def n_free(self) -> int:
         """Tokens that still have room."""
         return self.n_ctx - self.n_past

@@ -98,16 +98,15 @@ class SequencesOrOne(LlamaSequences):
         return self._own if self._has_room else None
 
     def _join(self) -> None:
-        """Copy the sequence that lies by itself back, to be fed with others.
+        """Copy the sequence that lies by itself back, to be fed with others; rows of the first layers go with it.
 
         Raises:
             EngineError: the engine refuses it; it stays where it is.
         """
         assert self._own is not None
         assert self._apart is not None
-        state = self._own.export_state()
-        if state.tokens:
-            super()._import(self._apart, state)
+        if self._own.tokens:
+            super()._import(self._apart, ContextState(tuple(self._own.tokens), self._own._export()))
         self._emptied()
         self._n_alone = 0
 

@@ -250,8 +250,8 @@ class LlamaPasses:
             status = self._binding.lib.llama_decode(self.handle, batch)
             if status != _NO_SLOT or self._one_sequence or not self._binding.defragment(self.handle):
                 break
-        if self.tap is not None and self.tap.error is not None:
-            raise self.tap.error
+        if self.tap is not None:
+            self.tap.check()
         if status != 0:
             reason = "no room left in its cache" if status == _NO_SLOT else f"status {status}"
             raise EngineError(f"{self._model.engine} failed to decode {batch.n_tokens} tokens ({reason})")
@@ -262,12 +262,9 @@ class LlamaPasses:
         self, tap: StateTap, batch: Any, wanted_rows: Flags, search: bool, last: str | None
     ) -> dict[str, FloatArray] | None:
         """The states, or None where one of them was missed."""
-        tap.begin(search=search, last=last)
-        try:
+        with tap.armed(search=search, last=last):
             self._decode(batch)
             return tap.states(wanted_rows, N_UBATCH)
-        finally:
-            tap.forget()
 
     def _nextn(self, n: int) -> dict[str, FloatArray]:
         """What a layer for multi-token prediction goes on from, after each of the last n tokens fed [n, n_embd]."""

@@ -129,16 +129,16 @@ class SequenceBatch(ABC):
 
         Raises:
             ContextFull: there is no room for a copy; the target is then empty.
-            UsageError: no such sequence, the two are one, or the source does not hold as many.
+            UsageError: no such sequence, the two are one, or the source does not hold as many; rows of
+                ``decode_first_layers`` do not count.
             EngineError: the engine failed; the target is then empty.
             Closed: it was closed.
         """
         if source == target:
             raise UsageError(f"sequence {source} cannot be copied to itself")
         first, second = self[source], self[target]
-        if not 0 <= n <= first.n_past:
-            raise UsageError(f"cannot copy {n} of {first.n_past} tokens")
-        first._check_whole()
+        if not 0 <= n <= first.n_whole:
+            raise UsageError(f"cannot copy {n} of {first.n_whole} tokens")
         second.truncate(0)
         if not n:
             return
@@ -326,11 +326,12 @@ class SequencesInTurn(SequenceBatch):
         self._truncate_in(self._contexts[sequence], sequence, n)
 
     def _copy_prefix(self, source: int, target: int, n: int) -> None:
-        tokens, context = self._sequences[target].tokens, self._contexts[target]
+        tokens, context, held = self._sequences[target].tokens, self._contexts[target], self._contexts[source]
+        is_whole = held.n_whole == held.n_past  # else it has no state to give
         if self.model.capabilities.saves_state and (
-            self.model.capabilities.rollback == "exact" or n == self._contexts[source].n_past
+            n == held.n_past or (is_whole and self.model.capabilities.rollback == "exact")
         ):
-            context.import_state(self._contexts[source].export_state())
+            context.import_state(held.export_state())
             context.truncate(n)
         else:
             context.decode(tokens, "none")

@@ -13,7 +13,8 @@ pass with names.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,15 +81,17 @@ _EVERYWHERE = _Everywhere()
 class StateTap:
     """The evaluation callback of one context; must live as long as it.
 
+    An engine asks it of other graphs of the context too, such as one that moves keys and values together. So it takes
+    nothing out, and ends nothing, but within ``armed``.
+
     Attributes:
         callback: for the engine.
-        error: what was raised in the callback of the last pass: it must not reach the engine.
     """
 
     def __init__(self, functions: TensorFunctions, names: Sequence[str], n_layers: int, n_embd: int) -> None:
         self.callback = functions.callback_type(self._evaluate)
         self._order = [name for name in (*map(layer_name, range(n_layers)), NORM) if name in names]
-        self.error: BaseException | None = None
+        self._error: BaseException | None = None
         self._functions = functions
         self._n_embd = n_embd
         self._cropped = {NORM, layer_name(n_layers - 1)}
@@ -98,10 +101,11 @@ class StateTap:
         self._known: set[int] = set()
         self._addresses: set[int] | _Everywhere = _EVERYWHERE
         self._last: str | None = None
-        self._over = False
+        self._is_armed = self._over = False
 
-    def begin(self, *, search: bool, last: str | None = None) -> None:
-        """Before a pass.
+    @contextmanager
+    def armed(self, *, search: bool, last: str | None = None) -> Iterator[None]:
+        """Within the block the engine runs a pass, whose states are taken out; what it left is freed at the end.
 
         Args:
             search: whether every node is asked for its name, or only those where a wanted one was found before.
@@ -109,7 +113,18 @@ class StateTap:
         """
         self._found = {name: [] for name in self._order[: self._order.index(last) + 1 if last else None]}
         self._addresses = _EVERYWHERE if search else self._known
-        self._last, self._over, self.error = last, False, None
+        self._last, self._over = last, False
+        self._is_armed = True
+        try:
+            yield
+        finally:
+            self._is_armed, self._found = False, {}
+
+    def check(self) -> None:
+        """Raise what was raised in the callback: it must not reach the engine."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def states(self, wanted_rows: Flags, n_at_once: int) -> dict[str, FloatArray] | None:
         """What the pass left, by name [n, n_embd]: up to ``last``; None if something is missing.
@@ -132,19 +147,17 @@ class StateTap:
                 return None
         return states
 
-    def forget(self) -> None:
-        """Free what the last pass left."""
-        self._found = {}
-
     def _evaluate(self, tensor: int, asks: bool, _data: int | None) -> bool:
         try:
+            if not self._is_armed:
+                return not asks  # computed to its end, and handed over nowhere
             if asks:
                 return tensor in self._addresses and (self._over or self._functions.name(tensor) in self._wanted)
             return self._take(tensor)
         except BaseException as error:  # Ctrl-C is one
-            self.error = error
+            self._error = error
             self._end()
-            return False
+            return not (asks or self._is_armed)
 
     def _take(self, tensor: int) -> bool:
         """Copy a state; whether to go on."""

@@ -57,6 +57,7 @@ class PrefixCache:
         self._max_bytes = max_bytes
         self._entries: list[CachedContext] = []
         self._drafted: dict[Context, list[int]] = {}
+        self._under_way: dict[Context, Sequence[int]] = {}
         self._batches: dict[Context, tuple[SequenceBatch, int]] = {}
         self._clock = count()
         self.n_bytes = 0
@@ -91,9 +92,12 @@ class PrefixCache:
         for draft in drafts:
             self.switch(draft, tokens)
         before = [list(draft.tokens) for draft in drafts]
+        self._under_way |= dict.fromkeys((target, *drafts), tokens)
         try:
             yield
         finally:
+            for context in (target, *drafts):
+                self._under_way.pop(context, None)
             for draft, read in zip(drafts, before, strict=True):
                 if draft.tokens != read:
                     self._drafted[draft] = list(tokens)
@@ -130,7 +134,7 @@ class PrefixCache:
     def _share(self, context: Context, prompt: Sequence[int]) -> None:
         """Begin with what another sequence of the same memory holds, unless more is known otherwise.
 
-        It takes no copying, and no cells.
+        It takes no copying, and no cells. Draft tokens are none of that, nor rows of an early exit.
         """
         batch, number = self._batches.get(context, (None, 0))
         shared = self.shareable(context, prompt)
@@ -151,11 +155,17 @@ class PrefixCache:
         if batch is None or not batch.shares_prefix:
             return None
         wanted = _tokens(prompt)
-        shared = [_shared(_tokens(batch[i].tokens), wanted) for i in range(batch.n_sequences)]
+        shared = [self._n_settled(batch[i], wanted) for i in range(batch.n_sequences)]
         best = max(range(batch.n_sequences), key=shared.__getitem__)
         aside = max((self._usable(entry, wanted) for entry in self._of(context)), default=0)
         is_most = shared[best] >= shared[number] + MIN_TOKENS and shared[best] + MIN_TOKENS > aside
         return (best, shared[best]) if is_most else None
+
+    def _n_settled(self, context: Context, prompt: Tokens) -> int:
+        """How much of a prompt a context holds in whole rows of verified tokens."""
+        n = min(_shared(_tokens(context.tokens), prompt), context.n_whole)
+        settled = self._under_way.get(context, self._drafted.get(context))
+        return n if settled is None else _shared(_tokens(settled[:n]), prompt)
 
     def put_aside(self, context: Context) -> None:
         """Keep what a context holds, because something else is about to take its place."""
@@ -223,6 +233,9 @@ class PrefixCache:
             self._drafted.pop(context, None)
         if n < MIN_TOKENS:
             return None
+        n_read = _shared(_tokens(context.tokens), wanted)
+        if MIN_TOKENS <= n_read < len(context.tokens) and _can_be_cut(context):
+            context.truncate(n_read)  # draft tokens that were not accepted; of an abridged reading they stay
         return wanted[:n].tolist(), context.export_state()
 
     def restore(self, context: Context, tokens: Sequence[int] | Tokens, state: ContextState) -> None:

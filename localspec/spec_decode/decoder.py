@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from localspec.backends.base import Context
 from localspec.backends.forward import NORM, Forward, layer_name
-from localspec.errors import EngineError, PromptTooLong, UsageError
+from localspec.errors import EngineError, LocalspecError, PromptTooLong, UsageError
 from localspec.sampling.logprobs import token_logprobs
 from localspec.sampling.sampling import Noise, NotNumbers, SamplingParams
 from localspec.spec_decode.ahead import DraftAhead
@@ -173,15 +173,21 @@ class SpeculativeDecoder:
         end_tokens = frozenset() if params.ignore_eos else target.model.vocab.eog
         budget = min(params.max_tokens or target.n_ctx, target.n_ctx - len(tokens))
         emitter = _Emitter(text, end_tokens, budget, constraint, n_logprobs)
+        draft_ends = end_tokens if text.thinking is None else end_tokens | text.thinking.draft_ends
         ahead = self.ahead if constraint is None else None  # a grammar's state follows one text only
-        answer = _Answer(tokens, params, noise, proposer, emitter, ahead)
+        answer = _Answer(tokens, params, noise, proposer, emitter, draft_ends, ahead)
         self.drafters.begin(tokens)
         self.controller.begin(params, len(tokens))
         if ahead is not None:
-            ahead.begin(self.drafters, proposer, end_tokens)
+            ahead.begin(self.drafters, proposer, draft_ends)
         index, finish = 0, None
         while not finish and not cancelled():
-            round_ = yield from (self._force if emitter.forced else self._round)(answer, index)
+            try:
+                round_ = yield from (self._force if emitter.forced else self._round)(answer, index)
+            except BaseException:
+                with suppress(LocalspecError):  # what a round that failed did not settle leaves the target's memory
+                    target.truncate(min(target.n_past, len(tokens) - 1))
+                raise
             yield round_
             index, finish = index + 1, round_.finish_reason
 
@@ -205,6 +211,7 @@ class SpeculativeDecoder:
             read, forward = [read[i] for i in path], forward.take(path)
             target.keep(path)
         self.drafters.process(read, forward)
+        self.drafters.verified(read, forward)
         # A replay would overwrite the rows that log-probabilities are read from.
         rows = forward.logits.copy() if replays and answer.emitter.n_logprobs is not None else forward.logits
         rejecting = time.perf_counter()
@@ -250,7 +257,7 @@ class SpeculativeDecoder:
             return ahead.draft(answer.tokens, plan)
         may_branch = self.target.can_branch and emitter.constraint is None
         branching = controller.branching() if may_branch else None
-        return (yield from self.drafters.drafting(answer.tokens, plan, answer.proposer, emitter.end_tokens, branching))
+        return (yield from self.drafters.drafting(answer.tokens, plan, answer.proposer, answer.draft_ends, branching))
 
     def _verifying_pass(self, answer: _Answer, draft: Draft) -> Reading[Forward]:
         """One pass of the target over the last settled token and the draft. Row i judges draft token i."""
@@ -312,6 +319,7 @@ class _Answer:
         tokens: everything settled, the prompt included.
         noise: what sampling draws from.
         proposer: draws draft tokens.
+        draft_ends: tokens that no draft goes on behind.
         ahead: drafts while the target verifies; None: in the ordinary order.
     """
 
@@ -320,6 +328,7 @@ class _Answer:
     noise: Noise
     proposer: SamplingProposer
     emitter: _Emitter
+    draft_ends: frozenset[int]
     ahead: DraftAhead | None
 
     @property
@@ -378,9 +387,9 @@ class _Emitter:
                 spans += self.text.finish()
                 # A stop string that was complete, while a longer one might still have come, ends the answer after all.
                 return emitted, spans, "stop" if is_end or is_whole or self.text.stopped else "length"
-            if (
-                kind != "forced" and self.forced
-            ):  # a block that was opened within the draft; what comes after it there is dropped
+            if kind != "forced" and self.forced:
+                # A block was opened, which ends a draft. At most the target's own token is dropped here, and a forced
+                # one takes its place: no position is judged twice, which without a seed would take the same noise.
                 break
         return emitted, spans, None
 

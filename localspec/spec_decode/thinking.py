@@ -64,6 +64,12 @@ class ThinkingReader:
         self._closing = [Matcher(text) for text in marks.closing]
         self._dropped = [Matcher(text) for text in marks.dropped]
         anywhere = [text.startswith(NAMED) for text in marks.opening]
+        self._openers = frozenset(
+            token
+            for token, name in marks.names.items()
+            for text, is_so in zip(marks.opening, anywhere, strict=True)
+            if is_so and name in text
+        )
         matchers = [Matcher(text) for text in marks.opening]
         self._anywhere = [each for each, is_so in zip(matchers, anywhere, strict=True) if is_so]
         self._at_start = [each for each, is_so in zip(matchers, anywhere, strict=True) if not is_so]
@@ -84,7 +90,13 @@ class ThinkingReader:
         left = max(0.0, self.budget - self.n_tokens)
         if self.inside:
             return max(0.0, left - 1)
-        return left if self._fresh else inf
+        may_open = self._fresh or any(matcher.matched for matcher in self._anywhere)
+        return left if may_open else inf
+
+    @property
+    def draft_ends(self) -> frozenset[int]:
+        """Tokens that a draft ends with, so that what follows the opening of a block is drafted within its budget."""
+        return self._openers if self.budget < inf else frozenset()
 
     @property
     def spent(self) -> bool:

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from localspec.backends import reference
-from localspec.backends.base import Context, FloatArray, Forward, Model
-from localspec.backends.llama_family import LlamaContext
+from localspec.backends.base import Context, FloatArray, Forward, Model, SequenceBatch
+from localspec.backends.llama_family import LlamaContext, LlamaModel
 from localspec.errors import Cancelled, Closed, ContextFull, UsageError
 from tests.backends.test_backends import agree, fresh_rows, rows, some_tokens
 from tests.conftest import Backend, TinyFiles
@@ -438,6 +438,68 @@ def test_an_import_replaces_rows_of_the_first_layers(model: Model, context: Cont
     context.decode_first_layers(tokens[10:15], 1)
     context.import_state(state)
     assert agree(model, rows(context, tokens[10:]), fresh_rows(model, tokens)[10:])
+
+
+def _in_the_middle_of(model: Model, leave: Callable[[SequenceBatch], None]) -> None:
+    """Something happens, and then a sequence between two others goes: rows behind it are moved where an engine does."""
+    tokens = some_tokens(60)
+    with model.new_batch(3, 200, n_ctx=120, hidden=EVERY) as batch:
+        for sequence, n in enumerate((30, 40, 20)):
+            batch[sequence].decode(tokens[:n])
+        leave(batch)
+        batch[1].truncate(0)
+        for _ in range(2):
+            assert agree(model, rows(batch[2], tokens[20:40]), fresh_rows(model, tokens[:40])[20:])
+            assert agree(model, rows(batch[0], tokens[30:50]), fresh_rows(model, tokens[:50])[30:])
+            batch[0].truncate(30)
+            batch[2].truncate(20)
+            batch[1].decode(tokens[:40])
+            leave(batch)
+            batch[1].truncate(0)
+
+
+def test_rows_are_moved_whole_after_an_early_exit(model: Model) -> None:
+    def leave(batch: SequenceBatch) -> None:
+        batch[0].decode_first_layers([5, 6], 1)
+        batch[0].truncate(30)
+
+    _in_the_middle_of(model, leave)
+
+
+def test_rows_are_moved_whole_after_a_pass_that_failed(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a state cannot be taken out, the pass is over; nothing else is."""
+    if not isinstance(model, LlamaModel):
+        pytest.skip("has no callback")
+
+    def leave(batch: SequenceBatch) -> None:
+        def broken(*_: object) -> None:
+            raise RuntimeError("no state")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(model.binding.tensors, "copy", broken)
+            for feed in (lambda: batch[0].decode_first_layers([5], 1), lambda: batch[0].decode([5])):
+                with pytest.raises(RuntimeError, match="no state"):
+                    feed()
+        assert batch[0].n_past == 30
+
+    _in_the_middle_of(model, leave)
+
+
+def test_another_sequence_begins_with_what_is_whole(model: Model) -> None:
+    """Not with rows of the first layers; the sequence that has them goes on."""
+    tokens = some_tokens(60)
+    with model.new_batch(3, 200, n_ctx=120, hidden=EVERY) as batch:
+        for first in (0, 25):
+            batch[0].decode(tokens[first : first + 25])
+            batch[0].decode_first_layers(tokens[first + 25 : first + 28], 1)
+            assert batch[0].n_whole == first + 25 < batch[0].n_past
+            with pytest.raises(UsageError, match=f"cannot copy {first + 26} of {first + 25}"):
+                batch.copy_prefix(0, 1, first + 26)
+            batch.copy_prefix(0, 1, first + 25)
+            assert agree(model, rows(batch[1], tokens[first + 25 : 60]), fresh_rows(model, tokens)[first + 25 :])
+            batch[0].decode_first_layers(tokens[first + 28 : first + 30], 1)
+            batch[0].truncate(first + 25)
+        assert agree(model, rows(batch[0], tokens[50:]), fresh_rows(model, tokens)[50:])
 
 
 def test_numbers_of_layers_that_cannot_be(model: Model, context: Context) -> None:

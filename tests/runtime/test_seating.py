@@ -113,3 +113,29 @@ def test_the_prefix_about_to_be_shared_is_not_evicted(tiny: TinyFiles, measured_
             brake.release()
             assert follower.reply.stats["cached_tokens"] == len(system)
             assert neighbour.reply.finish_reason == "length"
+
+
+@pytest.mark.parametrize("engine", ["llama-cpp", "ik-llama"])
+def test_only_what_is_settled_is_shared(engine: str, tiny: TinyFiles, measured_home: Path) -> None:
+    """Of an answer under way not its draft tokens, in the memories of target and draft, nor rows of an early exit."""
+    open_backend(engine)
+    drafts = ["early-exit:1", str(tiny.pair.draft)]
+    with LLM(tiny.pair.target, drafts, backend=engine, n_ctx=256, parallel=2, idle=False) as llm:
+        prompt = llm.tokenize("la la lo " * 20)
+        settled, drafted = prompt[:30], prompt[30:36]
+
+        def under_way(pair: Pair) -> None:
+            target, draft = memories(pair)
+            with pair.prefix_cache.conversation(target[0], [draft[0]], list(settled)):
+                for memory in (target, draft):
+                    memory[0].decode([*settled, *drafted], "none")
+                    assert pair.prefix_cache.shareable(memory[1], prompt) == (0, 30)
+                    memory[0].truncate(25)
+                    assert pair.prefix_cache.shareable(memory[1], prompt) == (0, 25)
+                target[0].decode_first_layers(settled[25:], 1)
+                assert pair.prefix_cache.shareable(target[1], prompt) == (0, 25)
+                pair.prefix_cache.switch(target[1], prompt)
+                assert target[1].tokens == prompt[:25]
+                target[0].truncate(25)
+
+        llm.run(under_way)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ import pytest
 import localspec.spec_decode.decoder
 from localspec.backends import reference
 from localspec.backends.base import Context
+from localspec.backends.special_tokens import NAMED
 from localspec.controllers.fixed import FixedController, FixedPlan
 from localspec.corpora.index import CorpusIndex
 from localspec.corpora.text_files import PathSource
@@ -32,6 +34,7 @@ from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.drafters.recycling import RecyclingDrafter
 from localspec.spec_decode.rounds import DraftToken, Round
+from localspec.spec_decode.thinking import ThinkingReader
 from localspec.system.steps import exhaust
 from tests.conftest import TinyFiles
 from tests.spec_decode.test_exactness import EXACT, PROMPT, SAMPLING, Predictions, Tokens, plain_law
@@ -309,6 +312,57 @@ def test_the_law_of_whole_answers_is_that_of_plain_sampling(
         law = explore(program)
         assert sum(law.values()) == pytest.approx(1.0, abs=EXACT)
         assert largest_difference(plain_law(params, target, n), law) < EXACT
+
+
+class OneToken:
+    """Thinking opens with a control token, anywhere, and is closed with one."""
+
+    opening, closing, dropped = (NAMED + "<t>",), (NAMED + "</t>",), ()
+    names: ClassVar = {3: NAMED + "<t>", 4: NAMED + "</t>"}
+    forced: ClassVar = [4]
+
+
+class TwoTokens(OneToken):
+    """It opens with two of them."""
+
+    opening = (NAMED + "<t>" + NAMED + "<u>",)
+    names: ClassVar = {**OneToken.names, 2: NAMED + "<u>"}
+
+
+@pytest.mark.parametrize(("marks", "budget"), [(OneToken, 0), (OneToken, 1), (OneToken, 2), (TwoTokens, 0), (TwoTokens, 1)])
+def test_the_law_where_a_block_opens_within_a_draft(
+    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, marks: type[OneToken], budget: int
+) -> None:
+    """What a spent budget drops of a verdict is not judged again with the same noise: to 1e-12."""
+    branching_samples(monkeypatch)
+    params = replace(SAMPLING, top_k=3, max_tokens=4, ignore_eos=True, logit_bias={3: 3.0, 2: 1.0})
+    with reference.load(tiny.micro) as model, reference.load(tiny.micro_draft) as draft_model:
+        target, small = Predictions(model), Predictions(draft_model)
+        n_forced, n_drafted = [0], [0]
+
+        def law_of(controller: Callable[[], Controller]) -> dict[Tokens, float]:
+            def program(branches: Branches) -> Tokens:
+                noise = BranchingNoise(branches)
+                monkeypatch.setattr(localspec.spec_decode.decoder, "Noise", lambda seed: noise)
+                decoder = SpeculativeDecoder(
+                    TableContext(target), [DraftModelDrafter(TableContext(small))], controller()
+                )
+                decoder.prefill(list(PROMPT), lambda: False)
+                thinking = ThinkingReader(marks(), over=True, budget=budget)
+                rounds = list(decoder.rounds(list(PROMPT), params, TextAssembler(model.vocab, (), thinking)))
+                n_forced[0] += sum(round_.verdict.kind == "forced" for round_ in rounds)
+                n_drafted[0] += sum(len(round_.draft) for round_ in rounds)
+                return tuple(token.id for round_ in rounds for token in round_.emitted)
+
+            return explore(program)
+
+        plain = law_of(lambda: FixedController(0))
+        assert n_forced[0] > 0
+        assert n_drafted[0] == 0
+        law = law_of(NosyController)
+        assert n_drafted[0] > 0
+        assert sum(law.values()) == pytest.approx(1.0, abs=EXACT)
+        assert largest_difference(plain, law) < EXACT
 
 
 def test_the_law_with_recycled_tokens(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,7 +239,15 @@ class Drafter(ABC):
         """A new request starts; ``tokens`` is its whole prompt. Keep what earlier requests share with it."""
 
     def process(self, tokens: Sequence[int], forward: Forward) -> None:  # noqa: B027 - optional hook
-        """The target decoded ``tokens``: in prefill, before ``begin``, or to verify a draft, before ``accept``."""
+        """The target decoded ``tokens``: in prefill, before ``begin``, or in a round, before ``accept``."""
+
+    def verified(self, tokens: Sequence[int], forward: Forward) -> None:  # noqa: B027 - optional hook
+        """The pass that ``process`` was just told of verified a draft: ``tokens`` begin with the last settled one.
+
+        Args:
+            tokens: the last settled token and the draft; of one that branches, the path that was accepted.
+            forward: a row of logits for each of them.
+        """
 
     def confidence(self, tokens: Sequence[int]) -> float:
         """Of one that is ``ranked``: its confidence [0, 1] in what it would propose next; 0 where it has nothing.

@@ -82,12 +82,11 @@ class RecyclingDrafter(Drafter):
             self._is_new = True
         self._pending.clear()
 
-    def process(self, tokens: Sequence[int], forward: Forward) -> None:
-        if len(forward.logits) == len(tokens):  # a verification pass
-            text = [*self._last[:-1], *tokens]
-            ends = range(len(self._last), len(text) + 1)
-            runs = [text[max(0, end - ORDERS[-1]) : end] for end in ends]
-            self._pass = list(zip(runs, forward.best(), strict=True))
+    def verified(self, tokens: Sequence[int], forward: Forward) -> None:
+        text = [*self._last[:-1], *tokens]
+        ends = range(len(self._last), len(text) + 1)
+        runs = [text[max(0, end - ORDERS[-1]) : end] for end in ends]
+        self._pass = list(zip(runs, forward.best(), strict=True))
 
     def accept(self, emitted: Sequence[int]) -> None:
         for run, token in self._pass[: len(emitted)]:

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +18,12 @@ from localspec import LLM, SamplingParams
 from localspec.backends.base import Forward
 from localspec.controllers.fixed import FixedPlan
 from localspec.sampling.sampling import Noise
+from localspec.spec_decode.decoder import PREFILL_CHUNK
 from localspec.spec_decode.drafters.recycling import MOST_PENDING, RecyclingDrafter
 from localspec.spec_decode.drafters.successor_table import N_BYTES, N_SLOTS, ORDERS, SuccessorTable
 from localspec.spec_decode.proposer import SamplingProposer
 from tests.conftest import TinyFiles
+from tests.support.heads import write_random_head
 
 ANYTHING = SamplingProposer(SamplingParams(), Noise(0))
 N_VOCAB = 64
@@ -38,7 +41,7 @@ def answer(drafter: RecyclingDrafter, prompt: list[int], tokens: list[int]) -> N
     drafter.begin(prompt)
     text = list(prompt)
     for token in tokens:
-        drafter.process(text[-1:], forward_of([token]))
+        drafter.verified(text[-1:], forward_of([token]))
         drafter.accept([token])
         text.append(token)
 
@@ -141,18 +144,20 @@ class TestRecyclingDrafter:
     def test_every_row_of_a_pass_is_a_lesson_also_those_of_rejected_tokens(self) -> None:
         drafter = RecyclingDrafter()
         drafter.begin([1, 2])
-        drafter.process([2, 20, 21], forward_of([20, 30, 31]))  # 21 is rejected: 30 comes in its place
+        drafter.verified([2, 20, 21], forward_of([20, 30, 31]))  # 21 is rejected: 30 comes in its place
         drafter.accept([20, 30])
-        drafter.process([30], forward_of([32]))
+        drafter.verified([30], forward_of([32]))
         drafter.accept([33])  # a sample: the most probable token is learned all the same
         drafter.begin([1])
         assert [drafted(drafter, run, 1) for run in ([1, 2], [2, 20], [20, 21], [20, 30])] == [[20], [30], [31], [32]]
         assert drafted(drafter, [2, 20, 30], 1) == [32]
 
-    def test_passes_without_rows_of_their_own_teach_nothing(self) -> None:
+    def test_the_reading_of_a_prompt_teaches_nothing(self) -> None:
+        """However many rows its passes have: a last piece of one token has one, where a head wants its state."""
         drafter = RecyclingDrafter()
         drafter.process([1, 2, 3], Forward(np.zeros((0, N_VOCAB), np.float32)))
         drafter.process([1, 2, 3], forward_of([9]))
+        drafter.process([3], forward_of([9]))
         answer(drafter, [1, 2, 3], [])
         drafter.accept([4])
         drafter.begin([1])
@@ -164,9 +169,23 @@ class TestRecyclingDrafter:
         answer(drafter, self.PROMPT, self.ANSWER)
         drafter.begin([40, 11])
         for _ in range(2000):  # five times the memory; the answer repeats 11, whatever is most probable
-            drafter.process([11], forward_of([top]))
+            drafter.verified([11], forward_of([top]))
             drafter.accept([11])
         assert low <= drafter.draft([40, 11], FixedPlan(1), ANYTHING)[0].prob <= high
+
+    @pytest.mark.parametrize("n", [1, 2, 3, PREFILL_CHUNK + 1, PREFILL_CHUNK + 2])
+    def test_beside_a_head_a_prompt_may_end_with_a_piece_of_any_length(
+        self, tiny: TinyFiles, tmp_path: Path, n: int
+    ) -> None:
+        """Of the last piece a head wants a row, which is no verification."""
+        head = write_random_head(tiny.quick.target, tmp_path / "head.gguf")
+        options: Any = {"backend": "reference", "n_ctx": 256, "idle": False, "remember": False}
+        with LLM(tiny.quick.target, ["recycled", f"head:{head}"], draft_length=3, **options) as llm:
+            for _ in range(2):
+                said = [llm.generate(list(range(5, 5 + n)), SamplingParams(max_tokens=8)).token_ids for _ in range(2)]
+                assert said[0] == said[1]
+                plain = llm.generate(list(range(5, 5 + n)), SamplingParams(max_tokens=8), speculate=False)
+                assert plain.token_ids == said[0]
 
     def test_what_waits_to_be_learned_is_bounded(self) -> None:
         drafter = RecyclingDrafter()
