@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import accumulate, combinations
 from typing import Any
 
 from localspec.errors import TemplateError
@@ -245,6 +245,28 @@ def _text_before_calls(asked: Conversation) -> Conversation:
     return replace(asked, messages=messages)
 
 
+def _one_call_each(asked: Conversation) -> Conversation:
+    """Calls that were made together one after the other, each with its result."""
+    messages: list[Message] = []
+    waiting: list[Message] = []  # calls whose results have not come
+    for message in asked.messages:
+        if message["role"] == "tool" and waiting:
+            id = message.get("tool_call_id")
+            call = next((one for one in waiting if one["tool_calls"][0].get("id") == id), waiting[0])
+            waiting.remove(call)
+            messages += [call, message]
+            continue
+        messages += waiting
+        waiting = []
+        calls = _calls(message)
+        if len(calls) < 2:
+            messages.append(message)
+            continue
+        later = {"role": message["role"], "content": ""}
+        waiting = [(message if i == 0 else later) | {"tool_calls": [call]} for i, call in enumerate(calls)]
+    return replace(asked, messages=[*messages, *waiting])
+
+
 def _one_system(asked: Conversation) -> Conversation:
     """The system messages at the beginning as one."""
     n = next((i for i, message in enumerate(asked.messages) if message["role"] != "system"), len(asked.messages))
@@ -330,18 +352,37 @@ def _arguments_as_json(asked: Conversation) -> Conversation:
     )
 
 
+def _short_ids(asked: Conversation) -> Conversation:
+    """Ids of nine letters and digits, also where there were none."""
+    new: dict[str, str] = {}
+    messages, waiting = [], list[str]()  # ids of calls without a result
+    for message in asked.messages:
+        if message.get("tool_calls"):
+            calls, waiting = [], []
+            for call in _calls(message):
+                id = f"call{len(new) + 1:05}"
+                new[str(call.get("id") or id)] = id
+                calls.append(dict(call) | {"id": id})
+                waiting.append(id)
+            message = message | {"tool_calls": calls}
+        elif message["role"] == "tool":
+            id = new.get(str(message.get("tool_call_id")), waiting[0] if waiting else "call00000")
+            waiting = [each for each in waiting if each != id]
+            message = message | {"tool_call_id": id}
+        messages.append(message)
+    return replace(asked, messages=messages)
+
+
 def _function_role(asked: Conversation) -> Conversation:
-    """Results in the name of OpenAI's old role for them."""
-    return _renamed(asked, "function", "tool")
-
-
-def _renamed(asked: Conversation, old: str, new: str) -> Conversation:
-    return replace(asked, messages=[m | {"role": new} if m["role"] == old else m for m in asked.messages])
+    """Results in OpenAI's old role for them in the present one."""
+    messages = [m | {"role": "tool"} if m["role"] == "function" else m for m in asked.messages]
+    return replace(asked, messages=messages)
 
 
 _REPAIRS: Sequence[tuple[int, Callable[[Conversation], Conversation]]] = (
     (1, _function_role),
     (6, _tools_as_text),
+    (1, _one_call_each),
     (1, _text_before_calls),
     (1, _one_system),
     (2, _later_systems),
@@ -350,6 +391,7 @@ _REPAIRS: Sequence[tuple[int, Callable[[Conversation], Conversation]]] = (
     (2, _user_first),
     (1, _null_contents),
     (1, _arguments_as_json),
+    (1, _short_ids),
 )
 """How much each changes, and what it does; in the order in which they are applied."""
 
@@ -370,7 +412,9 @@ def _candidates(
     if before is not None:
         yield before
     yield always
-    starts = [_applied(probe, always), _tools_as_text(probe)]
+    start = _applied(probe, always)
+    starts = [start, *(repair(start) for _, repair in _REPAIRS)]
+    starts += accumulate(_REPAIRS, lambda put, repair: repair[1](put), initial=start)  # one may make another possible
     able = [i for i, (_, repair) in enumerate(_REPAIRS) if i not in always and any(repair(s) != s for s in starts)]
     if not _KNOWS_NULL.search(template.source):  # others would print "None"
         able = [i for i in able if i != _NULLS]

@@ -99,8 +99,8 @@ class PromptEncoder:
             Closed: the model was closed.
         """
         if isinstance(prompt, str):
-            tokens = self.tokenize(prompt, add_special=True, parse_special=True)
-            return tokens[1:] if tokens[:2] == [self.vocab.bos] * 2 and self.vocab.add_bos else tokens
+            ids = self.tokenize(prompt, add_special=True, parse_special=True)
+            return ids[1:] if self.vocab.add_bos and ids[:2] == [self.vocab.bos] * 2 else ids  # it was written out too
         parts = listed(prompt)
         if parts is None:
             kind = type(prompt).__name__

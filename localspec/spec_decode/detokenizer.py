@@ -12,7 +12,6 @@ from localspec.spec_decode.held_text import HeldText, Matcher, joined
 from localspec.spec_decode.rounds import Span, TokenKind
 from localspec.spec_decode.thinking import ThinkingReader
 
-
 _SIGNS = "".join(map(chr, range(0xFDD1, 0xFDF0)))
 """Stand for control tokens where stop strings are looked for. Unicode keeps these code points free for such uses; in a
 model's own text they become U+FFFD."""

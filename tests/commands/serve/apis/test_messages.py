@@ -159,7 +159,11 @@ def test_models(client: Any) -> None:
         ({"messages": [{"role": "tool", "content": "x"}]}, "BadRequestError", "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "BadRequestError", "only text"),
         (
-            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]}]},
+            {
+                "messages": [
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]}
+                ]
+            },
             "BadRequestError",
             "results are missing",
         ),
