@@ -33,11 +33,10 @@ class Known:
 
     def asks_nothing(self, name: str, value: Any) -> bool:
         """Whether a refused field has a value that asks for nothing."""
-        if value is None or value is False or value in ("", []):
-            return True
-        return any(
-            value == each and isinstance(value, bool) == isinstance(each, bool) for each in self.off.get(name, ())
-        )
+        off = self.off.get(name, ())
+        if isinstance(value, bool):
+            return value in off if True in off else not value
+        return value is None or value in ("", []) or any(value == each and each is not True for each in off)
 
 
 def _known(
@@ -186,7 +185,7 @@ COMPLETIONS = _known(
         "cannot be had: send them to /v1/chat/completions": "messages tools tool_choice think reasoning_effort "
         "chat_template_kwargs",
     },
-    off={"add_special_tokens": (True,)},
+    off={"add_special_tokens": (True,), "think": ("off", "auto")},
 )
 
 EMBEDDINGS = _known(

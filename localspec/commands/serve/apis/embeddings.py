@@ -106,6 +106,7 @@ class EmbeddingService:
 
     async def _ollama(self, fields: Fields) -> dict[str, Any]:
         self._check_dimensions(fields.known(known.OLLAMA_EMBED))
+        _check_options(fields)
         started = time.monotonic_ns()
         rows, n_tokens = await self._embedded(fields.get("input"), "input", fields.flag("truncate", True))
         return {
@@ -117,7 +118,7 @@ class EmbeddingService:
         }
 
     async def _ollama_of_old(self, fields: Fields) -> dict[str, Any]:
-        fields.known(known.OLLAMA_EMBEDDINGS)
+        _check_options(fields.known(known.OLLAMA_EMBEDDINGS))
         rows, _ = await self._embedded(fields.required_text("prompt"), "prompt", True)
         return {"embedding": rows[0].tolist()}
 
@@ -171,6 +172,11 @@ class EmbeddingService:
 
     async def _health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
+
+
+def _check_options(fields: Fields) -> None:
+    if (options := fields.object("options")) is not None:
+        options.known(known.OLLAMA_OPTIONS)
 
 
 async def _no_chat(request: Request) -> Response:
