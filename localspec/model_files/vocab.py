@@ -199,6 +199,12 @@ class Vocab:
         self._hidden -= self._shown
         self._bytes.clear()
 
+    def named(self, texts: Iterable[str]) -> dict[str, int]:
+        """Those of the control tokens, which have no text of their own, whose names are in one of these texts."""
+        wanted = list(texts)
+        names = ((str(self._tokens[i]), i) for i in self.marks if self.is_control(i))
+        return {name: i for name, i in names if name and any(name in text for text in wanted)}
+
     def token_bytes(self, token: int) -> bytes:
         """What the token adds to the text; nothing for control tokens and padding."""
         found = self._bytes.get(token)

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from localspec.backends.base import Model
 from localspec.errors import Closed, UsageError
+from localspec.prompts.folding import folded
 from localspec.prompts.templates import ChatTemplate
 from localspec.prompts.thinking import N_TAIL, THINK, ThinkingFormat, ThinkingState
 from localspec.system.forking import in_child
@@ -47,6 +48,7 @@ class PromptEncoder:
         self.vocab = model.vocab
         self._open = True
         self._in_use = threading.RLock()
+        self._folded: dict[tuple[Any, ...], tuple[int, ...]] = {}
         in_child(self, PromptEncoder._renounce)
 
     def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
@@ -74,11 +76,22 @@ class PromptEncoder:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
         think: str = "auto",
     ) -> list[int]:
-        """Token ids of a prompt: messages through the chat template, a string as it is, ids unchanged.
+        """Token ids of a prompt: messages through the chat template, ids unchanged, a text as it is.
 
-        ``think``: of ``thinking.THINK``; with ``off`` a block that the template opens is closed again.
+        In a text, names of special tokens such as ``<|im_end|>`` are these tokens: who writes a prompt as a text writes
+        the format too. In messages they stay text. Messages that the template would leave out or refuse are put so that
+        it prints them, see ``folding``.
+
+        Args:
+            prompt: the prompt.
+            tools: JSON schemas of functions.
+            add_generation_prompt, continue_final_message: see ``ChatTemplate.render_segments``.
+            variables: further variables of the template.
+            think: of ``thinking.THINK``; with ``off`` a block that the template opens is closed again.
 
         Raises:
             UsageError: the messages are not messages, or the ids are not the model's.
@@ -86,7 +99,8 @@ class PromptEncoder:
             Closed: the model was closed.
         """
         if isinstance(prompt, str):
-            return self.tokenize(prompt, add_special=True)
+            ids = self.tokenize(prompt, add_special=True, parse_special=True)
+            return ids[1:] if self.vocab.add_bos and ids[:2] == [self.vocab.bos] * 2 else ids  # it was written out too
         parts = listed(prompt)
         if parts is None:
             kind = type(prompt).__name__
@@ -96,13 +110,16 @@ class PromptEncoder:
         messages = cast(Messages, parts)
         tokens: list[int] = []
         self.checked_think(think)
-        switches = {} if self.thinking is None else self.thinking.switches(think)
+        options: dict[str, Any] = dict(variables or {}) | {
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            "continue_final_message": continue_final_message,
+        }
+        options |= {} if self.thinking is None else self.thinking.switches(think)
+        put = folded(self.template, messages, tools, self._folded, **options)
         with self._in_use:
-            for text, parse_special in self.template.render_segments(
-                messages, add_generation_prompt=add_generation_prompt, tools=tools, **switches
-            ):
+            for text, parse_special in self.template.render_segments(put.messages, tools=put.tools, **options):
                 tokens += self.tokenize(text, parse_special=parse_special)
-            if think == "off" and add_generation_prompt and self.thinking_state(tokens) == "inside":
+            if think == "off" and options["add_generation_prompt"] and self.thinking_state(tokens) == "inside":
                 tokens += self.thinking.forced  # type: ignore[union-attr] # there is a state
         if self.vocab.add_bos and self.vocab.bos is not None and tokens[:1] != [self.vocab.bos]:
             tokens.insert(0, self.vocab.bos)

@@ -81,6 +81,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
         **extra: Any,
     ) -> list[tuple[str, bool]]:
         """The conversation in pieces to tokenise one by one: (text, whether special tokens may be read in it).
@@ -97,6 +98,7 @@ class ChatTemplate:
                 say which of it the model sees again.
             add_generation_prompt: end with the beginning of the assistant's turn.
             tools: JSON schemas of functions, for templates that know tools.
+            continue_final_message: end with the text of the last message, as if it were still being written.
             extra: further variables of the template.
 
         Raises:
@@ -107,7 +109,15 @@ class ChatTemplate:
         variables = {"add_generation_prompt": add_generation_prompt, "tools": tools} | extra
         mark = f"{_MARK_OPEN}{secrets.randbelow(10**18):018}{_MARK_CLOSE}"
         marked = [self._guard.mark(message, mark) for message in checked]
+        end = f"{_MARK_OPEN}{secrets.randbelow(10**18):018}e{_MARK_CLOSE}"
+        if continue_final_message:
+            variables["add_generation_prompt"] = False
+            marked[-1] = marked[-1] | {"content": f"{marked[-1]['content'] or ''}{end}"}
         text = self._render(marked, self._guard.mark(variables, mark))
+        if continue_final_message:
+            text, found, _ = text.rpartition(end)
+            if not found:
+                raise TemplateError("the model's chat template leaves out the message that is to be gone on with")
         return self._guard.cut(text, mark)
 
     def _with_thought(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -176,8 +186,8 @@ def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 
 def _content(message: Mapping[str, Any], i: int) -> str | None:
     content = message.get("content")
-    if content is None and message.get("tool_calls"):
-        return None
+    if content is None and (message.get("tool_calls") or message["role"] == "assistant"):
+        return None if message.get("tool_calls") else ""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence) or isinstance(content, bytes):

@@ -279,7 +279,8 @@ class Pair:
         decoder = SpeculativeDecoder(target, chosen, controller, self._lost, ahead, overlaps=seat.overlaps)
         conversation = list(prompt)
         self.conversation, self._last = conversation, last
-        text = TextAssembler(self.target.vocab, params.stop, thinking)
+        named = self.target.vocab.named(params.stop) if params.stop else None
+        text = TextAssembler(self.target.vocab, params.stop, thinking, named)
         n_rounds, ended = 0, False
         # A pass that is broken off leaves every context with what its `tokens` says.
         with self._working_on(target, conversation, chosen, cancelled), suppress(Cancelled):

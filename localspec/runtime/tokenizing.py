@@ -45,21 +45,34 @@ class Tokenizing:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
         think: str = "auto",
     ) -> list[int]:
         """The token ids that a prompt stands for, chat template included where it is a list of messages.
+
+        In a text, names of special tokens such as ``<|im_end|>`` are these tokens; in messages they are text.
 
         Args:
             prompt: messages, or a text.
             tools: descriptions of functions, for templates that know about tools.
             add_generation_prompt: end with what begins the answer to messages.
+            continue_final_message: end in the middle of the last message, which is the beginning of the answer.
+            variables: further variables of the chat template.
             think: as in ``rounds``.
 
         Raises:
             UsageError: the messages are not messages.
             TemplateError: the chat template failed on them.
         """
-        return self._encoder.encode(prompt, tools=tools, add_generation_prompt=add_generation_prompt, think=think)
+        return self._encoder.encode(
+            prompt,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=variables,
+            think=think,
+        )
 
     @property
     def thinking(self) -> ThinkingFormat | None:

@@ -57,7 +57,7 @@ class SamplingParams:
         presence_penalty: subtracted once from the logit of each recent token.
         frequency_penalty: subtracted per occurrence.
         logit_bias: added to the logits of these token ids.
-        seed: None draws a fresh one. The same seed gives the same text again on the same machine and setup.
+        seed: None, or -1, draws a fresh one. The same seed gives the same text again on the same machine and setup.
         max_tokens: token budget of the answer; None is what the context has room for.
         stop: strings that end the answer; neither they nor what follows is part of the text.
         ignore_eos: do not stop at end tokens (for benchmarks).
@@ -121,6 +121,8 @@ class SamplingParams:
             f"numbers in {-HUGE:g}..{HUGE:g}, or -inf to ban a token",
         )
         check(self.max_tokens is None or self.max_tokens > 0, "max_tokens", "over 0")
+        if self.seed == -1:  # what other servers and their clients call a fresh one
+            put("seed", None)
         check(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "a 64-bit integer")
         if isinstance(self.stop, str):
             put("stop", (self.stop,))

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from localspec.backends.special_tokens import NAMED
 from localspec.spec_decode.held_text import HeldText, Matcher, joined
 from localspec.spec_decode.rounds import Span, TokenKind
 from localspec.spec_decode.thinking import ThinkingReader
+
+_SIGNS = "".join(map(chr, range(0xFDD1, 0xFDF0)))
+"""Stand for control tokens where stop strings are looked for. Unicode keeps these code points free for such uses; in a
+model's own text they become U+FFFD."""
 
 
 class TokenBytes(Protocol):
@@ -52,6 +57,7 @@ class TextAssembler:
         vocab: the target's vocabulary.
         stop: non-empty strings.
         thinking: tells thinking and answer apart; None: all text is the answer.
+        named: control tokens whose names in stop strings mean them, by name.
 
     Attributes:
         stopped: a stop string is complete (and none that began earlier can be): nothing more will be released.
@@ -59,9 +65,21 @@ class TextAssembler:
         token_thinks: whether the last token belongs to a thinking block, its marks included.
     """
 
-    def __init__(self, vocab: TokenBytes, stop: Sequence[str] = (), thinking: ThinkingReader | None = None) -> None:
+    def __init__(
+        self,
+        vocab: TokenBytes,
+        stop: Sequence[str] = (),
+        thinking: ThinkingReader | None = None,
+        named: Mapping[str, int] | None = None,
+    ) -> None:
         self._detokenizer = Detokenizer(vocab)
         self.thinking = thinking
+        self._signs: dict[int, str] = {}
+        longest_first = sorted((named or {}).items(), key=lambda item: -len(item[0]))
+        for (name, token), sign in zip(longest_first, _SIGNS, strict=False):
+            self._signs[token] = sign
+            stop = [text.replace(name, sign) for text in stop]
+        self._not_signs = dict.fromkeys(map(ord, self._signs.values()), "\ufffd")
         self._matchers = [Matcher(text) for text in dict.fromkeys(stop)]
         self._held = HeldText()
         self._found: int | None = None
@@ -73,14 +91,18 @@ class TextAssembler:
     def push(self, token: int, kind: TokenKind, source: str) -> list[Span]:
         """Add a settled token; returns the text that became safe to show."""
         self._last = kind, source
+        name = None if self.thinking is None else self.thinking.names.get(token)
+        sign = self._signs.get(token, "") if name is None else ""
+        text = self._detokenizer.flush() if name or sign else self._detokenizer.push(token)
+        if self._signs:
+            text = text.translate(self._not_signs)
         if self.thinking is None:
-            self.token_text = self._detokenizer.push(token)
-            return self._read(Span(self.token_text, kind, source))
+            self.token_text = text
+            return self._read(Span(text + sign, kind, source))
         was_inside = self.thinking.count()
-        name = self.thinking.names.get(token)
-        text = self._detokenizer.push(token) if name is None else self._detokenizer.flush()
         text = text.replace(NAMED, "\ufffd") + (name or "")
         self.token_text = text.replace(NAMED, "")
+        text += sign
         parts = self.thinking.read(Span(text, kind, source))
         self.token_thinks = was_inside or self.thinking.inside
         return self._of_parts(parts)
@@ -98,7 +120,7 @@ class TextAssembler:
         if not self.stopped:
             end = self._held.n_read if self._found is None else self._found
             self.stopped = self._found is not None
-            spans = joined([*spans, *self._held.release(end)])
+            spans = joined([*spans, *self._released(end)])
         self._held.clear()
         return spans
 
@@ -110,8 +132,8 @@ class TextAssembler:
                 spans += self._read(span)
             elif not self.stopped:
                 if span.part == "thinking":  # no stop string reaches over a block
-                    spans += self._held.release(self._held.n_read)
-                spans.append(span)
+                    spans += self._released(self._held.n_read)
+                spans.append(replace(span, text=self._shown(span.text)))
         return joined(spans)
 
     def _read(self, span: Span) -> list[Span]:
@@ -132,5 +154,13 @@ class TextAssembler:
             # A longer stop string that began earlier may still complete; only then is its beginning the end.
             if self._found is not None and self._found <= open_from:
                 self.stopped = True
-                return self._held.release(self._found)
-        return self._held.release(open_from)
+                return self._released(self._found)
+        return self._released(open_from)
+
+    def _released(self, end: int) -> list[Span]:
+        spans = self._held.release(end)
+        return joined([replace(span, text=self._shown(span.text)) for span in spans]) if self._signs else spans
+
+    def _shown(self, text: str) -> str:
+        """Without what stands for control tokens."""
+        return text.translate(dict.fromkeys(self._not_signs)) if self._signs else text

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from localspec.commands.serve.errors import ApiError, invalid
+from localspec.commands.serve.known_fields import Known
+
+_LONGEST_NAME = 60
 
 
 class Fields:
@@ -27,6 +31,25 @@ class Fields:
             raise invalid(f"{path or 'the request'} must be an object, not {kind_of(value)}", path or None)
         self._value = value
         self._path = path
+
+    def known(self, table: Known) -> Fields:
+        """This object, all of whose fields are in the table; one that is ``null`` need not be.
+
+        Raises:
+            ApiError: a field that is unknown, or that cannot be had: ignoring it would answer another question.
+        """
+        for name, value in self._value.items():
+            if value is None or name in table.honoured or name in table.ignored:
+                continue
+            if name in table.refused:
+                if table.asks_nothing(name, value):
+                    continue
+                raise invalid(f"{self.path(name)} {table.refused[name]}", self.path(name), "unsupported_parameter")
+            near = _nearest(name, table.names)
+            hint = f"; did you mean {self.path(near)}?" if near else ""
+            path = self.path(f"{name:.{_LONGEST_NAME}}")
+            raise invalid(f"{path} is no field that is known here{hint}", path, "unknown_parameter")
+        return self
 
     def path(self, name: str) -> str:
         return f"{self._path}.{name}" if self._path else name
@@ -94,11 +117,13 @@ class Fields:
         value = self._value.get(name)
         return None if value is None else Fields(value, self.path(name))
 
-    def refuse(self, **reasons: str) -> None:
-        """400 where a field is there that we cannot honour: ignoring it would answer another question."""
-        for name, reason in reasons.items():
-            if self.has(name):
-                raise invalid(f"{self.path(name)} {reason}", self.path(name), "unsupported_parameter")
+
+def _nearest(name: str, names: Sequence[str]) -> str | None:
+    """Of several names the one that was probably meant, if any."""
+    if not 2 < len(name) <= _LONGEST_NAME:
+        return None
+    longer = [each for each in names if each.startswith(name)]
+    return next(iter(longer or difflib.get_close_matches(name, names, 1)), None)
 
 
 def _is_number(value: Any) -> bool:

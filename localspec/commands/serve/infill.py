@@ -9,6 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from localspec.commands.serve import known_fields as known
 from localspec.commands.serve.answers import figures
 from localspec.commands.serve.events import event
 from localspec.commands.serve.fields import Fields
@@ -53,13 +54,12 @@ def infill_request(fields: Fields, served: ServedModel) -> InfillRequest:
     """Check the body of ``/infill``.
 
     The samplers ``infill`` and, where no ``samplers`` name it, ``temperature`` make no choice by chance here: then the
-    most probable token is taken. ``n_cmpl``, ``cache_prompt`` and ``t_max_prompt_ms`` change nothing: there is one
-    answer, what was read is always kept, and the prompt is always read to its end.
+    most probable token is taken.
 
     Raises:
         ApiError: it makes no sense, or asks for what there is not.
     """
-    fields.refuse(lora="cannot be had: no adapters are loaded")
+    fields.known(known.INFILL)
     n_predict = fields.integer("n_predict", -1, MAX_SLOT)
     samplers = fields.items("samplers", MAX_SAMPLERS)
     body = fields.those((*SHARED, "stop", "stream"))
@@ -70,7 +70,8 @@ def infill_request(fields: Fields, served: ServedModel) -> InfillRequest:
     if n_predict != -1:
         body["max_tokens"] = n_predict or FILL_TOKENS
     request = completion_request(Fields(body), served)
-    files = [Fields(item, f"input_extra[{i}]") for i, item in enumerate(fields.items("input_extra", MAX_FILES))]
+    extra = enumerate(fields.items("input_extra", MAX_FILES))
+    files = [Fields(item, f"input_extra[{i}]").known(known.INPUT_EXTRA) for i, item in extra]
     wanted = [name for name in fields.items("response_fields", MAX_FIELDS) if isinstance(name, str)]
     slot = fields.integer("id_slot", -1, MAX_SLOT)
     milliseconds = fields.number("t_max_predict_ms", -1, LONGEST_MS) or 0.0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
+from localspec.commands.serve import known_fields as known
 from localspec.commands.serve.errors import invalid
-from localspec.commands.serve.fields import Fields
+from localspec.commands.serve.fields import Fields, kind_of
 from localspec.commands.serve.tools import ToolUse
 from localspec.errors import UsageError
 from localspec.prompts.thinking import THINK
@@ -31,18 +32,32 @@ _INTEGERS = {
     "seed": (-(2**63), 2**64 - 1),
     "max_tokens": (-1, MAX_COUNT),
     "max_completion_tokens": (-1, MAX_COUNT),
+    "n_predict": (-1, MAX_COUNT),
     "top_k": (-1, MAX_COUNT),
     "repeat_last_n": (0, MAX_COUNT),
 }
-_SYNONYMS = {"max_completion_tokens": "max_tokens", "repetition_penalty": "repeat_penalty"}
+_SYNONYMS = {
+    "n_predict": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "repetition_penalty": "repeat_penalty",
+}
 """Name of a field -> what ``SamplingParams`` calls it; it goes before a field of that name."""
 
-SHARED = (*_NUMBERS, "seed", "top_k", "repeat_last_n", "logit_bias", "grammar", "ignore_eos", "prediction", "localspec",
-          "thinking_budget")  # fmt: skip
+SHARED = tuple(known.SHARED.honoured)
 """Fields that other APIs have under the same names, or that we add to all of them."""
 
+TEXT_KINDS = ("text", "input_text", "output_text", "refusal")
+"""Types of the parts of a message that are text."""
+
+_EFFORTS = {"none": "off", "minimal": "low", "xhigh": "high", "max": "high"}
+"""Efforts that ``THINK`` has no word for -> the nearest that it has."""
+
+Ending = Literal["assistant", "none", "continue"]
+"""What the prompt of a chat ends with: the beginning of an answer, the last message, or the middle of it."""
+
+_VARIABLES_OF_OURS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token")
+
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_LOCALSPEC_FIELDS = ("draft", "draft_length", "off", "priority")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +74,8 @@ class AnswerOptions:
         draft_length: ``auto``, a number, or None for the server's.
         priority: see ``Asking.rounds``; None: as is usual for what is asked.
         think, thinking_budget: of a chat, see ``Asking.rounds``.
+        ending: of a chat.
+        variables: further variables of a chat's template.
     """
 
     params: SamplingParams
@@ -73,6 +90,8 @@ class AnswerOptions:
     priority: int | None = None
     think: str = "auto"
     thinking_budget: int | None = None
+    ending: Ending = "assistant"
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def speculate(self) -> bool:
@@ -108,6 +127,7 @@ class ServedModel:
         on_request: those of them that take part only where a request names them.
         n_vocab: how many tokens there are.
         thinks: whether the model is known to think before it answers.
+        item: an item of an answer that is kept, by its id.
     """
 
     params: SamplingParams
@@ -115,6 +135,7 @@ class ServedModel:
     n_vocab: int
     on_request: Sequence[str] = ()
     thinks: bool = False
+    item: Callable[[str], Mapping[str, Any] | None] = lambda name: None
 
     @property
     def usual(self) -> tuple[str, ...]:
@@ -128,24 +149,19 @@ def chat_request(fields: Fields, served: ServedModel) -> ChatRequest:
     Raises:
         ApiError: it makes no sense, or asks for what there is not.
     """
-    fields.refuse(
-        functions="is the old form of tools: send tools and tool_choice",
-        function_call="is the old form of tool_choice: send tools and tool_choice",
-        audio="cannot be had: text only",
-        web_search_options="cannot be had: nothing leaves this computer",
-    )
+    fields.known(known.CHAT)
     if any(kind != "text" for kind in fields.items("modalities", 8)):
         raise fields.wrong("modalities", '["text"]')
-    messages = fields.items("messages", MAX_MESSAGES)
-    if not messages:
-        raise invalid("messages is missing or empty", "messages", "missing_required_parameter")
+    messages = _messages(fields)
     wants = fields.flag("logprobs")
     top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
-    if top is not None and not wants:
+    if top and not wants:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     options = _answer_options(fields, served, (top or 0) if wants else None)
     budget = fields.integer("thinking_budget", 0, MAX_COUNT)
-    options = replace(options, think=_think(fields, served), thinking_budget=budget)
+    think, variables = _think(fields, served)
+    ending = _ending(fields, messages)
+    options = replace(options, think=think, thinking_budget=budget, ending=ending, variables=variables)
     return ChatRequest(options, messages, _tools(fields))
 
 
@@ -155,6 +171,7 @@ def completion_request(fields: Fields, served: ServedModel) -> CompletionRequest
     Raises:
         ApiError: it makes no sense, or asks for what there is not.
     """
+    fields.known(known.COMPLETIONS)
     best_of = fields.integer("best_of", 1, MAX_CHOICES)
     options = _answer_options(fields, served, fields.integer("logprobs", 0, MAX_TOP_LOGPROBS))
     if best_of is not None and best_of != options.n:
@@ -174,8 +191,10 @@ def completion_request(fields: Fields, served: ServedModel) -> CompletionRequest
 def _answer_options(fields: Fields, served: ServedModel, logprobs: int | None) -> AnswerOptions:
     stream = fields.flag("stream")
     options = fields.object("stream_options")
-    if options is not None and not stream:
-        raise invalid("stream_options needs stream: true", "stream_options")
+    if options is not None:
+        options.known(known.STREAM_OPTIONS)
+        if not stream:
+            raise invalid("stream_options needs stream: true", "stream_options")
     drafters, draft_length, priority = _own(fields, served)
     return AnswerOptions(
         params=_params(fields, served),
@@ -194,7 +213,7 @@ def _answer_options(fields: Fields, served: ServedModel, logprobs: int | None) -
 def _params(fields: Fields, served: ServedModel) -> SamplingParams:
     given: dict[str, Any] = {name: fields.number(name, *within) for name, within in _NUMBERS.items()}
     given |= {name: fields.integer(name, *within) for name, within in _INTEGERS.items()}
-    for name in ("max_tokens", "max_completion_tokens"):
+    for name in ("max_tokens", "max_completion_tokens", "n_predict"):
         if given[name] == 0:
             raise fields.wrong(name, "at least 1, or -1 for no bound of the request's own")
         if given[name] == -1:  # llama-server's word for that, and llama.vscode's
@@ -208,7 +227,7 @@ def _params(fields: Fields, served: ServedModel) -> SamplingParams:
         given["top_k"] = 0
     given["stop"] = _stops(fields)
     given["logit_bias"] = _logit_bias(fields, served)
-    given["response_format"] = fields.get("response_format")
+    given["response_format"] = _response_format(fields)
     given["grammar"] = fields.text("grammar")
     given["ignore_eos"] = fields.flag("ignore_eos") or None
     given = {name: value for name, value in given.items() if value is not None}
@@ -218,6 +237,15 @@ def _params(fields: Fields, served: ServedModel) -> SamplingParams:
         formats = [name for name in ("response_format", "grammar") if name in given]
         param = next((name for name in given if str(error).startswith(name)), formats[0] if formats else None)
         raise invalid(str(error), param) from None
+
+
+def _response_format(fields: Fields) -> Any:
+    form = fields.get("response_format")
+    if isinstance(form, Mapping):
+        inner = Fields(form, "response_format").known(known.RESPONSE_FORMAT)
+        if isinstance(form.get("json_schema"), Mapping):
+            Fields(form["json_schema"], inner.path("json_schema")).known(known.JSON_SCHEMA)
+    return form
 
 
 def _stops(fields: Fields) -> list[str] | None:
@@ -246,10 +274,9 @@ def _prediction(fields: Fields) -> str:
     prediction = fields.object("prediction")
     if prediction is None:
         return ""
-    prediction.choice("type", ("content",))
+    prediction.known(known.PREDICTION).choice("type", ("content",))
     content = prediction.get("content")
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    return "".join(Fields(part, prediction.path("content")).text("text") or "" for part in parts)
+    return "" if content is None else text_of(content, prediction.path("content"))
 
 
 def _own(fields: Fields, served: ServedModel) -> tuple[tuple[str, ...] | None, int | str | None, int | None]:
@@ -257,9 +284,7 @@ def _own(fields: Fields, served: ServedModel) -> tuple[tuple[str, ...] | None, i
     own = fields.object("localspec")
     if own is None:
         return None, None, None
-    for name in sorted(set(fields.get("localspec")) - set(_LOCALSPEC_FIELDS)):
-        path = f"localspec.{name!s:.40}"
-        raise invalid(f"{path} is unknown; there is {', '.join(_LOCALSPEC_FIELDS)}", path)
+    own.known(known.LOCALSPEC)
     length = own.get("draft_length")
     if length is not None and length != "auto":
         length = own.integer("draft_length", 0, 64)
@@ -280,40 +305,117 @@ def _own(fields: Fields, served: ServedModel) -> tuple[tuple[str, ...] | None, i
     return () if own.flag("off") else drafters, length, own.integer("priority", -MAX_COUNT, MAX_COUNT)
 
 
-def _think(fields: Fields, served: ServedModel) -> str:
-    """Whether, or how much, to think: our own field, OpenAI's, and the variables that vLLM and llama-server pass on."""
+def _messages(fields: Fields) -> list[dict[str, Any]]:
+    """The messages, the content of each as one text; None where an answer said nothing."""
+    messages = []
+    for i, item in enumerate(fields.items("messages", MAX_MESSAGES)):
+        message = Fields(item, f"messages[{i}]").known(known.CHAT_MESSAGE)
+        content = message.get("content")
+        if content is None and item.get("role") == "assistant":
+            content = message.text("refusal")
+        elif not isinstance(content, str):
+            content = text_of(content, message.path("content"))
+        for j, call in enumerate(message.items("tool_calls", MAX_MESSAGES)):
+            function = Fields(call, message.path(f"tool_calls[{j}]")).known(known.TOOL_CALL).object("function")
+            if function is not None:
+                function.known(known.CALLED_FUNCTION)
+        thoughts = (message.text(name) for name in ("reasoning_content", "reasoning", "thinking"))
+        kept = {
+            name: value for name, value in item.items() if name not in ("reasoning", "thinking", "refusal", "prefix")
+        }
+        messages.append(kept | {"content": content, "reasoning_content": next(filter(None, thoughts), None)})
+    if not messages:
+        raise invalid("messages is missing or empty", "messages", "missing_required_parameter")
+    return messages
+
+
+def text_of(value: Any, path: str, kinds: Sequence[str] = TEXT_KINDS, between: str = "") -> str:
+    """A text, or parts of these kinds with a text each, as one text.
+
+    Raises:
+        ApiError: there is something else, such as an image.
+    """
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise invalid(f"{path} must be a text or a list of parts, not {kind_of(value)}", path)
+    texts = []
+    for i, item in enumerate(value):
+        if isinstance(item, str):
+            texts.append(item)
+            continue
+        part = Fields(item, f"{path}[{i}]")
+        kind = part.get("type")
+        if kind not in kinds:
+            raise invalid(f"{path}[{i}].type: only text parts can be used, not {kind!r:.40}", f"{path}[{i}].type")
+        table = known.REFUSAL_PART if kind == "refusal" else known.PART
+        texts.append(part.known(table).required_text("refusal" if kind == "refusal" else "text"))
+    return between.join(texts)
+
+
+def _ending(fields: Fields, messages: Sequence[Mapping[str, Any]]) -> Ending:
+    begins = fields.flag("add_generation_prompt", True)
+    asked = "continue_final_message" if fields.flag("continue_final_message") else ""
+    last = Fields(messages[-1], f"messages[{len(messages) - 1}]")
+    if Fields(fields.get("messages")[-1]).flag("prefix"):  # the name that DeepSeek and Mistral gave it
+        asked = asked or last.path("prefix")
+    if not asked:
+        return "assistant" if begins else "none"
+    if fields.has("add_generation_prompt") and begins:
+        raise invalid(f"{asked} and add_generation_prompt exclude each other", asked)
+    if last.get("role") != "assistant" or last.get("tool_calls") or not last.get("content"):
+        raise invalid(f"{asked}: the last message must be an answer of the assistant with a text", asked)
+    return "continue"
+
+
+def _think(fields: Fields, served: ServedModel) -> tuple[str, dict[str, Any]]:
+    """Whether, or how much, to think, and further variables of the template.
+
+    The first is our own field, OpenAI's, or among the variables that vLLM and llama-server pass on.
+    """
+    effort = fields.choice("reasoning_effort", ("", "none", "minimal", "low", "medium", "high", "xhigh", "max"))
+    variables = dict(fields.get("chat_template_kwargs") or {}) if fields.object("chat_template_kwargs") else {}
+    given = Fields(variables, "chat_template_kwargs")
+    for name in variables:
+        if name in _VARIABLES_OF_OURS:
+            raise invalid(f"{given.path(name)} is given by the server", given.path(name))
+    for name in ("enable_thinking", "thinking"):
+        if given.has(name):
+            effort = "on" if given.flag(name) else "none"
+    effort = given.text("reasoning_effort") or effort
+    for name in ("enable_thinking", "thinking", "reasoning_effort"):
+        variables.pop(name, None)
     if fields.has("think"):
         if not served.thinks and fields.get("think") not in ("auto", "off"):
             raise invalid("think cannot be had: this model is not known to think before it answers", "think")
-        return fields.choice("think", THINK)
-    effort = fields.choice("reasoning_effort", ("", "none", "minimal", "low", "medium", "high", "xhigh"))
-    variables = fields.object("chat_template_kwargs")
-    if variables is not None:
-        for name in ("enable_thinking", "thinking"):
-            if variables.has(name):
-                effort = "on" if variables.flag(name) else "none"
-    if not served.thinks:  # clients send these to any model
-        return "auto"
-    return {"": "auto", "none": "off", "minimal": "low", "xhigh": "high"}.get(effort, effort)
+        effort = fields.choice("think", (*THINK, *_EFFORTS))
+    elif not served.thinks:  # clients send the others to any model
+        effort = ""
+    think = _EFFORTS.get(effort, effort) or "auto"
+    if think not in THINK:
+        raise given.wrong("reasoning_effort", "an effort such as low, medium or high")
+    return think, variables
 
 
 def _tools(fields: Fields) -> ToolUse:
     tools = []
     for i, item in enumerate(fields.items("tools", MAX_TOOLS)):
-        tool = Fields(item, f"tools[{i}]")
+        tool = Fields(item, f"tools[{i}]").known(known.TOOL)
         tool.choice("type", ("function",))
         function = tool.object("function")
         if function is None or not _NAME.fullmatch(function.required_text("name")):
             raise invalid(
                 f"tools[{i}].function needs a name of letters, digits, _ . and -", f"tools[{i}].function.name"
             )
-        function.text("description")
+        function.known(known.FUNCTION).text("description")
         function.object("parameters")
         tools.append(dict(item) | {"type": "function"})
     choice = fields.get("tool_choice") or "auto"
     forced: str | None = None
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        tools, choice = _allowed(Fields(choice, "tool_choice").known(known.TOOL_CHOICE), tools)
     if isinstance(choice, Mapping):
-        inner = Fields(choice, "tool_choice").object("function")
+        inner = Fields(choice, "tool_choice").known(known.TOOL_CHOICE).object("function")
         forced = inner.required_text("name") if inner is not None else None
         if forced not in [tool["function"]["name"] for tool in tools]:
             raise invalid("tool_choice.function must name one of the tools", "tool_choice")
@@ -325,6 +427,19 @@ def _tools(fields: Fields) -> ToolUse:
     if choice == "none":
         return ToolUse()
     return ToolUse(tools, choice == "required", forced, fields.flag("parallel_tool_calls", True))
+
+
+def _allowed(choice: Fields, tools: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """The tools that ``allowed_tools`` leaves, and whether one of them must be called."""
+    allowed = choice.object("allowed_tools") or Fields({}, choice.path("allowed_tools"))
+    mode = allowed.known(known.ALLOWED_TOOLS).choice("mode", ("auto", "required"))
+    names = []
+    for i, item in enumerate(allowed.items("tools", MAX_TOOLS)):
+        function = Fields(item, allowed.path(f"tools[{i}]")).known(known.TOOL).object("function")
+        names.append(None if function is None else function.text("name"))
+        if names[-1] not in [tool["function"]["name"] for tool in tools]:
+            raise invalid(f"{allowed.path('tools')} must name some of the tools", allowed.path("tools"))
+    return [tool for tool in tools if tool["function"]["name"] in names], mode
 
 
 def _prompts(fields: Fields, served: ServedModel) -> list[str | list[int]]:

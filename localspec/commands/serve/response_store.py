@@ -55,6 +55,12 @@ class ResponseStore:
             self._kept.move_to_end(name)
             return self._kept[name][0]
 
+    def item(self, name: str) -> dict[str, Any] | None:
+        """An item of an answer that is kept, by its id, which is made of the answer's."""
+        stored = self.get(f"resp_{name.partition('_')[2][:-4]}")
+        items = stored.response["output"] if stored is not None else ()
+        return next((item for item in items if item["id"] == name), None)
+
     def remove(self, name: str) -> bool:
         """Whether it was there."""
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, aclosing, contextmanager
@@ -14,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from localspec import __version__
 from localspec.commands.serve.body import BodyReader
 from localspec.commands.serve.deltas import Delta, DeltaReader
-from localspec.commands.serve.errors import ApiError, as_api_error, stopping, too_busy, too_late
+from localspec.commands.serve.errors import ApiError, as_api_error, invalid, stopping, too_busy, too_late
 from localspec.commands.serve.metrics import Metrics
 from localspec.commands.serve.requests import AnswerOptions, ServedModel
 from localspec.commands.serve.response_store import ResponseStore
@@ -107,7 +108,8 @@ class Service:
     def served(self) -> ServedModel:
         llm, settings = self.llm, self.settings
         thinks = llm.thinking is not None
-        return ServedModel(settings.params, llm.draft_names, llm.vocab.n_tokens, settings.corpora, thinks)
+        names, item = llm.draft_names, self.responses.item
+        return ServedModel(settings.params, names, llm.vocab.n_tokens, settings.corpora, thinks, item)
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 
@@ -123,15 +125,32 @@ class Service:
         is_form = grammar_of(params.response_format, params.grammar) is not None
         if is_form and think == "auto":  # what has a given form begins at once
             think = "off"
-        tokens = self.chat_tokens(messages, tools, think)
+        tokens = self.chat_tokens(messages, tools, options, think)
         if begun:
             tokens += self.llm.tokenize(begun, parse_special=True)
         return AnswerTask(self._fitting(tokens), params, tools, self._prediction(options), begun, think=think)
 
-    def chat_tokens(self, messages: Sequence[Any], tools: ToolUse, think: str = "auto") -> list[int]:
-        """What the target would read, whether it fits or not; it may take a while too."""
-        prepared = messages_for(self.llm.template, messages, tools, self.settings.system)
-        return self.llm.encode(prepared, tools=list(tools.tools) or None, think=think)
+    def chat_tokens(
+        self, messages: Sequence[Any], tools: ToolUse, options: AnswerOptions, think: str | None = None
+    ) -> list[int]:
+        """What the target would read, whether it fits or not; it may take a while too.
+
+        Raises:
+            ApiError: a variable that the template does not know.
+            UsageError, TemplateError: the messages cannot be.
+        """
+        for name in options.variables:
+            if not re.search(rf"\b{re.escape(name)}\b", self.llm.template.source):
+                path = f"chat_template_kwargs.{name:.60}"
+                raise invalid(f"{path}: the model's chat template has no such variable", path)
+        return self.llm.encode(
+            messages_for(messages, self.settings.system),
+            tools=list(tools.tools) or None,
+            add_generation_prompt=options.ending == "assistant",
+            continue_final_message=options.ending == "continue",
+            variables=options.variables,
+            think=think or options.think,
+        )
 
     def text_task(self, prompt: str | list[int], options: AnswerOptions) -> AnswerTask:
         """A text to continue as it is, or token ids. It may take a while: not for the event loop.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,22 +10,6 @@ from typing import Any
 from localspec.errors import UsageError
 from localspec.prompts.templates import ChatTemplate, checked_messages
 from localspec.sampling.sampling import SamplingParams
-
-_KNOWS_TOOLS = re.compile(r"\btools\b")
-
-_FALLBACK = """# Tools
-
-You may call one or more functions to assist with the user query.
-
-You are provided with function signatures within <tools></tools> XML tags:
-<tools>
-{tools}
-</tools>
-
-For each function call, return a JSON object with function name and arguments within <tool_call></tool_call> XML tags:
-<tool_call>
-{{"name": <function-name>, "arguments": <args-json-object>}}
-</tool_call>"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,43 +29,30 @@ class ToolUse:
     parallel: bool = True
 
 
-def messages_for(
-    template: ChatTemplate, messages: Sequence[Any], use: ToolUse, system: str | None = None
-) -> list[dict[str, Any]]:
-    """Messages as the template takes them.
+def messages_for(messages: Sequence[Any], system: str | None = None) -> list[dict[str, Any]]:
+    """Messages as templates take them.
 
-    Arguments of earlier calls become objects: OpenAI has them as strings, templates print them as JSON. A template that
-    knows no tools gets calls and results as text, in the way of Hermes.
+    Arguments of earlier calls become objects: OpenAI has them as strings, templates print them as JSON.
 
     Args:
-        template: the model's.
         messages: as OpenAI has them.
-        use: the tools of the request.
         system: system prompt where the messages have none.
 
     Raises:
         UsageError: they are malformed.
     """
-    knows = knows_tools(template)
     prepared: list[dict[str, Any]] = []
     for i, message in enumerate(checked_messages(messages)):
         message = {name: value for name, value in message.items() if value is not None}
         if message["role"] == "developer":
             message["role"] = "system"
         message.setdefault("content", "")
-        if message.get("tool_calls"):
-            message["tool_calls"] = [_call(call, i) for call in _list(message["tool_calls"], i)]
-        prepared.append(message if knows else _as_text(message))
+        if calls := message.pop("tool_calls", None):  # some templates ask whether there is such a list
+            message["tool_calls"] = [_call(call, i) for call in _list(calls, i)]
+        prepared.append(message)
     if system and prepared[0]["role"] != "system":
         prepared.insert(0, {"role": "system", "content": system})
-    if use.tools and not knows:
-        _describe(prepared, use.tools)
     return prepared
-
-
-def knows_tools(template: ChatTemplate) -> bool:
-    """Whether the model's template prints tools itself."""
-    return _KNOWS_TOOLS.search(template.source) is not None
 
 
 def _list(value: Any, i: int) -> list[Any]:
@@ -102,28 +72,6 @@ def _call(call: Any, i: int) -> dict[str, Any]:
         except (ValueError, RecursionError):
             arguments = {"arguments": arguments}
     return dict(call) | {"type": "function", "function": dict(function) | {"arguments": arguments}}
-
-
-def _as_text(message: dict[str, Any]) -> dict[str, Any]:
-    if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
-    if "tool_calls" not in message:
-        return message
-    calls = [
-        json.dumps({key: call["function"][key] for key in ("name", "arguments")}, ensure_ascii=False)
-        for call in message["tool_calls"]
-    ]
-    texts = [message["content"], *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)]
-    return {"role": message["role"], "content": "\n".join(text for text in texts if text)}
-
-
-def _describe(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
-    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    text = _FALLBACK.format(tools=lines)
-    if messages[0]["role"] == "system":
-        messages[0] = messages[0] | {"content": f"{messages[0]['content']}\n\n{text}"}
-    else:
-        messages.insert(0, {"role": "system", "content": text})
 
 
 # -- a call that must be made ------------------------------------------------------------------------------------------

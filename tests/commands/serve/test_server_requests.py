@@ -18,7 +18,8 @@ from localspec.commands.serve.body import parse
 from localspec.commands.serve.errors import ApiError, as_api_error
 from localspec.commands.serve.fields import Fields
 from localspec.commands.serve.requests import ServedModel, chat_request, completion_request
-from localspec.commands.serve.tools import ToolUse, messages_for
+from localspec.commands.serve.tools import messages_for
+from localspec.prompts.folding import folded
 from localspec.prompts.templates import ChatTemplate
 from tests.conftest import TinyFiles
 from tests.support.serving import Server, serve
@@ -77,7 +78,7 @@ def tool(**function: Any) -> dict[str, Any]:
         ("response_format", {"type": "json_schema"}, "response_format"),
         ("grammar", "root ::= (", "grammar"),
         ("prediction", "text", "prediction"),
-        ("prediction", {"type": "content", "content": 5}, "prediction.content.text"),
+        ("prediction", {"type": "content", "content": 5}, "prediction.content"),
         ("prediction", {"type": "guess", "content": ""}, "prediction.type"),
         ("localspec", "off", "localspec"),
         ("localspec", {"speed": 9}, "localspec.speed"),
@@ -251,7 +252,7 @@ def test_no_body_is_an_internal_error(body: dict[str, Any]) -> None:
 def test_no_messages_are_an_internal_error(messages: list[Any]) -> None:
     template = ChatTemplate(None)
     with suppress(UsageError, TemplateError):
-        template.render(messages_for(template, messages, ToolUse([tool(name="f")])))
+        prompt_of(template, messages, [tool(name="f")])
 
 
 def test_any_error_becomes_openai_s_shape_without_our_insides() -> None:
@@ -340,6 +341,12 @@ def read_metrics(text: str) -> dict[str, float]:
 # -- messages on their way to the template -----------------------------------------------------------------------------
 
 
+def prompt_of(template: ChatTemplate, messages: list[Any], tools: list[Any] | None = None) -> str:
+    """What the model reads."""
+    put = folded(template, messages_for(messages), tools, {})
+    return template.render(put.messages, tools=put.tools)
+
+
 def test_a_template_that_knows_no_tools_gets_them_as_text() -> None:
     template = ChatTemplate(None)
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
@@ -349,7 +356,7 @@ def test_a_template_that_knows_no_tools_gets_them_as_text() -> None:
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": "2"},
     ]
-    text = template.render(messages_for(template, talk, ToolUse([tool(name="f")])))
+    text = prompt_of(template, talk, [tool(name="f")])
     assert text.startswith("<|im_start|>system\nBe kind.\n\n# Tools")
     assert '{"type": "function", "function": {"name": "f"}}' in text
     assert '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>' in text
@@ -359,14 +366,13 @@ def test_a_template_that_knows_no_tools_gets_them_as_text() -> None:
 def test_a_template_that_knows_tools_gets_arguments_as_objects() -> None:
     template = ChatTemplate("{{ tools | tojson }}{{ messages[-1].tool_calls[0].function.arguments | tojson }}")
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    messages = messages_for(template, [{"role": "assistant", "tool_calls": [call]}], ToolUse())
-    assert template.render(messages, tools=[tool(name="f")]) == (
-        '[{"type": "function", "function": {"name": "f"}}]{"x": 1}'
+    talk = [{"role": "assistant", "tool_calls": [call]}]
+    assert prompt_of(template, talk, [tool(name="f", description="F.")]) == (
+        '[{"type": "function", "function": {"name": "f", "description": "F."}}]{"x": 1}'
     )
 
 
 def test_the_server_s_system_prompt_is_for_chats_without_one() -> None:
-    template = ChatTemplate(None)
-    assert messages_for(template, CHAT, ToolUse(), "S")[0] == {"role": "system", "content": "S"}
+    assert messages_for(CHAT, "S")[0] == {"role": "system", "content": "S"}
     own = [{"role": "system", "content": "mine"}, *CHAT]
-    assert messages_for(template, own, ToolUse(), "S") == own
+    assert messages_for(own, "S") == own

@@ -5,14 +5,12 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import Any
 
 from localspec.commands.serve.answers import figures
 from localspec.commands.serve.apis.blocks import AnswerBlock, BlockReader, Change
-from localspec.commands.serve.errors import invalid
-from localspec.commands.serve.fields import Fields
 from localspec.commands.serve.requests import AnswerOptions
 from localspec.commands.serve.service import AnswerTask, Service
 from localspec.runtime.stream import Reply
@@ -103,41 +101,3 @@ class BlockAnswer(ABC):
 
 def identifier(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(14)}"
-
-
-def text_of(value: Any, path: str, kinds: Sequence[str] = ("text",)) -> str:
-    """A text, or parts of these kinds with a text each, as one text.
-
-    Raises:
-        ApiError: there is something else, such as an image.
-    """
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise invalid(f"{path} must be a string or a list of parts", path)
-    texts = []
-    for i, item in enumerate(value):
-        part = Fields(item, f"{path}[{i}]")
-        if part.get("type") not in kinds:
-            raise invalid(f"{path}[{i}]: only text can be used, not {part.get('type')!r:.40}", f"{path}[{i}].type")
-        texts.append(part.required_text("text"))
-    return "\n".join(texts)
-
-
-def merged(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages in which no two of the same role follow each other, except results of calls: many templates refuse that.
-
-    An assistant's thinking, the text and the calls after it are one message.
-    """
-    found: list[dict[str, Any]] = []
-    for message in messages:
-        if not found or message["role"] == "tool" or message["role"] != found[-1]["role"]:
-            found.append(dict(message))
-            continue
-        last = found[-1]
-        for name in ("content", "reasoning_content"):
-            if texts := [one[name] for one in (last, message) if one.get(name)]:
-                last[name] = "\n\n".join(texts)
-        if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
-            last["tool_calls"] = calls
-    return found

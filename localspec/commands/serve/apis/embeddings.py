@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from localspec import __version__
+from localspec.commands.serve import known_fields as known
 from localspec.commands.serve.apis.ollama_models import OLLAMA_VERSION
 from localspec.commands.serve.body import BodyReader
 from localspec.commands.serve.disconnects import while_connected
@@ -92,9 +93,8 @@ class EmbeddingService:
         return endpoint
 
     async def _openai(self, fields: Fields) -> dict[str, Any]:
-        form = fields.choice("encoding_format", ("float", "base64"))
-        if fields.integer("dimensions", 1, 1 << 20) not in (None, self._model.n_embd):
-            raise invalid(f"dimensions: this model makes {self._model.n_embd} numbers", "dimensions")
+        form = fields.known(known.EMBEDDINGS).choice("encoding_format", ("float", "base64"))
+        self._check_dimensions(fields)
         rows, n_tokens = await self._embedded(fields.get("input"), "input")
         encoded = [_base64(row) if form == "base64" else row.tolist() for row in rows]
         return {
@@ -105,6 +105,8 @@ class EmbeddingService:
         }
 
     async def _ollama(self, fields: Fields) -> dict[str, Any]:
+        self._check_dimensions(fields.known(known.OLLAMA_EMBED))
+        _check_options(fields)
         started = time.monotonic_ns()
         rows, n_tokens = await self._embedded(fields.get("input"), "input", fields.flag("truncate", True))
         return {
@@ -116,8 +118,13 @@ class EmbeddingService:
         }
 
     async def _ollama_of_old(self, fields: Fields) -> dict[str, Any]:
+        _check_options(fields.known(known.OLLAMA_EMBEDDINGS))
         rows, _ = await self._embedded(fields.required_text("prompt"), "prompt", True)
         return {"embedding": rows[0].tolist()}
+
+    def _check_dimensions(self, fields: Fields) -> None:
+        if fields.integer("dimensions", 1, 1 << 20) not in (None, self._model.n_embd):
+            raise invalid(f"dimensions: this model makes {self._model.n_embd} numbers", "dimensions")
 
     async def _embedded(self, value: Any, name: str, cut: bool = False) -> tuple[list[Row], int]:
         """The embeddings of what was sent, and how many tokens that was.
@@ -165,6 +172,11 @@ class EmbeddingService:
 
     async def _health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
+
+
+def _check_options(fields: Fields) -> None:
+    if (options := fields.object("options")) is not None:
+        options.known(known.OLLAMA_OPTIONS)
 
 
 async def _no_chat(request: Request) -> Response:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from localspec.commands.serve.apis.answer import BlockAnswer, identifier, merged, text_of
+from localspec.commands.serve import known_fields as known
+from localspec.commands.serve.apis.answer import BlockAnswer, identifier
 from localspec.commands.serve.apis.blocks import AnswerBlock, Change
 from localspec.commands.serve.errors import invalid
 from localspec.commands.serve.events import Wire, event
@@ -18,8 +19,10 @@ from localspec.commands.serve.requests import (
     ChatRequest,
     ServedModel,
     chat_request,
+    text_of,
 )
 from localspec.commands.serve.service import Service
+from localspec.prompts.folding import merged
 
 WIRE = Wire("text/event-stream", lambda error, n: event(error.as_anthropic(), "error"), event({"type": "ping"}, "ping"))
 
@@ -37,39 +40,41 @@ def messages_request(fields: Fields, served: ServedModel) -> ChatRequest:
     Raises:
         ApiError: it makes no sense, or asks for what there is not.
     """
-    if fields.integer("max_tokens", 1, MAX_COUNT) is None:
+    if fields.known(known.MESSAGES).integer("max_tokens", 1, MAX_COUNT) is None:
         raise invalid("max_tokens is missing", "max_tokens")
     return chat_request(Fields(_chat_body(fields) | fields.those(("max_tokens", "stream"))), served)
 
 
 def count_request(fields: Fields, served: ServedModel) -> ChatRequest:
     """Check the body of ``/v1/messages/count_tokens``."""
-    return chat_request(Fields(_chat_body(fields)), served)
+    return chat_request(Fields(_chat_body(fields.known(known.COUNT_TOKENS))), served)
 
 
 def _chat_body(fields: Fields) -> dict[str, Any]:
-    fields.refuse(
-        mcp_servers="cannot be had: nothing leaves this computer", container="cannot be had: no code is run here"
-    )
-    body = fields.those(SHARED) | {"messages": _messages(fields), "stop": fields.get("stop_sequences")}
+    messages = _messages(fields)
+    body = fields.those((*SHARED, "thinking_budget")) | {"messages": messages, "stop": fields.get("stop_sequences")}
+    if messages and messages[-1]["role"] == "assistant":  # the answer's beginning
+        if messages[-1].get("tool_calls"):
+            raise invalid("messages: the last one calls tools, and their results are missing", "messages")
+        body["continue_final_message"] = bool(messages[-1]["content"])
     body["tools"] = [_tool(Fields(item, f"tools[{i}]")) for i, item in enumerate(fields.items("tools", MAX_TOOLS))]
     choice = fields.object("tool_choice")
     if choice is not None:
-        body["tool_choice"] = _tool_choice(choice)
+        body["tool_choice"] = _tool_choice(choice.known(known.ANTHROPIC_TOOL_CHOICE))
         body["parallel_tool_calls"] = not choice.flag("disable_parallel_tool_use")
     config = fields.object("output_config") or Fields({}, "output_config")
-    effort = config.choice("effort", ("", "low", "medium", "high", "xhigh", "max"))
+    effort = config.known(known.OUTPUT_CONFIG).choice("effort", ("", "low", "medium", "high", "xhigh", "max"))
     if (thinking := fields.object("thinking")) is not None:
-        kind = thinking.choice("type", ("adaptive", "enabled", "disabled"))
+        kind = thinking.known(known.THINKING).choice("type", ("adaptive", "enabled", "disabled"))
         if kind == "disabled":
             effort = "none"
         elif kind == "enabled" and not effort:
             body["chat_template_kwargs"] = {"enable_thinking": True}
         if (budget := thinking.integer("budget_tokens", 0, MAX_COUNT)) is not None:
             body["thinking_budget"] = budget
-    body["reasoning_effort"] = "xhigh" if effort == "max" else effort
+    body["reasoning_effort"] = effort
     if (form := config.object("format")) is not None:
-        form.choice("type", ("json_schema",))
+        form.known(known.OUTPUT_FORMAT).choice("type", ("json_schema",))
         body["response_format"] = {
             "type": "json_schema",
             "json_schema": {"name": "answer", "schema": form.get("schema")},
@@ -80,6 +85,7 @@ def _chat_body(fields: Fields) -> dict[str, Any]:
 def _tool(tool: Fields) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
         raise invalid(f"{tool.path('type')}: only tools with an input_schema can be used", tool.path("type"))
+    tool.known(known.ANTHROPIC_TOOL)
     function = {"name": tool.required_text("name"), "description": tool.text("description") or ""}
     return {"type": "function", "function": function | {"parameters": tool.get("input_schema")}}
 
@@ -94,21 +100,18 @@ def _tool_choice(choice: Fields) -> Any:
 def _messages(fields: Fields) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     if fields.has("system"):
-        found.append({"role": "system", "content": text_of(fields.get("system"), "system")})
-    role = ""
+        found.append({"role": "system", "content": text_of(fields.get("system"), "system", ("text",), "\n")})
     for i, item in enumerate(fields.items("messages", MAX_MESSAGES)):
-        message = Fields(item, f"messages[{i}]")
+        message = Fields(item, f"messages[{i}]").known(known.ANTHROPIC_MESSAGE)
         role = message.required_text("role")
-        if role not in ("user", "assistant"):
-            raise message.wrong("role", "user or assistant")
+        if role not in ("user", "assistant", "system"):
+            raise message.wrong("role", "user, assistant or system")
         content = message.get("content")
         blocks = (
             [{"type": "text", "text": content}] if isinstance(content, str) else message.items("content", MAX_MESSAGES)
         )
         for j, block in enumerate(blocks):
             found += _of_block(role, Fields(block, f"messages[{i}].content[{j}]"))
-    if role == "assistant":
-        raise invalid("the last message must be the user's: an answer cannot be begun for the model", "messages")
     return merged(found)
 
 
@@ -116,17 +119,24 @@ def _of_block(role: str, block: Fields) -> Iterator[dict[str, Any]]:
     """A block of a message as messages of a chat."""
     kind = block.get("type")
     if kind == "text":
-        yield {"role": role, "content": block.required_text("text")}
+        yield {"role": role, "content": block.known(known.PART).required_text("text")}
     elif role == "user" and kind == "tool_result":
-        content = text_of(block.get("content") or "", block.path("content"))
+        block.known(known.TOOL_RESULT)
+        content = text_of(block.get("content") or "", block.path("content"), ("text",), "\n")
+        if block.flag("is_error") and not content.lower().startswith("error"):
+            content = f"Error: {content}"
         yield {"role": "tool", "tool_call_id": block.required_text("tool_use_id"), "content": content}
     elif role == "assistant" and kind == "tool_use":
+        block.known(known.TOOL_USE)
         function = {"name": block.required_text("name"), "arguments": block.get("input") or {}}
         call = {"id": block.required_text("id"), "type": "function", "function": function}
         yield {"role": role, "content": "", "tool_calls": [call]}
     elif role == "assistant" and kind == "thinking":
-        yield {"role": role, "content": "", "reasoning_content": block.required_text("thinking")}
-    elif role == "user" or kind != "redacted_thinking":
+        thought = block.known(known.THINKING_BLOCK).required_text("thinking")
+        yield {"role": role, "content": "", "reasoning_content": thought}
+    elif role == "assistant" and kind == "redacted_thinking":
+        block.known(known.REDACTED_THINKING)
+    else:
         raise invalid(
             f"{block.path('type')}: {kind!r:.40} cannot be used here, only text and tools", block.path("type")
         )
@@ -180,6 +190,8 @@ class MessagesAnswer(BlockAnswer):
     def _stop(self) -> dict[str, Any]:
         assert self.finish_reason is not None
         said = "".join(token.text for token in self.reply.tokens if not token.thinking)
+        if self.reply.tokens and not self.reply.tokens[-1].text:  # it may be a special token
+            said += self.service.llm.token_text(self.reply.tokens[-1].id)
         stop = min((s for s in self.task.params.stop if s in said), key=said.index, default=None)
         if self.finish_reason == "stop" and stop is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
@@ -200,7 +212,7 @@ class CountAnswer:
     """The answer to ``/v1/messages/count_tokens``, also of what does not fit."""
 
     def __init__(self, service: Service, request: ChatRequest) -> None:
-        self._n = len(service.chat_tokens(request.messages, request.tools))
+        self._n = len(service.chat_tokens(request.messages, request.tools, request.options))
 
     async def whole(self) -> dict[str, Any]:
         return {"input_tokens": self._n}

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from localspec.commands.serve.apis.answer import BlockAnswer, merged
+from localspec.commands.serve import known_fields as known
+from localspec.commands.serve.apis.answer import BlockAnswer
 from localspec.commands.serve.apis.blocks import AnswerBlock, Change
 from localspec.commands.serve.completions import completion_tasks
 from localspec.commands.serve.errors import invalid
@@ -28,10 +29,9 @@ from localspec.commands.serve.requests import (
     completion_request,
 )
 from localspec.commands.serve.service import Service
+from localspec.prompts.folding import merged
 
 _ROLES = ("system", "user", "assistant", "tool")
-_NEUTRAL = {"mirostat": 0, "typical_p": 1, "tfs_z": 1}
-"""Samplers that we have not -> the value that turns them off; the other options that we have not are of loading."""
 
 
 def _line(value: Any) -> bytes:
@@ -61,9 +61,16 @@ def ollama_chat_request(fields: Fields, served: ServedModel) -> OllamaRequest:
     Raises:
         ApiError: it makes no sense, or asks for what there is not.
     """
+    fields.known(known.OLLAMA_CHAT)
     items = [Fields(item, f"messages[{i}]") for i, item in enumerate(fields.items("messages", MAX_MESSAGES))]
     body = _body(fields) | {"tools": fields.items("tools", MAX_TOOLS)}
-    return _chat(body, merged(_message(item) for item in items), served)
+    messages = merged(_message(item) for item in items)
+    last = messages[-1] if messages else {}
+    # Ollama's own templates leave a last answer open too.
+    body["continue_final_message"] = (
+        last.get("role") == "assistant" and bool(last["content"]) and "tool_calls" not in last
+    )
+    return _chat(body, messages, served)
 
 
 def ollama_generate_request(fields: Fields, served: ServedModel) -> OllamaRequest:
@@ -72,17 +79,15 @@ def ollama_generate_request(fields: Fields, served: ServedModel) -> OllamaReques
     Raises:
         ApiError: as above.
     """
-    fields.refuse(template="cannot be had: the model's own is used")
-    _no_images(fields)
-    if fields.items("context", MAX_COUNT):
-        raise invalid("context cannot be had: send the conversation to /api/chat", "context", "unsupported_parameter")
-    prompt, body = fields.text("prompt") or "", _body(fields)
-    suffix = fields.text("suffix")
+    prompt, body = fields.known(known.OLLAMA_GENERATE).text("prompt") or "", _body(fields)
+    suffix, system = fields.text("suffix"), fields.text("system")
     if suffix or (prompt and fields.flag("raw")):
+        if system:
+            raise invalid("system cannot be had beside raw or suffix: write it into the prompt", "system")
         request = completion_request(Fields(body | {"prompt": prompt, "suffix": suffix}), served)
         return OllamaRequest(request.options, request)
-    system = [{"role": "system", "content": fields.text("system")}] if fields.text("system") else []
-    return _chat(body, [*system, {"role": "user", "content": prompt}] if prompt else [], served)
+    head = [{"role": "system", "content": system}] if system else []
+    return _chat(body, [*head, {"role": "user", "content": prompt}] if prompt else [], served)
 
 
 def _chat(body: dict[str, Any], messages: Sequence[Any], served: ServedModel) -> OllamaRequest:
@@ -94,13 +99,8 @@ def _chat(body: dict[str, Any], messages: Sequence[Any], served: ServedModel) ->
 
 def _body(fields: Fields) -> dict[str, Any]:
     """What both have in common, as OpenAI has it."""
-    if fields.flag("logprobs") or fields.integer("top_logprobs", 0, MAX_COUNT):
-        raise invalid("log-probabilities can be had at /v1/chat/completions", "logprobs", "unsupported_parameter")
-    options = fields.object("options") or Fields({}, "options")
-    for name, neutral in _NEUTRAL.items():
-        if options.number(name, 0, MAX_COUNT) not in (None, neutral):
-            raise invalid(f"options.{name} cannot be had", f"options.{name}", "unsupported_parameter")
-    body = options.those((*SHARED, "stop")) | fields.those(("prediction", "localspec"))
+    options = (fields.object("options") or Fields({}, "options")).known(known.OLLAMA_OPTIONS)
+    body = options.those((*SHARED, "stop", "thinking_budget")) | fields.those(("prediction", "localspec"))
     budget = options.integer("num_predict", -2, MAX_COUNT) or 0
     if fields.has("think"):  # a switch, or how much
         think = fields.get("think")
@@ -119,21 +119,16 @@ def _body(fields: Fields) -> dict[str, Any]:
 
 
 def _message(item: Fields) -> dict[str, Any]:
-    role = item.required_text("role")
+    role = item.known(known.OLLAMA_MESSAGE).required_text("role")
     if role not in _ROLES:
         raise item.wrong("role", " or ".join(_ROLES))
-    _no_images(item)
     message: dict[str, Any] = {"role": role, "content": item.text("content") or ""}
     if thought := item.text("thinking"):
         message["reasoning_content"] = thought
     if calls := item.items("tool_calls", MAX_TOOLS):
         message["tool_calls"] = calls
-    return message | ({"name": item.text("tool_name")} if item.has("tool_name") else {})
-
-
-def _no_images(fields: Fields) -> None:
-    if fields.items("images", MAX_COUNT):
-        raise invalid(f"{fields.path('images')} cannot be had: text only", fields.path("images"))
+    names = {"name": item.text("tool_name"), "tool_call_id": item.text("tool_call_id")}
+    return message | {name: value for name, value in names.items() if value is not None}
 
 
 class OllamaChat(BlockAnswer):

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from localspec import __version__
+from localspec.commands.serve import known_fields as known
 from localspec.commands.serve.apis.ollama import timestamp
 from localspec.commands.serve.fields import Fields
 from localspec.commands.serve.service import Service
@@ -71,7 +72,7 @@ class OllamaModels:
         return JSONResponse({"models": [model | {"context_length": self._service.llm.n_ctx} for model in models]})
 
     async def show(self, request: Request) -> Response:
-        fields = Fields(await self._service.bodies.json(request))
+        fields = Fields(await self._service.bodies.json(request)).known(known.OLLAMA_SHOW)
         name = fields.text("model") or fields.required_text("name")
         self._service.check_model(name)
         header = await asyncio.to_thread(lambda: self._header)

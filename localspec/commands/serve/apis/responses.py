@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from localspec.commands.serve.apis.answer import BlockAnswer, identifier, merged, text_of
+from localspec.commands.serve import known_fields as known
+from localspec.commands.serve.apis.answer import BlockAnswer, identifier
 from localspec.commands.serve.apis.blocks import AnswerBlock, Change
 from localspec.commands.serve.errors import ApiError, invalid
 from localspec.commands.serve.events import Wire, event
@@ -16,15 +17,29 @@ from localspec.commands.serve.requests import (
     MAX_MESSAGES,
     MAX_TOOLS,
     SHARED,
+    TEXT_KINDS,
     AnswerOptions,
     ChatRequest,
     ServedModel,
     chat_request,
+    text_of,
 )
 from localspec.commands.serve.response_store import StoredResponse
 from localspec.commands.serve.service import Service
+from localspec.prompts.folding import merged
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+_INCLUDES = (
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+)
+"""What can be asked for of what is never in an answer."""
+
 _ECHOED = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "reasoning", "text", "tool_choice")
 
 
@@ -67,26 +82,24 @@ def responses_request(fields: Fields, served: ServedModel) -> ResponsesRequest:
     Raises:
         ApiError: it makes no sense, or asks for what there is not.
     """
-    fields.refuse(
-        conversation="cannot be had: send previous_response_id, or the whole input",
-        prompt="cannot be had: there are no stored prompts",
-    )
-    if fields.flag("background"):
-        raise invalid("background cannot be had: answers are not kept beyond their request", "background")
-    if any(include == "message.output_text.logprobs" for include in fields.items("include", MAX_TOOLS)):
-        raise invalid("log-probabilities can be had at /v1/chat/completions", "include", "unsupported_parameter")
-    body = fields.those((*SHARED, "stream", "parallel_tool_calls"))
-    body |= {"messages": _input(fields), "max_tokens": fields.integer("max_output_tokens", 1, MAX_COUNT)}
+    fields.known(known.RESPONSES)
+    for include in fields.items("include", MAX_TOOLS):
+        if include not in _INCLUDES:
+            message = f"include: {include!r:.60} cannot be had; log-probabilities are at /v1/chat/completions"
+            raise invalid(message, "include", "unsupported_parameter")
+    body = fields.those((*SHARED, "stream", "stop", "parallel_tool_calls", "thinking_budget", "chat_template_kwargs"))
+    body |= {"messages": _input(fields, served), "max_tokens": fields.integer("max_output_tokens", 1, MAX_COUNT)}
     if (reasoning := fields.object("reasoning")) is not None:
-        body["reasoning_effort"] = reasoning.text("effort")
+        body["reasoning_effort"] = reasoning.known(known.REASONING).text("effort")
     tools = [Fields(item, f"tools[{i}]") for i, item in enumerate(fields.items("tools", MAX_TOOLS))]
     body["tools"] = [_tool(tool) for tool in tools if tool.required_text("type") == "function"]
     choice = fields.get("tool_choice")
     if isinstance(choice, dict):
-        choice = {"type": "function", "function": {"name": Fields(choice, "tool_choice").required_text("name")}}
+        choice = _tool_choice(Fields(choice, "tool_choice").known(known.RESPONSES_TOOL_CHOICE))
     body["tool_choice"] = choice
-    if (text := fields.object("text")) is not None and (form := text.object("format")) is not None:
-        kind = form.choice("type", ("text", "json_object", "json_schema"))
+    text = fields.object("text")
+    if text is not None and (form := text.known(known.TEXT).object("format")) is not None:
+        kind = form.known(known.TEXT_FORMAT).choice("type", ("text", "json_object", "json_schema"))
         body["response_format"] = {"type": kind}
         if kind == "json_schema":
             body["response_format"]["json_schema"] = form.those(("name", "schema", "strict"))
@@ -99,18 +112,45 @@ def responses_request(fields: Fields, served: ServedModel) -> ResponsesRequest:
     )
 
 
+def _tool_choice(choice: Fields) -> dict[str, Any]:
+    def named(tool: Fields) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": tool.required_text("name")}}
+
+    kind = choice.choice("type", ("function", "allowed_tools"))
+    if kind == "function":
+        return named(choice)
+    tools = [Fields(item, choice.path(f"tools[{i}]")) for i, item in enumerate(choice.items("tools", MAX_TOOLS))]
+    return {"type": kind, "allowed_tools": {"mode": choice.get("mode"), "tools": [named(tool) for tool in tools]}}
+
+
 def _tool(tool: Fields) -> dict[str, Any]:
+    tool.known(known.RESPONSES_TOOL)
     return {"type": "function", "function": tool.those(("name", "description", "parameters", "strict"))}
 
 
-def _input(fields: Fields) -> list[dict[str, Any]]:
+def _input(fields: Fields, served: ServedModel) -> list[dict[str, Any]]:
     if isinstance(fields.get("input"), str):
         return [{"role": "user", "content": fields.get("input")}]
     items = [Fields(item, f"input[{i}]") for i, item in enumerate(fields.items("input", MAX_MESSAGES))]
-    messages = [message for item in items for message in _of_item(item)]
+    messages = [message for item in items for message in _of_item(_referred(item, served))]
     if not messages:
         raise invalid("input is missing or empty", "input", "missing_required_parameter")
     return messages
+
+
+def _referred(item: Fields, served: ServedModel) -> Fields:
+    """The item of an answer that is kept, where an item of the input only names it; else the item itself."""
+    if item.get("type") != "item_reference" and (item.has("type") or item.has("role")):
+        return item
+    name = item.known(known.ITEM_REFERENCE).required_text("id")
+    found = served.item(name)
+    if found is None:
+        message = (
+            f"{item.path('id')}: there is no item {name!r:.80}: they are kept in memory with their answers, the latest "
+            "only, and unless store is false"
+        )
+        raise invalid(message, item.path("id"), "item_not_found")
+    return Fields(found, item.path("id"))
 
 
 def _of_item(item: Fields) -> Iterator[dict[str, Any]]:
@@ -120,17 +160,23 @@ def _of_item(item: Fields) -> Iterator[dict[str, Any]]:
         role = item.required_text("role")
         if role not in _ROLES:
             raise item.wrong("role", " or ".join(_ROLES))
-        content = text_of(item.get("content"), item.path("content"), ("input_text", "output_text", "text"))
+        item.known(known.RESPONSES_MESSAGE)
+        content = text_of(item.get("content"), item.path("content"), TEXT_KINDS, "\n")
         yield {"role": _ROLES[role], "content": content}
     elif kind == "function_call":
+        item.known(known.FUNCTION_CALL)
         function = {"name": item.required_text("name"), "arguments": item.text("arguments") or "{}"}
         call = {"id": item.required_text("call_id"), "type": "function", "function": function}
         yield {"role": "assistant", "content": "", "tool_calls": [call]}
     elif kind == "function_call_output":
-        content = text_of(item.get("output"), item.path("output"), ("input_text", "output_text", "text"))
+        item.known(known.FUNCTION_CALL_OUTPUT)
+        content = text_of(item.get("output"), item.path("output"), TEXT_KINDS, "\n")
         yield {"role": "tool", "tool_call_id": item.required_text("call_id"), "content": content}
     elif kind == "reasoning":  # OpenAI's own have no content: it is encrypted, or not sent at all
-        if thought := text_of(item.get("content") or "", item.path("content"), ("reasoning_text",)):
+        item.known(known.REASONING_ITEM)
+        thought = text_of(item.get("content") or "", item.path("content"), ("reasoning_text",), "\n")
+        thought = thought or text_of(item.get("summary") or "", item.path("summary"), ("summary_text",), "\n")
+        if thought:
             yield {"role": "assistant", "content": "", "reasoning_content": thought}
     else:
         raise invalid(f"{item.path('type')}: {kind!r:.40} cannot be used here", item.path("type"))

@@ -118,6 +118,34 @@ def test_what_was_thought_is_no_part_of_the_history(client: Any) -> None:
     assert counts[0] == counts[1]
 
 
+def test_an_answer_that_was_begun_is_gone_on_with(llm: LLM, client: Any) -> None:
+    turns = [*ASKED["messages"], {"role": "assistant", "content": "the cat "}]
+    found = client.messages.create(**ASKED | {"messages": turns, "max_tokens": 8}, extra_body={"temperature": 0})
+    prompt = llm.encode(ASKED["messages"]) + llm.tokenize("the cat ")
+    assert found.usage.input_tokens + found.usage.cache_read_input_tokens == len(prompt)
+    assert found.content[0].text == llm.generate(prompt, SamplingParams(max_tokens=8)).text.lstrip()
+
+
+def test_a_system_message_may_stand_anywhere(client: Any) -> None:
+    def count(*messages: Any, **more: Any) -> int:
+        return int(client.messages.count_tokens(model="claude-local", messages=messages, **more).input_tokens)
+
+    user, note = ASKED["messages"][0], {"role": "system", "content": [{"type": "text", "text": "Five words at most."}]}
+    for messages in ([user, note], [note, user]):
+        assert count(*messages) > count(user) + 5
+
+
+def test_an_error_of_a_tool_is_told(client: Any) -> None:
+    def count(**more: Any) -> int:
+        call = {"type": "tool_use", "id": "t", "name": "weather", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": "t", "content": "no network"} | more
+        turns = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+        messages = [*ASKED["messages"], *turns]
+        return int(client.messages.count_tokens(model="claude-local", messages=messages, tools=TOOLS).input_tokens)
+
+    assert count(is_error=True) > count(is_error=False) == count()
+
+
 def test_models(client: Any) -> None:
     assert "claude-local" in [model.id for model in client.models.list()]
 
@@ -130,7 +158,15 @@ def test_models(client: Any) -> None:
         ({"messages": []}, "BadRequestError", "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "BadRequestError", "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "BadRequestError", "only text"),
-        ({"messages": [*ASKED["messages"], {"role": "assistant", "content": "I"}]}, "BadRequestError", "last message"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]}
+                ]
+            },
+            "BadRequestError",
+            "results are missing",
+        ),
         ({"messages": [{"role": "user", "content": "word " * 4000}]}, "BadRequestError", "2048"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "BadRequestError", "input_schema"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "no"}}, "BadRequestError", "tool_choice"),

@@ -1,0 +1,425 @@
+"""Conversations that a chat template refuses, or prints in part only, put so that all of them is in the prompt.
+
+Templates differ in what they know: some have no role ``system``, or only one message of it, some want users and
+assistants in turns, some print no text beside a call, some no results of tools. What a template does with a
+conversation is found by rendering it with a word of its own in place of each text. Where that fails, or a word is
+missing, parts of the conversation are put otherwise, as little as does: see ``_REPAIRS``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, combinations
+from typing import Any
+
+from localspec.errors import TemplateError
+from localspec.prompts.templates import ChatTemplate, checked_messages
+
+Message = dict[str, Any]
+Known = MutableMapping[tuple[Any, ...], tuple[int, ...]]
+"""What conversations have in common -> the repairs that one of them took."""
+
+_KNOWS_TOOLS = re.compile(r"\btools\b")
+_KNOWS_NULL = re.compile(r"""content(['"]\])? is (not )?none""", re.IGNORECASE)
+_MOST_KNOWN = 256
+_MANY_MESSAGES = 200
+"""Of longer conversations not all combinations of repairs are tried."""
+
+_TOOLS_AS_TEXT = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a JSON object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a template is given."""
+
+    messages: list[Message]
+    tools: Sequence[Mapping[str, Any]] | None = None
+
+
+def folded(
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    known: Known,
+    **variables: Any,
+) -> Conversation:
+    """The conversation as the template prints all of it.
+
+    Args:
+        template: the model's.
+        messages, tools: as OpenAI has them, arguments of calls as objects or as JSON.
+        known: what was found for this template before; it is added to.
+        variables: further arguments of ``ChatTemplate.render_segments``.
+
+    Raises:
+        UsageError: the messages are malformed.
+        TemplateError: the template refuses them, or leaves something out, however they are put.
+    """
+    asked = Conversation(checked_messages(messages), tools)
+    probe = _worded(asked)
+    wanted = [part for part in _parts(asked, probe) if part.word]
+    traits = (*sorted(set(_traits(asked))), tools is not None)
+
+    def missing(repairs: tuple[int, ...]) -> list[_Part]:
+        put = _applied(probe, repairs)
+        text = template.render(put.messages, tools=put.tools, **variables)
+        return [part for part in wanted if part.word not in text]
+
+    always = () if knows_tools(template) else (_TOOLS,)
+    refusal: TemplateError | None = None
+    lost: list[_Part] = []
+    for repairs in _candidates(template, probe, always, known.get(traits)):
+        try:
+            found = missing(repairs)
+        except TemplateError as error:
+            refusal = refusal or error
+            continue
+        if not found:
+            if len(known) >= _MOST_KNOWN:
+                known.clear()
+            known[traits] = repairs
+            return _applied(asked, repairs)
+        lost = lost or found
+    if lost:
+        raise TemplateError(f"the model's chat template leaves out {lost[0].name}, and knows no other way to say it")
+    assert refusal is not None
+    raise refusal
+
+
+def knows_tools(template: ChatTemplate) -> bool:
+    """Whether the model's template prints tools itself."""
+    return _KNOWS_TOOLS.search(template.source) is not None
+
+
+def merged(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
+    """Messages in which no two of the same role follow each other, except results of calls: many templates refuse that.
+
+    An assistant's thinking, the text and the calls after it are one message.
+    """
+    found: list[Message] = []
+    for message in messages:
+        if not found or message["role"] == "tool" or message["role"] != found[-1]["role"]:
+            found.append(dict(message))
+            continue
+        last = found[-1]
+        for name in ("content", "reasoning_content"):
+            if texts := [one[name] for one in (last, message) if one.get(name)]:
+                last[name] = "\n\n".join(texts)
+        if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
+            last["tool_calls"] = calls
+    return found
+
+
+# -- what a template prints --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Something that was said, what errors call it, and the word that stands for it in a probe."""
+
+    name: str
+    word: str
+
+
+def _worded(asked: Conversation) -> Conversation:
+    """The same conversation with a word in place of each text."""
+    messages = []
+    for i, message in enumerate(asked.messages):
+        probe = dict(message)
+        if message["content"]:
+            probe["content"] = f"localspec{i}text"
+        if message.get("reasoning_content"):
+            probe["reasoning_content"] = "thought"
+        if message.get("tool_calls"):
+            probe["tool_calls"] = [
+                _call_worded(call, f"localspec{i}call{j}x") for j, call in enumerate(_calls(message))
+            ]
+        messages.append(probe)
+    tools = None if asked.tools is None else [_tool_worded(tool, i) for i, tool in enumerate(asked.tools)]
+    return Conversation(messages, tools)
+
+
+def _call_worded(call: Mapping[str, Any], word: str) -> dict[str, Any]:
+    arguments: Any = {"localspec": word}
+    if isinstance(call["function"].get("arguments"), str):
+        arguments = json.dumps(arguments)
+    return dict(call) | {"function": dict(call["function"]) | {"arguments": arguments}}
+
+
+def _tool_worded(tool: Mapping[str, Any], i: int) -> dict[str, Any]:
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        return dict(tool)
+    return dict(tool) | {"function": dict(function) | {"description": f"localspec{i}tool"}}
+
+
+def _parts(asked: Conversation, probe: Conversation) -> Iterator[_Part]:
+    for i, message in enumerate(probe.messages):
+        name = f"message {i} ({message['role']})"
+        yield _Part(name, message["content"] or "")
+        for call in _calls(message):
+            arguments = call["function"]["arguments"]
+            word = json.loads(arguments) if isinstance(arguments, str) else arguments
+            yield _Part(f"a call of {name}", word["localspec"])
+    for i, tool in enumerate(probe.tools or ()):
+        yield _Part(f"tool {i}", f"localspec{i}tool" if isinstance(tool.get("function"), Mapping) else "")
+
+
+def _traits(asked: Conversation) -> Iterator[str]:
+    """What decides which repairs a template takes, as far as it is known beforehand."""
+    before = ""
+    for i, message in enumerate(asked.messages):
+        role = message["role"]
+        calls = "+calls" if message.get("tool_calls") else ""
+        yield f"{before}>{role}{calls}{'+text' if message['content'] else ''}{'' if i else '!'}"
+        before = role + calls
+
+
+def _calls(message: Mapping[str, Any]) -> list[Any]:
+    return [call for call in message.get("tool_calls") or () if isinstance(call.get("function"), Mapping)]
+
+
+# -- repairs -----------------------------------------------------------------------------------------------------------
+
+
+def _tools_as_text(asked: Conversation) -> Conversation:
+    """Tools, calls and results as text, in the way of Hermes."""
+    messages = [_said(message) for message in asked.messages]
+    if not asked.tools:
+        return Conversation(messages)
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in asked.tools)
+    text = _TOOLS_AS_TEXT.format(tools=lines)
+    if messages[0]["role"] == "system":
+        messages[0] = messages[0] | {"content": f"{messages[0]['content']}\n\n{text}"}
+    else:
+        messages.insert(0, {"role": "system", "content": text})
+    return Conversation(messages)
+
+
+def _said(message: Message) -> Message:
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content'] or ''}\n</tool_response>"}
+    if not message.get("tool_calls"):
+        return message
+    texts = [message["content"] or ""]
+    for call in _calls(message):
+        arguments = call["function"].get("arguments", {})
+        if isinstance(arguments, str):
+            arguments = _object(arguments)
+        said = json.dumps({"name": call["function"].get("name"), "arguments": arguments}, ensure_ascii=False)
+        texts.append(f"<tool_call>\n{said}\n</tool_call>")
+    kept = {name: value for name, value in message.items() if name != "tool_calls"}
+    return kept | {"content": "\n".join(text for text in texts if text)}
+
+
+def _object(text: str) -> Any:
+    try:
+        return json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return {"arguments": text}
+
+
+def _text_before_calls(asked: Conversation) -> Conversation:
+    """A text beside calls as a message of its own."""
+    messages = []
+    for message in asked.messages:
+        if message["content"] and message.get("tool_calls"):
+            messages.append({name: value for name, value in message.items() if name != "tool_calls"})
+            message = {n: v for n, v in message.items() if n != "reasoning_content"} | {"content": ""}
+        messages.append(message)
+    return replace(asked, messages=messages)
+
+
+def _one_call_each(asked: Conversation) -> Conversation:
+    """Calls that were made together one after the other, each with its result."""
+    messages: list[Message] = []
+    waiting: list[Message] = []  # calls whose results have not come
+    for message in asked.messages:
+        if message["role"] == "tool" and waiting:
+            id = message.get("tool_call_id")
+            call = next((one for one in waiting if one["tool_calls"][0].get("id") == id), waiting[0])
+            waiting.remove(call)
+            messages += [call, message]
+            continue
+        messages += waiting
+        waiting = []
+        calls = _calls(message)
+        if len(calls) < 2:
+            messages.append(message)
+            continue
+        later = {"role": message["role"], "content": ""}
+        waiting = [(message if i == 0 else later) | {"tool_calls": [call]} for i, call in enumerate(calls)]
+    return replace(asked, messages=[*messages, *waiting])
+
+
+def _one_system(asked: Conversation) -> Conversation:
+    """The system messages at the beginning as one."""
+    n = next((i for i, message in enumerate(asked.messages) if message["role"] != "system"), len(asked.messages))
+    return replace(asked, messages=[*merged(asked.messages[:n]), *asked.messages[n:]])
+
+
+def _later_systems(asked: Conversation) -> Conversation:
+    """System messages that are not at the beginning, in the user's name, at their place."""
+    return _in_users_name(asked, 1)
+
+
+def _no_systems(asked: Conversation) -> Conversation:
+    """System messages in the user's name."""
+    return _in_users_name(asked, 0)
+
+
+def _in_users_name(asked: Conversation, first: int) -> Conversation:
+    messages: list[Message] = []
+    waiting = ""  # for the user's message behind it
+    for i, message in enumerate(asked.messages):
+        if message["role"] == "system" and i >= first:
+            waiting = f"{waiting}\n\n{message['content']}" if waiting else message["content"]
+            continue
+        if waiting and message["role"] == "user":
+            message = message | {"content": f"{waiting}\n\n{message['content']}"}
+            waiting = ""
+        elif waiting:
+            _add_user(messages, waiting)
+            waiting = ""
+        messages.append(message)
+    if waiting:
+        _add_user(messages, waiting)
+    return replace(asked, messages=messages)
+
+
+def _add_user(messages: list[Message], text: str) -> None:
+    if messages and messages[-1]["role"] == "user":
+        messages[-1] = messages[-1] | {"content": f"{messages[-1]['content']}\n\n{text}"}
+    else:
+        messages.append({"role": "user", "content": text})
+
+
+def _in_turns(asked: Conversation) -> Conversation:
+    """Neighbours of the same role as one."""
+    return replace(asked, messages=merged(asked.messages))
+
+
+def _user_first(asked: Conversation) -> Conversation:
+    """An empty message of the user before an assistant that begins."""
+    n = next((i for i, message in enumerate(asked.messages) if message["role"] != "system"), len(asked.messages))
+    if n < len(asked.messages) and asked.messages[n]["role"] == "user":
+        return asked
+    empty = {"role": "user", "content": ""}
+    return replace(asked, messages=[*asked.messages[:n], empty, *asked.messages[n:]])
+
+
+def _null_contents(asked: Conversation) -> Conversation:
+    """No text, rather than an empty one, beside calls."""
+    return replace(
+        asked,
+        messages=[
+            message | {"content": None} if message.get("tool_calls") and not message["content"] else message
+            for message in asked.messages
+        ],
+    )
+
+
+def _arguments_as_json(asked: Conversation) -> Conversation:
+    """Arguments as text."""
+
+    def put(call: Mapping[str, Any]) -> dict[str, Any]:
+        function = dict(call["function"])
+        if not isinstance(function.get("arguments"), str):
+            function["arguments"] = json.dumps(function.get("arguments", {}), ensure_ascii=False)
+        return dict(call) | {"function": function}
+
+    return replace(
+        asked,
+        messages=[
+            message | {"tool_calls": [put(call) for call in _calls(message)]} if message.get("tool_calls") else message
+            for message in asked.messages
+        ],
+    )
+
+
+def _short_ids(asked: Conversation) -> Conversation:
+    """Ids of nine letters and digits, also where there were none."""
+    new: dict[str, str] = {}
+    messages, waiting = [], list[str]()  # ids of calls without a result
+    for message in asked.messages:
+        if message.get("tool_calls"):
+            calls, waiting = [], []
+            for call in _calls(message):
+                id = f"call{len(new) + 1:05}"
+                new[str(call.get("id") or id)] = id
+                calls.append(dict(call) | {"id": id})
+                waiting.append(id)
+            message = message | {"tool_calls": calls}
+        elif message["role"] == "tool":
+            id = new.get(str(message.get("tool_call_id")), waiting[0] if waiting else "call00000")
+            waiting = [each for each in waiting if each != id]
+            message = message | {"tool_call_id": id}
+        messages.append(message)
+    return replace(asked, messages=messages)
+
+
+def _function_role(asked: Conversation) -> Conversation:
+    """Results in OpenAI's old role for them in the present one."""
+    messages = [m | {"role": "tool"} if m["role"] == "function" else m for m in asked.messages]
+    return replace(asked, messages=messages)
+
+
+_REPAIRS: Sequence[tuple[int, Callable[[Conversation], Conversation]]] = (
+    (1, _function_role),
+    (6, _tools_as_text),
+    (1, _one_call_each),
+    (1, _text_before_calls),
+    (1, _one_system),
+    (2, _later_systems),
+    (3, _no_systems),
+    (1, _in_turns),
+    (2, _user_first),
+    (1, _null_contents),
+    (1, _arguments_as_json),
+    (1, _short_ids),
+)
+"""How much each changes, and what it does; in the order in which they are applied."""
+
+_TOOLS = next(i for i, (_, repair) in enumerate(_REPAIRS) if repair is _tools_as_text)
+_NULLS = next(i for i, (_, repair) in enumerate(_REPAIRS) if repair is _null_contents)
+
+
+def _applied(asked: Conversation, repairs: Iterable[int]) -> Conversation:
+    for i in repairs:
+        asked = _REPAIRS[i][1](asked)
+    return asked
+
+
+def _candidates(
+    template: ChatTemplate, probe: Conversation, always: tuple[int, ...], before: tuple[int, ...] | None
+) -> Iterator[tuple[int, ...]]:
+    """Combinations of repairs, those that change the least first."""
+    if before is not None:
+        yield before
+    yield always
+    start = _applied(probe, always)
+    starts = [start, *(repair(start) for _, repair in _REPAIRS)]
+    starts += accumulate(_REPAIRS, lambda put, repair: repair[1](put), initial=start)  # one may make another possible
+    able = [i for i, (_, repair) in enumerate(_REPAIRS) if i not in always and any(repair(s) != s for s in starts)]
+    if not _KNOWS_NULL.search(template.source):  # others would print "None"
+        able = [i for i in able if i != _NULLS]
+    most = 3 if len(probe.messages) <= _MANY_MESSAGES else 1
+    subsets = [subset for n in range(1, most + 1) for subset in combinations(able, n)]
+    subsets.append(tuple(able))
+    for subset in sorted(subsets, key=lambda subset: sum(_REPAIRS[i][0] for i in subset)):
+        yield tuple(sorted({*always, *subset}))

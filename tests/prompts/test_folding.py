@@ -1,0 +1,133 @@
+"""What was said is in the prompt, whatever the template knows: templates of many kinds, times conversations."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localspec.commands.serve.tools import messages_for
+from localspec.errors import TemplateError
+from localspec.prompts.folding import folded
+from localspec.prompts.templates import ChatTemplate
+from tests.support.chat_templates import CONVERSATIONS, TEMPLATES, TOOLS
+
+PUBLISHED = os.environ.get("LOCALSPEC_TEST_TEMPLATES")
+"""A folder of published templates; files that are named by the SHA-256 of their text are held to it."""
+
+
+def prompt_of(template: ChatTemplate, messages: list[Any], tools: list[Any] | None, **variables: Any) -> str:
+    put = folded(template, messages_for(messages), tools, {}, **variables)
+    return template.render(put.messages, tools=put.tools, **variables)
+
+
+def texts_of(messages: list[Any]) -> list[str]:
+    """All that must be in the prompt, in order; of thoughts the template decides."""
+    texts = []
+    for message in messages_for(messages):
+        texts.append(message["content"].strip())
+        for call in message.get("tool_calls", ()):
+            texts += [value for value in call["function"]["arguments"].values()]
+    return [text for text in texts if text]
+
+
+def holds(prompt: str, text: str) -> bool:
+    """As it is, or as JSON has it."""
+    return text in prompt or text.replace("\\", "\\\\").replace('"', '\\"') in prompt
+
+
+def is_in_order(prompt: str, texts: list[str]) -> bool:
+    at = 0
+    for text in texts:
+        at = prompt.find(text, at)
+        if at < 0:
+            return False
+        at += len(text)
+    return True
+
+
+@pytest.mark.parametrize("with_tools", [False, True])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_was_said_is_in_the_prompt(name: str, with_tools: bool) -> None:
+    template, tools = ChatTemplate(TEMPLATES[name], "<s>", "</s>"), TOOLS if with_tools else None
+    for kind, messages in CONVERSATIONS.items():
+        prompt = prompt_of(template, messages, tools)
+        for text in texts_of(messages):
+            assert holds(prompt, text), (kind, text, prompt)
+        assert not with_tools or "Reads a thermometer." in prompt, kind
+        assert "None" not in prompt, kind
+        assert "{'type': 'text'" not in prompt, kind
+        turns = [m for m in messages_for(messages) if m["role"] in ("user", "assistant") and not m.get("tool_calls")]
+        assert is_in_order(prompt, [m["content"] for m in turns if m["content"] and kind != "unicode"]), (kind, prompt)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_a_template_prints_is_left_as_it_is(name: str) -> None:
+    template = ChatTemplate(TEMPLATES[name], "<s>", "</s>")
+    for kind, conversation in CONVERSATIONS.items():
+        messages = messages_for(conversation)
+        try:
+            plain = template.render(messages)
+        except TemplateError:
+            continue
+        calls = any(message.get("tool_calls") for message in messages)
+        if not calls and all(message["content"].strip() in plain for message in messages):
+            assert prompt_of(template, messages, None) == plain, kind
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_last_answer_is_gone_on_with(name: str) -> None:
+    template = ChatTemplate(TEMPLATES[name], "<s>", "</s>")
+    for kind in ("an answer last", "two answers"):
+        messages = CONVERSATIONS[kind][:3]
+        prompt = prompt_of(template, messages, None, continue_final_message=True, add_generation_prompt=False)
+        assert prompt.endswith(messages[-1]["content"])
+        assert all(holds(prompt, text) for text in texts_of(messages))
+
+
+def test_what_is_found_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    template, known = ChatTemplate(TEMPLATES["gemma 2"], "<s>", "</s>"), dict[Any, Any]()
+    rendered = 0
+    render = ChatTemplate.render
+
+    def counted(self: ChatTemplate, *args: Any, **options: Any) -> str:
+        nonlocal rendered
+        rendered += 1
+        return render(self, *args, **options)
+
+    monkeypatch.setattr(ChatTemplate, "render", counted)
+    messages = messages_for(CONVERSATIONS["turns"])
+    folded(template, messages, None, known)
+    assert rendered > 1
+    rendered = 0
+    folded(template, [*messages, *messages[2:]], None, known)
+    assert rendered == 1
+
+
+def test_what_no_template_way_can_say_is_refused() -> None:
+    template = ChatTemplate("{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}")
+    with pytest.raises(TemplateError, match=r"leaves out message 1 \(assistant\)") as caught:
+        folded(template, CONVERSATIONS["turns"][1:], None, {})
+    assert "\n" not in str(caught.value)
+    criticised = [*CONVERSATIONS["a question"], {"role": "critic", "content": "Meh."}]
+    with pytest.raises(TemplateError, match=r"leaves out message 1 \(critic\)"):
+        folded(ChatTemplate(TEMPLATES["zephyr"]), criticised, None, {})
+
+
+@pytest.mark.skipif(not PUBLISHED, reason="LOCALSPEC_TEST_TEMPLATES names no folder of published templates")
+@pytest.mark.parametrize("kind", CONVERSATIONS)
+def test_published_templates(kind: str) -> None:
+    files = sorted(path for path in Path(PUBLISHED or "").iterdir() if path.is_file())
+    assert files
+    for path in files:
+        source = path.read_text(encoding="utf-8")
+        if len(path.stem) == 64:
+            assert hashlib.sha256(path.read_bytes()).hexdigest() == path.stem
+        template = ChatTemplate(source, "<s>", "</s>")
+        for tools in (None, TOOLS):
+            prompt = prompt_of(template, CONVERSATIONS[kind], tools)
+            missing = [text for text in texts_of(CONVERSATIONS[kind]) if not holds(prompt, text)]
+            assert not missing, (path.name, kind, missing)
