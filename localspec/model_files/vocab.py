@@ -199,6 +199,11 @@ class Vocab:
         self._hidden -= self._shown
         self._bytes.clear()
 
+    @property
+    def longest(self) -> int:
+        """No token stands for more bytes of text than this, its name if it is a special one included."""
+        return int(np.diff(self._tokens.offsets).max(initial=8)) - 8  # as stored, which is as long or longer
+
     def token_bytes(self, token: int) -> bytes:
         """What the token adds to the text; nothing for control tokens and padding."""
         found = self._bytes.get(token)

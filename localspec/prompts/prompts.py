@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, cast
 
 from localspec.backends.base import Model
-from localspec.errors import Closed, UsageError
+from localspec.errors import Closed, PromptTooLong, UsageError
 from localspec.prompts.templates import ChatTemplate
 from localspec.prompts.thinking import N_TAIL, THINK, ThinkingFormat, ThinkingState
 from localspec.system.forking import in_child
+from localspec.system.shared_lock import SharedLock
 from localspec.values import listed, shown, token_ids
 
 Messages = Sequence[Mapping[str, Any]]
@@ -46,7 +46,7 @@ class PromptEncoder:
         self._model = model
         self.vocab = model.vocab
         self._open = True
-        self._in_use = threading.RLock()
+        self._in_use = SharedLock()
         in_child(self, PromptEncoder._renounce)
 
     def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
@@ -58,7 +58,7 @@ class PromptEncoder:
         """
         if not isinstance(text, str):
             raise UsageError(f"only a text can be tokenised, not {type(text).__name__}")
-        with self._in_use:
+        with self._in_use.shared():
             if not self._open:
                 raise Closed("this LLM was closed")
             return self._model.tokenize(text, add_special=add_special, parse_special=parse_special)
@@ -75,17 +75,21 @@ class PromptEncoder:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         think: str = "auto",
+        room: int | None = None,
     ) -> list[int]:
         """Token ids of a prompt: messages through the chat template, a string as it is, ids unchanged.
 
-        ``think``: of ``thinking.THINK``; with ``off`` a block that the template opens is closed again.
+        ``think``: of ``thinking.THINK``; with ``off`` a block that the template opens is closed again. ``room``: a text
+        that must have more tokens is refused by its length alone; None takes any.
 
         Raises:
+            PromptTooLong: see ``room``.
             UsageError: the messages are not messages, or the ids are not the model's.
             TemplateError: the chat template failed on them.
             Closed: the model was closed.
         """
         if isinstance(prompt, str):
+            self.check_room(room, prompt)
             return self.tokenize(prompt, add_special=True)
         parts = listed(prompt)
         if parts is None:
@@ -97,16 +101,32 @@ class PromptEncoder:
         tokens: list[int] = []
         self.checked_think(think)
         switches = {} if self.thinking is None else self.thinking.switches(think)
-        with self._in_use:
-            for text, parse_special in self.template.render_segments(
-                messages, add_generation_prompt=add_generation_prompt, tools=tools, **switches
-            ):
-                tokens += self.tokenize(text, parse_special=parse_special)
-            if think == "off" and add_generation_prompt and self.thinking_state(tokens) == "inside":
-                tokens += self.thinking.forced  # type: ignore[union-attr] # there is a state
+        segments = self.template.render_segments(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, **switches
+        )
+        self.check_room(room, *(text for text, _ in segments))
+        for text, parse_special in segments:
+            tokens += self.tokenize(text, parse_special=parse_special)
+        if think == "off" and add_generation_prompt and self.thinking_state(tokens) == "inside":
+            tokens += self.thinking.forced  # type: ignore[union-attr] # there is a state
         if self.vocab.add_bos and self.vocab.bos is not None and tokens[:1] != [self.vocab.bos]:
             tokens.insert(0, self.vocab.bos)
         return tokens
+
+    def most_characters(self, n_tokens: int) -> int:
+        """How many characters so many tokens can stand for, at most."""
+        return n_tokens * max(1, self.vocab.longest)
+
+    def check_room(self, room: int | None, *texts: str) -> None:
+        """Refuse a text by its length: cutting it into tokens takes the longer, the longer it is.
+
+        Raises:
+            PromptTooLong: it has more tokens than there is room for.
+        """
+        n = sum(map(len, texts))
+        if room is not None and n > room and n > self.most_characters(room):
+            least = -(-n // max(1, self.vocab.longest))
+            raise PromptTooLong(f"the prompt has over {least - 1} tokens and the context holds {room}, answer included")
 
     def thinking_state(self, tokens: Sequence[int]) -> ThinkingState | None:
         """Where a prompt leaves the model; None where it is not known to think."""
@@ -140,10 +160,10 @@ class PromptEncoder:
         return self.vocab.display(token)
 
     def close(self) -> None:
-        """Wait for a tokenisation under way, and refuse later ones."""
-        with self._in_use:
+        """Wait for tokenisations under way, and refuse later ones."""
+        with self._in_use.alone():
             self._open = False
 
     def _renounce(self) -> None:
         """In a forked child: the lock may be held by a thread that only the parent has."""
-        self._in_use = threading.RLock()
+        self._in_use = SharedLock()

@@ -46,6 +46,7 @@ class Tokenizing:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         think: str = "auto",
+        room: int | None = None,
     ) -> list[int]:
         """The token ids that a prompt stands for, chat template included where it is a list of messages.
 
@@ -54,12 +55,15 @@ class Tokenizing:
             tools: descriptions of functions, for templates that know about tools.
             add_generation_prompt: end with what begins the answer to messages.
             think: as in ``rounds``.
+            room: a text that has more tokens than this by its length alone is refused before it is cut into tokens; None
+                takes any.
 
         Raises:
             UsageError: the messages are not messages.
+            PromptTooLong: see ``room``.
             TemplateError: the chat template failed on them.
         """
-        return self._encoder.encode(prompt, tools=tools, add_generation_prompt=add_generation_prompt, think=think)
+        return self._encoder.encode(prompt, tools=tools, add_generation_prompt=add_generation_prompt, think=think, room=room)
 
     @property
     def thinking(self) -> ThinkingFormat | None:
@@ -107,7 +111,7 @@ class Tokenizing:
 
         >>> llm.marked_fill_prompt("<|fim_prefix|>def area(r):<|fim_suffix|>\\n<|fim_middle|>")
         """
-        return marked_prompt(self._encoder, text)
+        return marked_prompt(self._encoder, text, self.n_ctx)
 
     def read_ahead(self, messages: Sequence[Mapping[str, Any]] | FillPrompt, *, think: str = "auto") -> None:
         """Have idle time spent on reading what a chat's next prompt will begin with: these messages, then the user's.

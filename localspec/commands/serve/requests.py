@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from localspec.commands.serve.errors import invalid
@@ -108,6 +108,7 @@ class ServedModel:
         on_request: those of them that take part only where a request names them.
         n_vocab: how many tokens there are.
         thinks: whether the model is known to think before it answers.
+        as_loaded: other names of the drafters, those that ``--draft`` was given -> the names above.
     """
 
     params: SamplingParams
@@ -115,6 +116,7 @@ class ServedModel:
     n_vocab: int
     on_request: Sequence[str] = ()
     thinks: bool = False
+    as_loaded: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def usual(self) -> tuple[str, ...]:
@@ -269,7 +271,7 @@ def _own(fields: Fields, served: ServedModel) -> tuple[tuple[str, ...] | None, i
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise own.wrong("draft", '"auto", "none", or names of loaded drafters')
     if names and names != ["auto"]:
-        drafters = () if names == ["none"] else tuple(names)
+        drafters = () if names == ["none"] else tuple(served.as_loaded.get(name, name) for name in names)
         if "auto" in drafters:
             drafters = tuple(dict.fromkeys([*served.usual, *(name for name in drafters if name != "auto")]))
         # Only what is loaded: a request cannot make the server open files.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -71,7 +72,7 @@ class BlockAnswer(ABC):
         async with aclosing(self._changes()) as batches:
             async for _ in batches:
                 pass
-        return self.finished()
+        return await asyncio.to_thread(self.finished)  # some APIs repeat in an answer all that was sent
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as it comes."""
@@ -80,12 +81,12 @@ class BlockAnswer(ABC):
             async for changes in batches:
                 if not begun:
                     begun = True
-                    for event in self.begin():
+                    for event in await asyncio.to_thread(list, self.begin()):
                         yield event
                 for change in changes:
                     for event in self.change(change):
                         yield event
-        for event in self.end():
+        for event in await asyncio.to_thread(list, self.end()):
             yield event
 
     async def _changes(self) -> AsyncGenerator[list[Change], None]:
@@ -129,15 +130,21 @@ def merged(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     An assistant's thinking, the text and the calls after it are one message.
     """
-    found: list[dict[str, Any]] = []
-    for message in messages:
-        if not found or message["role"] == "tool" or message["role"] != found[-1]["role"]:
-            found.append(dict(message))
-            continue
-        last = found[-1]
-        for name in ("content", "reasoning_content"):
-            if texts := [one[name] for one in (last, message) if one.get(name)]:
-                last[name] = "\n\n".join(texts)
-        if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
-            last["tool_calls"] = calls
-    return found
+    runs: list[list[dict[str, Any]]] = []
+    for message in map(dict, messages):
+        if runs and message["role"] != "tool" and message["role"] == runs[-1][0]["role"]:
+            runs[-1].append(message)
+        else:
+            runs.append([message])
+    return [run[0] if len(run) == 1 else _one(run) for run in runs]
+
+
+def _one(run: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Messages of one role as one message."""
+    whole = run[0]
+    for name in ("content", "reasoning_content"):
+        if texts := [message[name] for message in run if message.get(name)]:
+            whole[name] = "\n\n".join(texts)
+    if calls := [call for message in run for call in message.get("tool_calls", ())]:
+        whole["tool_calls"] = calls
+    return whole
