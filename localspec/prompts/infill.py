@@ -79,6 +79,9 @@ def fill_prompt(
             "this model has no fill-in-the-middle tokens, so it cannot fill in before a suffix; "
             "a coder model such as qwen2.5-coder-1.5b can"
         )
+    for text in (prefix, suffix):
+        if not isinstance(text, str):
+            raise UsageError(f"only a text can be tokenised, not {type(text).__name__}")
     files = _checked(files)
     # What there is no room for is left out below, to the token; of a text much longer than that the rest is not read.
     most = max(1, encoder.most_characters(room))

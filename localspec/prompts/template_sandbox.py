@@ -31,11 +31,10 @@ from localspec.errors import TemplateError
 
 # Qwen2.5's template (2,500 characters) takes 5 ms for 200 messages of 2,000 characters, and spends 25 units for each
 # unit that they weigh: the limits leave sound templates room for ten times as much and more. The units bound the work;
-# the clock is for what they might miss, so it grows with them, and a slow machine runs out of units first.
+# the clock is for what they might miss, so it grows with the conversation as they do.
 MAX_SOURCE = 80_000
-UNITS = 32_000_000
-UNITS_PER_INPUT_UNIT = 256
-SECONDS_PER_UNIT = 1e-6
+SECONDS, SECONDS_PER_INPUT_UNIT = 1.0, 1e-4
+UNITS, UNITS_PER_INPUT_UNIT = 32_000_000, 256
 # No chat template computes with anything but short counts.
 MAX_NUMBER_BITS = 4096
 MAX_NUMBER_ARGUMENT = 1_000_000
@@ -60,9 +59,10 @@ class Meter:
     """
 
     def __init__(self, inputs: Any = None) -> None:
-        self.left = UNITS + UNITS_PER_INPUT_UNIT * weight(inputs, UNITS)
+        given = weight(inputs, UNITS)
+        self.left = UNITS + UNITS_PER_INPUT_UNIT * given
         # Its own: a busy machine must not refuse a sound template.
-        self.deadline = time.thread_time() + SECONDS_PER_UNIT * self.left
+        self.deadline = time.thread_time() + SECONDS + SECONDS_PER_INPUT_UNIT * given
 
     def spend(self, units: int) -> None:
         """Pay for an operation.

@@ -98,6 +98,11 @@ class EmbeddingModel:
             raise UsageError(f"--ctx {n_ctx}: {self.path.name} was trained for texts of {file.n_ctx_train} tokens")
         self.n_ctx = n_ctx or min(file.n_ctx_train or MAX_CTX, MAX_CTX)
 
+    @property
+    def most_characters(self) -> int | None:
+        """How many characters ``n_ctx`` tokens can stand for; None of a vocabulary whose tokens stand for any number."""
+        return self.n_ctx * self._vocab.longest if self._vocab.kind in ("gpt2", "llama") else None
+
     def tokenize(self, text: str) -> list[int]:
         """The tokens of a text, with those that the model wants around it."""
         with self._in_use.shared():

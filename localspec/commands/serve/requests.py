@@ -14,7 +14,7 @@ from localspec.errors import UsageError
 from localspec.prompts.thinking import THINK
 from localspec.sampling.sampling import SamplingParams
 
-MAX_CHOICES, MAX_STOPS, MAX_MESSAGES, MAX_COUNT = 16, 16, 10_000, 1 << 31
+MAX_CHOICES, MAX_STOPS, MAX_STOP, MAX_MESSAGES, MAX_COUNT = 16, 16, 1024, 10_000, 1 << 31
 MAX_TOP_LOGPROBS, MAX_TOOLS = 20, 128  # OpenAI's own limits
 
 # The sampling parameters, under OpenAI's names and those that local servers add to them, and what each may be.
@@ -229,6 +229,8 @@ def _stops(fields: Fields) -> list[str] | None:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(s, str) and s for s in stops):
         raise fields.wrong("stop", f"a string, or a list of at most {MAX_STOPS} strings, none empty")
+    if (longest := max(map(len, stops), default=0)) > MAX_STOP:
+        raise invalid(f"stop must be of strings of at most {MAX_STOP} characters, not of {longest}", "stop")
     return stops
 
 

@@ -26,8 +26,9 @@ from localspec.commands.serve.tool_calls import MARKERS
 from localspec.commands.serve.tools import ToolUse, forced_call, messages_for
 from localspec.errors import PromptTooLong, QueueFull, UsageError
 from localspec.llm import LLM
-from localspec.runtime.stream import AsyncRoundStream, Reply
+from localspec.runtime.stream import AsyncRoundStream, Reply, Submit
 from localspec.sampling.sampling import SamplingParams
+from localspec.sampling.structured.constraint import constraint_for
 from localspec.sampling.structured.request import grammar_of
 from localspec.spec_decode.rounds import Round
 
@@ -144,6 +145,7 @@ class Service:
         if is_form and think == "auto":  # what has a given form begins at once
             think = "off"
         tokens = self.chat_tokens(messages, tools, think, self.llm.n_ctx)
+        constraint_for(params, self.llm.vocab)  # compiled here, and not while the engine waits
         if begun:
             tokens += self.llm.tokenize(begun, parse_special=True)
         return AnswerTask(self._fitting(tokens), params, tools, self._prediction(options), begun, think=think)
@@ -164,6 +166,7 @@ class Service:
             UsageError: it is empty, or too long.
         """
         prediction = self._prediction(options)
+        constraint_for(options.params, self.llm.vocab)
         marked = self.llm.marked_fill_prompt(prompt) if isinstance(prompt, str) else None
         if marked is not None:
             tokens, before = self._fitting(marked.tokens), marked.n_before
@@ -179,6 +182,7 @@ class Service:
         """
         prompt = self.llm.fill_prompt(prefix, suffix, max_tokens=options.params.max_tokens)
         prediction = self._prediction(options)
+        constraint_for(options.params, self.llm.vocab)
         return AnswerTask(prompt.tokens, options.params, prediction=prediction, keep_tokens=prompt.n_before)
 
     def _prediction(self, options: AnswerOptions) -> list[int]:
@@ -218,9 +222,11 @@ class Service:
         conversation = object()
         async with AsyncExitStack() as stack:
             try:
-                streams = [
-                    await stack.enter_async_context(await self._ask(options, task, conversation)) for task in tasks
-                ]
+                # In a thread: what was asked is checked once more, its grammar too.
+                submitters = await asyncio.to_thread(
+                    lambda: [self._submitter(options, task, conversation) for task in tasks]
+                )
+                streams = [await stack.enter_async_context(AsyncRoundStream(submit)) for submit in submitters]
             except QueueFull as error:
                 raise too_busy(str(error), self.metrics.mean_request_seconds * (self.llm.queue_length + 1)) from None
             if holding is not None:
@@ -230,7 +236,8 @@ class Service:
                     async for event in events:
                         yield event
 
-    async def _ask(self, options: AnswerOptions, task: AnswerTask, conversation: object) -> AsyncRoundStream:
+    def _submitter(self, options: AnswerOptions, task: AnswerTask, conversation: object) -> Submit:
+        """What queues a task."""
         drafters, names = self.drafters, options.drafters
         if names is None and len(usual := self.served().usual) < len(self.llm.draft_names):
             names = usual
@@ -238,12 +245,10 @@ class Service:
         if chosen == [] and len(drafters) == len(self.llm.draft_names):
             chosen = None  # nothing is drafted; what could draft for this client still reads the answer
         usual_priority = 0 if task.keep_tokens is None else FILL_PRIORITY
-        # In a thread: a grammar is looked at once more.
-        submit = await asyncio.to_thread(
-            self.llm.submitter,
+        return self.llm.submitter(
             task.prompt,
             task.params,
-            speculate=names != () and names != [],
+            speculate=names is None or len(names) > 0,
             draft_length=options.draft_length,
             deadline=self.settings.time_limit,
             conversation=conversation,
@@ -255,7 +260,6 @@ class Service:
             think=task.think,
             thinking_budget=options.thinking_budget,
         )
-        return AsyncRoundStream(submit)
 
     async def _answer(
         self, options: AnswerOptions, task: AnswerTask, index: int, stream: AsyncRoundStream

@@ -11,6 +11,7 @@ from typing import Any
 from localspec.errors import UsageError
 from localspec.prompts.templates import ChatTemplate, checked_messages
 from localspec.sampling.sampling import SamplingParams
+from localspec.values import parse_json
 
 _KNOWS_TOOLS = re.compile(r"\btools\b")
 
@@ -98,8 +99,8 @@ def _call(call: Any, i: int) -> dict[str, Any]:
     arguments = function.get("arguments", "{}")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
+            arguments = parse_json(arguments or "{}")
+        except ValueError:
             arguments = {"arguments": arguments}
     return dict(call) | {"type": "function", "function": dict(function) | {"arguments": arguments}}
 

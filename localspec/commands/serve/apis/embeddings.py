@@ -25,7 +25,7 @@ from localspec.commands.serve.errors import ApiError, invalid, on_error, stoppin
 from localspec.commands.serve.fields import Fields
 from localspec.commands.serve.guard import Guard
 from localspec.commands.serve.settings import ServerSettings
-from localspec.errors import LocalspecError
+from localspec.errors import LocalspecError, PromptTooLong
 from localspec.runtime.embedding import EmbeddingModel
 
 Row = npt.NDArray[np.float32]
@@ -151,6 +151,10 @@ class EmbeddingService:
             self._n_asked -= 1
 
     def _tokens(self, each: str | list[int], cut: bool) -> list[int]:
+        if isinstance(each, str) and (most := self._model.most_characters) is not None and len(each) > most:
+            if not cut:
+                raise PromptTooLong(f"the text has {len(each)} characters, more than {self._model.n_ctx} tokens stand for")
+            each = each[:most]
         tokens = self._model.tokenize(each) if isinstance(each, str) else each
         if cut and len(tokens) > self._model.n_ctx:
             tokens = [*tokens[: self._model.n_ctx - 1], tokens[-1]]  # the last one may be the mark of the end
