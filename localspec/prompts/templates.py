@@ -207,7 +207,7 @@ class _Guard:
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
-        """Matches the longest special text. One expression: looking for them takes no Python code for each character."""
+        """Matches the longest special text. One expression: looking for them runs no Python code per character."""
         return re.compile(_any_of(self._texts), re.IGNORECASE)
 
     @cached_property
@@ -266,7 +266,9 @@ def _any_of(texts: Sequence[str]) -> str:
             by_first.setdefault(text, [""])  # not taken apart character by character
         elif text:
             by_first.setdefault(text[0], []).append(text[1:])
-    branches = [re.escape(first) + _any_of(rests) for first, rests in sorted(by_first.items(), key=lambda b: -len(b[0]))]
+    branches = [
+        re.escape(first) + _any_of(rests) for first, rests in sorted(by_first.items(), key=lambda b: -len(b[0]))
+    ]
     if not branches:
         return ""
     whole = branches[0] if len(branches) == 1 and "" not in texts else f"(?:{'|'.join(branches)})"

@@ -100,7 +100,7 @@ class EmbeddingModel:
 
     @property
     def most_characters(self) -> int | None:
-        """How many characters ``n_ctx`` tokens can stand for; None of a vocabulary whose tokens stand for any number."""
+        """How many characters ``n_ctx`` tokens can stand for; None where a token may stand for any number."""
         return self.n_ctx * self._vocab.longest if self._vocab.kind in ("gpt2", "llama") else None
 
     def tokenize(self, text: str) -> list[int]:

@@ -55,15 +55,17 @@ class Tokenizing:
             tools: descriptions of functions, for templates that know about tools.
             add_generation_prompt: end with what begins the answer to messages.
             think: as in ``rounds``.
-            room: a text that has more tokens than this by its length alone is refused before it is cut into tokens; None
-                takes any.
+            room: a text that must have more tokens than this is refused by its length, before it is cut into tokens;
+                None takes any.
 
         Raises:
             UsageError: the messages are not messages.
             PromptTooLong: see ``room``.
             TemplateError: the chat template failed on them.
         """
-        return self._encoder.encode(prompt, tools=tools, add_generation_prompt=add_generation_prompt, think=think, room=room)
+        return self._encoder.encode(
+            prompt, tools=tools, add_generation_prompt=add_generation_prompt, think=think, room=room
+        )
 
     @property
     def thinking(self) -> ThinkingFormat | None:

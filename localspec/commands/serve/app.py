@@ -102,7 +102,7 @@ def _answer_at(service: Service, kind: str) -> Any:
     check, answer, wire = _ANSWERS[kind]
 
     def prepared(seen: Service, body: Any) -> Any:
-        """What answers, and whether as events. Grammars are compiled here, templates rendered and texts cut into tokens:
+        """What answers, and whether as events. Grammars are compiled here, templates rendered, texts cut into tokens:
         nothing that others should wait for."""
         fields = Fields(body)
         seen.check_model(fields.text("model"))

@@ -17,6 +17,7 @@ from localspec.sampling.structured.request import N_COMPILED
 if TYPE_CHECKING:
     from localspec.model_files.vocab import Vocab
 
+
 class GrammarVocabulary:
     """The token texts of a vocabulary, and grammars compiled for them.
 

@@ -153,7 +153,9 @@ class EmbeddingService:
     def _tokens(self, each: str | list[int], cut: bool) -> list[int]:
         if isinstance(each, str) and (most := self._model.most_characters) is not None and len(each) > most:
             if not cut:
-                raise PromptTooLong(f"the text has {len(each)} characters, more than {self._model.n_ctx} tokens stand for")
+                raise PromptTooLong(
+                    f"the text has {len(each)} characters, more than {self._model.n_ctx} tokens stand for"
+                )
             each = each[:most]
         tokens = self._model.tokenize(each) if isinstance(each, str) else each
         if cut and len(tokens) > self._model.n_ctx:

@@ -95,7 +95,7 @@ class OllamaModels:
 
 
 def _scalar(value: Any) -> Any:
-    """A value of the header that is no list; of a path, as quantisers write that of their statistics, the file's name."""
+    """A value of the header that is no list; of a path, as quantisers write that of their statistics, only its end."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, str):
