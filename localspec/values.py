@@ -1,17 +1,23 @@
-"""What callers give for numbers: Python's, NumPy's or none at all."""
+"""What callers give: numbers, Python's, NumPy's or none at all, and JSON."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NoReturn
 
 from localspec.errors import UsageError
 
 MAX_COUNT = 1 << 31
 MAX_THREADS = 4096
+MAX_DEPTH, MAX_CONTAINERS, MAX_DIGITS = 200, 500_000, 308
+"""JSON that is taken: how deep it is nested, how many objects and lists it has, how many digits a whole number has."""
+
 KV_CACHE_TYPES = ("f16", "f32", "q8_0", "q4_0")
 
 
@@ -92,3 +98,72 @@ def token_ids(what: str, ids: Any, n_vocab: int | None = None) -> list[int]:
         if n_vocab is not None and not 0 <= token < n_vocab:
             raise UsageError(f"{what} must be token ids of this model, in 0..{n_vocab - 1}, not {shown(token)}")
     return [int(token) for token in tokens]
+
+
+# -- JSON ----------------------------------------------------------------------------------------------------------
+
+_STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+_NO_BRACKETS = bytes(set(range(256)) - set(_STEPS))
+_STRING = re.compile(rb'"[^"]*"')
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """JSON in UTF-8, and only what means the same to everybody: no number that is not finite, no key twice in an
+    object, no half of a surrogate pair; within ``MAX_DEPTH``, ``MAX_CONTAINERS`` and ``MAX_DIGITS``.
+
+    Raises:
+        ValueError: it is not; the message is a clause that says what is wrong.
+    """
+    try:
+        body = text.encode() if isinstance(text, str) else text
+        decoded = body.decode("utf-8-sig")
+        _check_nesting(body)
+        value = json.loads(
+            decoded, parse_float=_finite, parse_int=_whole, parse_constant=_no_constant, object_pairs_hook=_object
+        )
+        if _SURROGATE.search(body):
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON: {error}") from None
+    except UnicodeDecodeError:
+        raise ValueError("is not UTF-8") from None
+    except UnicodeEncodeError:
+        raise ValueError("has half of a surrogate pair in a string") from None
+    return value
+
+
+def _check_nesting(body: bytes) -> None:
+    brackets = _STRING.sub(b"", body.replace(b"\\\\", b"").replace(b'\\"', b"")).translate(None, _NO_BRACKETS)
+    if len(brackets) > 2 * MAX_CONTAINERS:
+        raise ValueError(f"has more than {MAX_CONTAINERS} objects and lists")
+    depth = 0
+    for bracket in brackets:
+        depth += _STEPS[bracket]
+        if depth > MAX_DEPTH:
+            raise ValueError(f"is nested more than {MAX_DEPTH} deep")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"has a number that is too large: {text:.40}")
+    return value
+
+
+def _whole(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"has a number of {len(text)} digits; at most {MAX_DIGITS} are read")
+    return int(text)
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"has {name}, which is no number in JSON")
+
+
+def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"has an object with {twice!r:.60} twice")
+    return found

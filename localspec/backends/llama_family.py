@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from threading import Lock
 from typing import Any
 from weakref import WeakSet
 
@@ -33,6 +32,7 @@ from localspec.backends.state_tap import Flags
 from localspec.errors import EngineError, UnsupportedModel, UsageError
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.kv_memory import check_kv_type
+from localspec.system.shared_lock import SharedLock
 
 FLOAT_ROWS = frozenset(("llama", "qwen2"))
 """Architectures whose first block reads the embeddings as they are; some others scale them, and engines differ in
@@ -67,7 +67,7 @@ class LlamaModel(Model):
         self.engine = f"{binding.name} {binding.version}"
         self.n_threads = n_threads
         self.kv_type = kv_type
-        self._n_gpu_layers, self._tokenizing = n_gpu_layers, Lock()
+        self._n_gpu_layers, self._in_use = n_gpu_layers, SharedLock()
         self._contexts, self._batches = WeakSet[LlamaContext](), WeakSet[LlamaSequences]()
         self._mtp = has_mtp and not self.reloads  # what is made of the weights of its layer does not outlive them
         handle = self._handle = self._load(path, progress)
@@ -142,7 +142,7 @@ class LlamaModel(Model):
             batch.close()
         for context in list(self._contexts):
             context.let_go()
-        with self._tokenizing:  # which other threads do
+        with self._in_use.alone():  # other threads tokenize
             self._close()
             self._handle = 0
             self._handle = self._load(self.path)
@@ -221,7 +221,7 @@ class LlamaModel(Model):
         self._known_states.update(hidden)
 
     def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
-        with self._tokenizing:
+        with self._in_use.shared():  # the engine only reads its tables
             if not self._handle:
                 raise EngineError(f"{self.path.name} is not loaded: {self.lost or 'loading it again failed'}")
             return self.binding.tokenize(self._handle, text.encode(), add_special, parse_special)

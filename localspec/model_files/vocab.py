@@ -205,6 +205,11 @@ class Vocab:
         names = ((str(self._tokens[i]), i) for i in self.marks if self.is_control(i))
         return {name: i for name, i in names if name and any(name in text for text in wanted)}
 
+    @property
+    def longest(self) -> int:
+        """No token stands for more bytes of text than this, its name if it is a special one included."""
+        return int(np.diff(self._tokens.offsets).max(initial=8)) - 8  # as stored, which is as long or longer
+
     def token_bytes(self, token: int) -> bytes:
         """What the token adds to the text; nothing for control tokens and padding."""
         found = self._bytes.get(token)

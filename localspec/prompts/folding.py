@@ -111,18 +111,24 @@ def merged(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
 
     An assistant's thinking, the text and the calls after it are one message.
     """
-    found: list[Message] = []
-    for message in messages:
-        if not found or message["role"] == "tool" or message["role"] != found[-1]["role"]:
-            found.append(dict(message))
-            continue
-        last = found[-1]
-        for name in ("content", "reasoning_content"):
-            if texts := [one[name] for one in (last, message) if one.get(name)]:
-                last[name] = "\n\n".join(texts)
-        if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
-            last["tool_calls"] = calls
-    return found
+    runs: list[list[Message]] = []
+    for message in map(dict, messages):
+        if runs and message["role"] != "tool" and message["role"] == runs[-1][0]["role"]:
+            runs[-1].append(message)
+        else:
+            runs.append([message])
+    return [run[0] if len(run) == 1 else _one(run) for run in runs]
+
+
+def _one(run: Sequence[Message]) -> Message:
+    """Messages of one role as one message."""
+    whole = run[0]
+    for name in ("content", "reasoning_content"):
+        if texts := [message[name] for message in run if message.get(name)]:
+            whole[name] = "\n\n".join(texts)
+    if calls := [call for message in run for call in message.get("tool_calls") or ()]:
+        whole["tool_calls"] = calls
+    return whole
 
 
 # -- what a template prints --------------------------------------------------------------------------------------------
@@ -285,20 +291,19 @@ def _no_systems(asked: Conversation) -> Conversation:
 
 def _in_users_name(asked: Conversation, first: int) -> Conversation:
     messages: list[Message] = []
-    waiting = ""  # for the user's message behind it
+    waiting: list[str] = []  # for the user's message behind them, or before
     for i, message in enumerate(asked.messages):
         if message["role"] == "system" and i >= first:
-            waiting = f"{waiting}\n\n{message['content']}" if waiting else message["content"]
+            waiting.append(message["content"])
             continue
         if waiting and message["role"] == "user":
-            message = message | {"content": f"{waiting}\n\n{message['content']}"}
-            waiting = ""
+            message = message | {"content": "\n\n".join((*waiting, message["content"]))}
         elif waiting:
-            _add_user(messages, waiting)
-            waiting = ""
+            _add_user(messages, "\n\n".join(waiting))
+        waiting = []
         messages.append(message)
     if waiting:
-        _add_user(messages, waiting)
+        _add_user(messages, "\n\n".join(waiting))
     return replace(asked, messages=messages)
 
 

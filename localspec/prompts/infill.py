@@ -79,7 +79,13 @@ def fill_prompt(
             "this model has no fill-in-the-middle tokens, so it cannot fill in before a suffix; "
             "a coder model such as qwen2.5-coder-1.5b can"
         )
+    for text in (prefix, suffix):
+        if not isinstance(text, str):
+            raise UsageError(f"only a text can be tokenised, not {type(text).__name__}")
     files = _checked(files)
+    # What there is no room for is left out below, to the token; of a text much longer than that the rest is not read.
+    most = max(1, encoder.most_characters(room))
+    prefix, suffix = prefix[_whole_steps(len(prefix) - 2 * most, most) :], suffix[:most]
     before, behind = encode(prefix), _behind(encoder, suffix)
     if not (before or behind or files):
         raise UsageError("prefix, suffix and context files are empty: there is nothing to fill in from")
@@ -97,7 +103,7 @@ def fill_prompt(
     # The files' room counts the prefix in whole steps too: it is the same for many key strokes.
     room -= _whole_steps(len(before), step) + len(repository) + len(current)
     context: list[int] = []
-    for path, text in reversed(files):
+    for path, text in ((path, text[:most]) for path, text in reversed(files)):
         file = [*separator, *encode(f"{path}\n{text}")] if separator else encode(f"{path}\n{text}\n\n")
         if len(file) > room and context:
             break
@@ -111,17 +117,22 @@ def fill_prompt(
     return FillPrompt([*head, fim["fim_suf"], *behind, fim["fim_mid"]], len(head))
 
 
-def marked_prompt(encoder: PromptEncoder, text: str) -> FillPrompt | None:
+def marked_prompt(encoder: PromptEncoder, text: str, room: int) -> FillPrompt | None:
     """A prompt whose author wrote the model's own marks into the text, as Zed and Continue do; None if there are none.
 
     Args:
         encoder: the model's.
         text: with the marks for prefix, suffix and middle, each by the token's name.
+        room: most tokens that it may have.
+
+    Raises:
+        PromptTooLong: it has more by its length alone.
     """
     vocab = encoder.vocab
     names = [name for name in ("fim_pre", "fim_suf", "fim_mid") if name in vocab.fim]
     if len(names) < 3 or not all(vocab.token_text(vocab.fim[name]) in text for name in names):
         return None
+    encoder.check_room(room, text)
     tokens = encoder.tokenize(text, add_special=True, parse_special=True)
     return FillPrompt(tokens, tokens.index(vocab.fim["fim_suf"]))
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, cast
 
 from localspec.backends.base import Model
-from localspec.errors import Closed, UsageError
+from localspec.errors import Closed, PromptTooLong, UsageError
 from localspec.prompts.folding import folded
 from localspec.prompts.templates import ChatTemplate
 from localspec.prompts.thinking import N_TAIL, THINK, ThinkingFormat, ThinkingState
 from localspec.system.forking import in_child
+from localspec.system.shared_lock import SharedLock
 from localspec.values import listed, shown, token_ids
 
 Messages = Sequence[Mapping[str, Any]]
@@ -47,7 +47,7 @@ class PromptEncoder:
         self._model = model
         self.vocab = model.vocab
         self._open = True
-        self._in_use = threading.RLock()
+        self._in_use = SharedLock()
         self._folded: dict[tuple[Any, ...], tuple[int, ...]] = {}
         in_child(self, PromptEncoder._renounce)
 
@@ -60,7 +60,7 @@ class PromptEncoder:
         """
         if not isinstance(text, str):
             raise UsageError(f"only a text can be tokenised, not {type(text).__name__}")
-        with self._in_use:
+        with self._in_use.shared():
             if not self._open:
                 raise Closed("this LLM was closed")
             return self._model.tokenize(text, add_special=add_special, parse_special=parse_special)
@@ -79,6 +79,7 @@ class PromptEncoder:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
         think: str = "auto",
+        room: int | None = None,
     ) -> list[int]:
         """Token ids of a prompt: messages through the chat template, ids unchanged, a text as it is.
 
@@ -92,13 +93,16 @@ class PromptEncoder:
             add_generation_prompt, continue_final_message: see ``ChatTemplate.render_segments``.
             variables: further variables of the template.
             think: of ``thinking.THINK``; with ``off`` a block that the template opens is closed again.
+            room: a text that must have more tokens is refused by its length alone; None takes any.
 
         Raises:
+            PromptTooLong: see ``room``.
             UsageError: the messages are not messages, or the ids are not the model's.
             TemplateError: the chat template failed on them.
             Closed: the model was closed.
         """
         if isinstance(prompt, str):
+            self.check_room(room, prompt)
             ids = self.tokenize(prompt, add_special=True, parse_special=True)
             return ids[1:] if self.vocab.add_bos and ids[:2] == [self.vocab.bos] * 2 else ids  # it was written out too
         parts = listed(prompt)
@@ -116,14 +120,30 @@ class PromptEncoder:
         }
         options |= {} if self.thinking is None else self.thinking.switches(think)
         put = folded(self.template, messages, tools, self._folded, **options)
-        with self._in_use:
-            for text, parse_special in self.template.render_segments(put.messages, tools=put.tools, **options):
-                tokens += self.tokenize(text, parse_special=parse_special)
-            if think == "off" and options["add_generation_prompt"] and self.thinking_state(tokens) == "inside":
-                tokens += self.thinking.forced  # type: ignore[union-attr] # there is a state
+        segments = self.template.render_segments(put.messages, tools=put.tools, **options)
+        self.check_room(room, *(text for text, _ in segments))
+        for text, parse_special in segments:
+            tokens += self.tokenize(text, parse_special=parse_special)
+        if think == "off" and options["add_generation_prompt"] and self.thinking_state(tokens) == "inside":
+            tokens += self.thinking.forced  # type: ignore[union-attr] # there is a state
         if self.vocab.add_bos and self.vocab.bos is not None and tokens[:1] != [self.vocab.bos]:
             tokens.insert(0, self.vocab.bos)
         return tokens
+
+    def most_characters(self, n_tokens: int) -> int:
+        """How many characters so many tokens can stand for, at most."""
+        return n_tokens * max(1, self.vocab.longest)
+
+    def check_room(self, room: int | None, *texts: str) -> None:
+        """Refuse a text by its length: cutting it into tokens takes the longer, the longer it is.
+
+        Raises:
+            PromptTooLong: it has more tokens than there is room for.
+        """
+        n = sum(map(len, texts))
+        if room is not None and n > room and n > self.most_characters(room):
+            least = -(-n // max(1, self.vocab.longest))
+            raise PromptTooLong(f"the prompt has over {least - 1} tokens and the context holds {room}, answer included")
 
     def thinking_state(self, tokens: Sequence[int]) -> ThinkingState | None:
         """Where a prompt leaves the model; None where it is not known to think."""
@@ -157,10 +177,10 @@ class PromptEncoder:
         return self.vocab.display(token)
 
     def close(self) -> None:
-        """Wait for a tokenisation under way, and refuse later ones."""
-        with self._in_use:
+        """Wait for tokenisations under way, and refuse later ones."""
+        with self._in_use.alone():
             self._open = False
 
     def _renounce(self) -> None:
         """In a forked child: the lock may be held by a thread that only the parent has."""
-        self._in_use = threading.RLock()
+        self._in_use = SharedLock()

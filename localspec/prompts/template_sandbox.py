@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
@@ -29,11 +30,11 @@ from jinja2.visitor import NodeTransformer
 from localspec.errors import TemplateError
 
 # Qwen2.5's template (2,500 characters) takes 5 ms for 200 messages of 2,000 characters, and spends 25 units for each
-# unit that they weigh: the limits leave sound templates room for ten times as much and more.
+# unit that they weigh: the limits leave sound templates room for ten times as much and more. The units bound the work;
+# the clock is for what they might miss, so it grows with the conversation as they do.
 MAX_SOURCE = 80_000
-SECONDS = 1.0
-UNITS = 32_000_000
-UNITS_PER_INPUT_UNIT = 256
+SECONDS, SECONDS_PER_INPUT_UNIT = 1.0, 1e-4
+UNITS, UNITS_PER_INPUT_UNIT = 32_000_000, 256
 # No chat template computes with anything but short counts.
 MAX_NUMBER_BITS = 4096
 MAX_NUMBER_ARGUMENT = 1_000_000
@@ -58,9 +59,10 @@ class Meter:
     """
 
     def __init__(self, inputs: Any = None) -> None:
-        self.left = UNITS
-        self.left += UNITS_PER_INPUT_UNIT * weight(inputs, UNITS)
-        self.deadline = time.thread_time() + SECONDS  # its own: a busy machine must not refuse a sound template
+        given = weight(inputs, UNITS)
+        self.left = UNITS + UNITS_PER_INPUT_UNIT * given
+        # Its own: a busy machine must not refuse a sound template.
+        self.deadline = time.thread_time() + SECONDS + SECONDS_PER_INPUT_UNIT * given
 
     def spend(self, units: int) -> None:
         """Pay for an operation.
@@ -101,7 +103,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
     """Jinja as Hugging Face sets it up for chat templates, with a budget.
 
     Attributes:
-        meter: the budget of the rendering under way.
+        meter: the budget of the rendering under way in this thread.
     """
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
@@ -110,13 +112,24 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[_Generation, loopcontrols], cache_size=0
         )
-        self.meter = Meter()
+        self._of_thread = threading.local()
         self.globals.pop("lipsum")
         self.globals |= {"namespace": _Namespace, "raise_exception": _refuse, "strftime_now": _now}
         for name in _DROPPED_FILTERS:
             self.filters.pop(name)
         self.filters["tojson"] = _to_json
         self.filters = {name: self._guarded(name, function) for name, function in self.filters.items()}
+
+    @property
+    def meter(self) -> Meter:
+        meter: Meter | None = getattr(self._of_thread, "meter", None)
+        if meter is None:
+            meter = self._of_thread.meter = Meter()
+        return meter
+
+    @meter.setter
+    def meter(self, meter: Meter) -> None:
+        self._of_thread.meter = meter
 
     # Jinja's hooks
 
@@ -185,6 +198,13 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
             self.meter.spend(weight(value, self.meter.left))
         return value
 
+    def sliced(self, value: Any) -> Any:
+        """A part of a value, paid for by its length: its elements were paid for when the value was made."""
+        if isinstance(value, list | tuple):
+            self.meter.spend(_ELEMENT * (1 + len(value)))
+            return value
+        return self.checked(value)
+
     def written(self, *values: Any) -> str:
         """The operator ``~``."""
         return self.concat([str(value) for value in values])
@@ -240,7 +260,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
 
 
 class SandboxedTemplate:
-    """A template that runs within the budget of a ``Meter``.
+    """A template that runs within the budget of a ``Meter``, in several threads at a time if need be.
 
     Args:
         source: Jinja source.
@@ -263,7 +283,7 @@ class SandboxedTemplate:
             raise _failure("cannot be read", error) from None
 
     def start(self, inputs: Any) -> None:
-        """Grant a fresh budget, for all that is run until the next ``start``."""
+        """Grant a fresh budget, for all that this thread runs until the next ``start``."""
         self._environment.meter = Meter(inputs)
 
     def run(self, variables: dict[str, Any]) -> str:
@@ -304,7 +324,9 @@ class _Instrument(NodeTransformer):
                 node.iter = _instruction("metered", node.iter)
             case nodes.Concat():
                 return _instruction("written", *node.nodes)
-            case nodes.List() | nodes.Dict() | nodes.Tuple(ctx="load") | nodes.Getitem(arg=nodes.Slice()):
+            case nodes.Getitem(arg=nodes.Slice()):
+                return _instruction("sliced", node)
+            case nodes.List() | nodes.Dict() | nodes.Tuple(ctx="load"):
                 return _instruction("checked", node)
         return node
 

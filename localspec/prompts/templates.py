@@ -11,6 +11,7 @@ import secrets
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,9 @@ CHATML = (
 _ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """What templates call the thinking of an answer; the first that one knows is used."""
+
+MAX_SHARED = 200
+"""Longest special text [characters] whose beginning is compared together with others'."""
 
 _MARK_OPEN, _MARK_CLOSE = "\ue0f0", "\ue0f1"
 
@@ -54,7 +58,7 @@ class ChatTemplate:
         self._variables = {"bos_token": bos_text, "eos_token": eos_text}
         self._guard = _Guard(special_texts)
         self._template: SandboxedTemplate | None = None
-        self._wants_parts: bool | None = None
+        self._wants_parts = False
         self._thought = next((name for name in _THOUGHTS if re.search(rf"""[.'"]{name}\b""", self.source)), None)
         self._lock = threading.Lock()
         in_child(self, ChatTemplate._renounce)
@@ -132,22 +136,24 @@ class ChatTemplate:
         self._lock = threading.Lock()
 
     def _render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
-        with self._lock:
+        with self._lock:  # a rendering takes no lock: a long one keeps nobody waiting
             if self._template is None:
                 from localspec.prompts.template_sandbox import SandboxedTemplate  # jinja2 takes 0.1 s to import
 
-                self._template = SandboxedTemplate(self.source)
-            self._template.start([messages, variables])
-            if self._wants_parts is None:
-                self._wants_parts = self._probe(self._template)
-            if self._wants_parts:
-                messages = [
-                    message | {"content": [{"type": "text", "text": message["content"]}]}
-                    if isinstance(message.get("content"), str)
-                    else message
-                    for message in messages
-                ]
-            return self._template.run({"messages": messages} | self._variables | dict(variables))
+                template = SandboxedTemplate(self.source)
+                template.start([])
+                self._wants_parts = self._probe(template)
+                self._template = template
+        template = self._template
+        if self._wants_parts:
+            messages = [
+                message | {"content": [{"type": "text", "text": message["content"]}]}
+                if isinstance(message.get("content"), str)
+                else message
+                for message in messages
+            ]
+        template.start([messages, variables])
+        return template.run({"messages": messages} | self._variables | dict(variables))
 
     def _probe(self, template: SandboxedTemplate) -> bool:
         """Whether the template knows contents as lists of parts only: it then loses a string."""
@@ -206,24 +212,28 @@ class _Guard:
     """Finds special tokens spelled out in what users wrote, and keeps them text."""
 
     def __init__(self, special_texts: Iterable[str]) -> None:
-        self._sizes: dict[str, dict[int, set[str]]] = {}
-        for text in special_texts:
-            lowered = text.lower()
-            if lowered:
-                self._sizes.setdefault(lowered[0], {}).setdefault(len(lowered), set()).add(lowered)
-        firsts = {variant for first in self._sizes for variant in (first, first.upper()) if len(variant) == 1}
-        self._first = re.compile(f"[{re.escape(''.join(sorted(firsts)))}]") if firsts else None
+        self._texts = sorted({text.lower() for text in special_texts if text})
+        self._most = max(map(len, self._texts), default=0)
 
-    def _longest(self, text: str, start: int) -> int:
-        """Length of the longest special text that begins here; 0 if none does."""
-        sizes = self._sizes.get(text[start].lower(), {})
-        return max((n for n, known in sizes.items() if text[start : start + n].lower() in known), default=0)
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        """Matches the longest special text. One expression: looking for them runs no Python code per character."""
+        return re.compile(_any_of(self._texts), re.IGNORECASE)
+
+    @cached_property
+    def _starts(self) -> re.Pattern[str]:
+        """Matches, with nothing, wherever a special text begins, also within another."""
+        return re.compile(f"(?={_any_of(self._texts)})", re.IGNORECASE)
+
+    def _longest(self, text: str) -> int:
+        """Length of the longest special text that this begins with; 0 if it begins with none."""
+        found = self._special.match(text) if self._texts else None
+        return 0 if found is None else found.end()
 
     def _spelled(self, text: str) -> Iterator[int]:
-        if self._first is not None:
-            for match in self._first.finditer(text):
-                if self._longest(text, match.start()):
-                    yield match.start()
+        if self._texts:
+            for match in self._starts.finditer(text):
+                yield match.start()
 
     def mark(self, value: Any, mark: str) -> Any:
         """A copy in which every special text, in every string, has the mark after its first character."""
@@ -244,15 +254,32 @@ class _Guard:
         for part in rest:
             before, special = pieces[-1]
             # The character before the mark belongs to the spelled token, and so does the beginning of what follows.
-            n = self._longest(before[-1:] + part, 0) if before else 0
+            n = self._longest(before[-1] + part[: self._most]) if before else 0
             if n and special:
                 pieces[-1:] = [(before[:-1], True), (before[-1] + part[: n - 1], False), (part[n - 1 :], True)]
             else:
                 pieces.append((part, True))
-        merged: list[tuple[str, bool]] = []
+        joined: list[tuple[list[str], bool]] = []
         for piece, special in pieces:
-            if merged and not special and not merged[-1][1]:
-                merged[-1] = (merged[-1][0] + piece, False)
+            if joined and not special and not joined[-1][1]:
+                joined[-1][0].append(piece)
             elif piece:
-                merged.append((piece, special))
-        return merged
+                joined.append(([piece], special))
+        return [("".join(texts), special) for texts, special in joined]
+
+
+def _any_of(texts: Sequence[str]) -> str:
+    """An expression that matches the longest of several texts: what many begin with is looked at once."""
+    by_first: dict[str, list[str]] = {}
+    for text in texts:
+        if len(text) > MAX_SHARED:
+            by_first.setdefault(text, [""])  # not taken apart character by character
+        elif text:
+            by_first.setdefault(text[0], []).append(text[1:])
+    branches = [
+        re.escape(first) + _any_of(rests) for first, rests in sorted(by_first.items(), key=lambda b: -len(b[0]))
+    ]
+    if not branches:
+        return ""
+    whole = branches[0] if len(branches) == 1 and "" not in texts else f"(?:{'|'.join(branches)})"
+    return f"{whole}?" if "" in texts else whole

@@ -42,7 +42,7 @@ def answer(request: AnswerRequest, pair: Pair, encoder: PromptEncoder, job: Job)
     Raises:
         UsageError, TemplateError, EngineError: the request failed; the pair is ready for the next one.
     """
-    asked = request.read(encoder)
+    asked = request.read(encoder, pair.context.n_ctx)
     seat = Seat(pair.state, overlaps=True)
     return read_alone(answering(request, pair, job, asked, seat), pair.context)
 

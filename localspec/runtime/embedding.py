@@ -20,6 +20,7 @@ from localspec.errors import Closed, EngineError, PromptTooLong, UnsupportedMode
 from localspec.model_files.gguf_file import GGUFFile, StringArray
 from localspec.model_files.vocab import Vocab
 from localspec.system.machine import default_threads
+from localspec.system.shared_lock import SharedLock
 
 MAX_CTX = 2048
 """Room that is taken unless asked for more [tokens]: a text is one pass, and memory grows with its square."""
@@ -60,7 +61,7 @@ class EmbeddingModel:
         self, path: Path, *, n_ctx: int | None = None, n_threads: int | None = None, n_gpu_layers: int | None = None
     ) -> None:
         self.path = path
-        self._lock = threading.Lock()
+        self._computing, self._in_use = threading.Lock(), SharedLock()
         self._model: int | None
         self._context: int
         self._binding = llama_cpp.binding()
@@ -97,9 +98,14 @@ class EmbeddingModel:
             raise UsageError(f"--ctx {n_ctx}: {self.path.name} was trained for texts of {file.n_ctx_train} tokens")
         self.n_ctx = n_ctx or min(file.n_ctx_train or MAX_CTX, MAX_CTX)
 
+    @property
+    def most_characters(self) -> int | None:
+        """How many characters ``n_ctx`` tokens can stand for; None where a token may stand for any number."""
+        return self.n_ctx * self._vocab.longest if self._vocab.kind in ("gpt2", "llama") else None
+
     def tokenize(self, text: str) -> list[int]:
         """The tokens of a text, with those that the model wants around it."""
-        with self._lock:
+        with self._in_use.shared():
             return self._binding.tokenize(self._open(), text.encode(), True, False)
 
     def embed(self, tokens: Sequence[int]) -> FloatArray:
@@ -120,7 +126,7 @@ class EmbeddingModel:
             raise PromptTooLong(f"the text has {len(tokens)} tokens, and {self.n_ctx} fit")
         if not all(0 <= token < self._vocab.n_tokens for token in tokens):
             raise UsageError(f"a token id must be under {self._vocab.n_tokens}")
-        with self._lock:
+        with self._computing, self._in_use.shared():
             self._open()
             row = self._computed(tokens)
         length = float(np.linalg.norm(row))
@@ -151,7 +157,7 @@ class EmbeddingModel:
 
     def close(self) -> None:
         """Give the memory back."""
-        with self._lock:
+        with self._in_use.alone():
             if self._model is not None:
                 self._binding.lib.llama_batch_free(self._batch)
                 self._binding.free_context(self._context)

@@ -80,8 +80,10 @@ class AnswerRequest:
             thinking_budget=None if thinking_budget is None else checked_whole("thinking_budget", thinking_budget, 0),
         )
 
-    def read(self, encoder: PromptEncoder) -> tuple[list[int], ThinkingReader | None]:
+    def read(self, encoder: PromptEncoder, room: int | None = None) -> tuple[list[int], ThinkingReader | None]:
         """The prompt's tokens, and what tells thinking and answer apart; None where the model is not known to think.
+
+        ``room``: see ``PromptEncoder.encode``.
 
         Raises:
             UsageError, TemplateError: the prompt cannot be.
@@ -92,7 +94,7 @@ class AnswerRequest:
             if think not in ("auto", "off"):
                 raise UsageError("constrained output cannot be combined with thinking: leave out one of them")
             think = "off"
-        tokens = encoder.encode(prompt, think=think)
+        tokens = encoder.encode(prompt, think=think, room=room)
         if encoder.thinking is None or (self.think is None and not is_messages(prompt)):
             return tokens, None
         state = encoder.thinking_state(tokens)

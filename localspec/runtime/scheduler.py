@@ -126,7 +126,7 @@ class Scheduler:
             self._is_over(job)
             return
         try:
-            self._prepared.append(Prepared(job, job.request.read(self._encoder)))
+            self._prepared.append(Prepared(job, job.request.read(self._encoder, self._pair.context.n_ctx)))
         except BaseException as error:
             self._end(job, _raising(error))
 

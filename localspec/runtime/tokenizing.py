@@ -48,6 +48,7 @@ class Tokenizing:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
         think: str = "auto",
+        room: int | None = None,
     ) -> list[int]:
         """The token ids that a prompt stands for, chat template included where it is a list of messages.
 
@@ -60,9 +61,12 @@ class Tokenizing:
             continue_final_message: end in the middle of the last message, which is the beginning of the answer.
             variables: further variables of the chat template.
             think: as in ``rounds``.
+            room: a text that must have more tokens than this is refused by its length, before it is cut into tokens;
+                None takes any.
 
         Raises:
             UsageError: the messages are not messages.
+            PromptTooLong: see ``room``.
             TemplateError: the chat template failed on them.
         """
         return self._encoder.encode(
@@ -72,6 +76,7 @@ class Tokenizing:
             continue_final_message=continue_final_message,
             variables=variables,
             think=think,
+            room=room,
         )
 
     @property
@@ -120,7 +125,7 @@ class Tokenizing:
 
         >>> llm.marked_fill_prompt("<|fim_prefix|>def area(r):<|fim_suffix|>\\n<|fim_middle|>")
         """
-        return marked_prompt(self._encoder, text)
+        return marked_prompt(self._encoder, text, self.n_ctx)
 
     def read_ahead(self, messages: Sequence[Mapping[str, Any]] | FillPrompt, *, think: str = "auto") -> None:
         """Have idle time spent on reading what a chat's next prompt will begin with: these messages, then the user's.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from localspec.spec_decode.rounds import Part, Span
 
@@ -60,13 +62,7 @@ class Matcher:
         self._text = text
         self.size = len(text)
         self.matched = 0
-        self._back = [0] * (self.size + 1)
-        k = 0
-        for i in range(1, self.size):
-            while k and text[i] != text[k]:
-                k = self._back[k]
-            k += text[i] == text[k]
-            self._back[i + 1] = k
+        self._back = _back(text)
 
     def step(self, character: str) -> bool:
         """Read one character; whether it completes the string."""
@@ -77,6 +73,19 @@ class Matcher:
             k = self._back[k]
         self.matched = k + (self._text[k] == character)
         return self.matched == self.size
+
+
+@lru_cache(maxsize=256)
+def _back(text: str) -> Sequence[int]:
+    """By how much of the text has matched, what still matches if the next character does not."""
+    back = array("i", bytes(4 * (len(text) + 1)))
+    k = 0
+    for i in range(1, len(text)):
+        while k and text[i] != text[k]:
+            k = back[k]
+        k += text[i] == text[k]
+        back[i + 1] = k
+    return back
 
 
 def joined(spans: Sequence[Span]) -> list[Span]:

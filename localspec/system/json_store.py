@@ -32,7 +32,7 @@ class JsonStore:
         """The stored value, or None where there is none or it cannot be read."""
         try:
             stored = json.loads(self._path(key).read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
         if not isinstance(stored, dict) or stored.get("format") != self.format or stored.get("key") != dict(key):
             return None

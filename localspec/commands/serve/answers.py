@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -68,6 +69,9 @@ class ApiAnswer(ABC):
         async with aclosing(self.service.answers(self.options, self._tasks)) as happenings:
             async for happening in happenings:
                 pieces[happening.index] += [*self._opening(happening.index), *self._choices(happening)]
+        return await asyncio.to_thread(self._whole, pieces)
+
+    def _whole(self, pieces: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
         choices = [_choice(i, self.whole_choice(said), said[-1]["finish_reason"]) for i, said in enumerate(pieces)]
         return self._frame(self.kind) | {
             "choices": choices,

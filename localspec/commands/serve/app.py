@@ -18,6 +18,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from localspec import __version__
+from localspec.commands.serve.access import Client, client_of
 from localspec.commands.serve.apis import messages, ollama, responses
 from localspec.commands.serve.apis.ollama import timestamp
 from localspec.commands.serve.apis.ollama_models import OllamaModels
@@ -100,15 +101,17 @@ def _answer_at(service: Service, kind: str) -> Any:
     """The endpoint that answers chats, or continues texts."""
     check, answer, wire = _ANSWERS[kind]
 
-    async def whole(request: Any) -> dict[str, Any]:
-        prepared = await asyncio.to_thread(answer, service, request)
-        whole: dict[str, Any] = await prepared.whole()
-        return whole
+    def prepared(seen: Service, body: Any) -> Any:
+        """What answers, and whether as events. Grammars are compiled here, templates rendered, texts cut into tokens:
+        nothing that others should wait for."""
+        fields = Fields(body)
+        seen.check_model(fields.text("model"))
+        request = check(fields, seen.served())
+        return answer(seen, request), request.options.stream
 
-    async def events(request: Any, started: float) -> AsyncGenerator[bytes, None]:
+    async def events(answering: Any, started: float) -> AsyncGenerator[bytes, None]:
         with service.counted(kind, started):
-            prepared = await asyncio.to_thread(answer, service, request)
-            async with aclosing(prepared.events()) as encoded:
+            async with aclosing(answering.events()) as encoded:
                 async for event in encoded:
                     yield event
 
@@ -117,14 +120,14 @@ def _answer_at(service: Service, kind: str) -> Any:
         try:
             with service.counted(kind, started, goes_on=True):
                 service.check_open()
-                fields = Fields(await service.bodies.json(http))
-                service.check_model(fields.text("model"))
-                # Grammars are compiled here, and templates rendered above: nothing that others should wait for.
-                request = await asyncio.to_thread(check, fields, service.served())
-            if request.options.stream:
-                return EventStream(events(request, started), service.ending, wire)
+                seen = service.seen_by(client_of(http))
+                async with service.bodies.json(http) as body:
+                    answering, is_stream = await asyncio.to_thread(prepared, seen, body)
+            if is_stream:
+                return EventStream(events(answering, started), service.ending, wire)
             with service.counted(kind, started):
-                return JSONResponse(await while_connected(http.receive, service.ending, whole(request)))
+                whole = await while_connected(http.receive, service.ending, answering.whole())
+                return await asyncio.to_thread(JSONResponse, whole)  # it repeats as much as was sent
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
 
@@ -137,8 +140,8 @@ class _WhatIsThere:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    def _named(self, name: str) -> dict[str, Any]:
-        llm = self._service.llm
+    def _named(self, name: str, client: Client) -> dict[str, Any]:
+        llm, drafters = self._service.llm, list(self._service.seen_by(client).drafters)
         return {
             "id": name,
             "object": "model",
@@ -147,51 +150,52 @@ class _WhatIsThere:
             "display_name": name,
             "created_at": timestamp(self._service.started),
             "owned_by": "localspec",
-            "localspec": {"context": llm.n_ctx, "backend": llm.backend_name, "draft": llm.draft_names},
+            "localspec": {"context": llm.n_ctx, "backend": llm.backend_name, "draft": drafters},
         }
 
     async def models(self, request: Request) -> Response:
         names = self._service.names
         pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
-        return JSONResponse({"object": "list", "data": [self._named(name) for name in names]} | pages)
+        data = [self._named(name, client_of(request)) for name in names]
+        return JSONResponse({"object": "list", "data": data} | pages)
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
         self._service.check_model(name)
-        return JSONResponse(self._named(name))
+        return JSONResponse(self._named(name, client_of(request)))
 
     async def response(self, request: Request) -> Response:
         """An answer of ``/v1/responses`` that is kept; or no longer."""
         name = request.path_params["id"]
-        stored = responses.stored_response(self._service, name)
+        stored = responses.stored_response(self._service.seen_by(client_of(request)), name)
         if request.method != "DELETE":
-            return JSONResponse(stored.response)
+            return await asyncio.to_thread(JSONResponse, stored.response)
         self._service.responses.remove(name)
         return JSONResponse({"id": name, "object": "response", "deleted": True})
 
     async def stats(self, request: Request) -> Response:
-        service, llm = self._service, self._service.llm
-        return JSONResponse(
-            {
-                "model": service.names[0],
-                "version": __version__,
-                "backend": llm.backend_name,
-                "drafters": llm.draft_names,
-                "draft_length": llm.draft_length,
-                "context": llm.n_ctx,
-                "thinks": service.served().thinks,
-                "plain_tokens_per_second": llm.plain_tokens_per_second,
-                "explanation": llm.explain(),
-                "uptime_s": round(time.time() - service.started, 3),
-                "queue": {"running": llm.busy, "waiting": llm.queue_length, "limit": llm.max_queue},
-                "parallel": llm.parallel_info(),
-                "prefix_cache": llm.cache_info(),
-                "totals": service.metrics.as_dict(),
-            }
-        )
+        client = client_of(request)
+        service, llm = self._service.seen_by(client), self._service.llm
+        stats: dict[str, Any] = {
+            "model": service.names[0],
+            "version": __version__,
+            "backend": llm.backend_name,
+            "drafters": list(service.drafters),
+            "draft_length": llm.draft_length,
+            "context": llm.n_ctx,
+            "thinks": service.served().thinks,
+            "plain_tokens_per_second": llm.plain_tokens_per_second,
+            "uptime_s": round(time.time() - service.started, 3),
+            "queue": {"running": llm.busy, "waiting": llm.queue_length, "limit": llm.max_queue},
+            "parallel": llm.parallel_info(),
+        }
+        if client.sees_others:
+            stats["explanation"] = llm.explain()
+            stats |= {"prefix_cache": llm.cache_info(), "totals": service.metrics.as_dict()}
+        return JSONResponse(stats)
 
     async def metrics(self, request: Request) -> Response:
-        service, llm = self._service, self._service.llm
+        service, llm = self._service.seen_by(client_of(request)), self._service.llm
         gauges = [
             ("localspec_requests_running", "Requests being answered.", float(llm.parallel_info()["running"])),
             ("localspec_requests_waiting", "Requests in the queue.", float(llm.queue_length)),
@@ -200,7 +204,7 @@ class _WhatIsThere:
             ("localspec_uptime_seconds", "Since the start.", time.time() - service.started),
         ]
         names = {"version": __version__, "model": service.names[0], "backend": llm.backend_name}
-        text = service.metrics.prometheus(gauges, names | {"draft": ",".join(llm.draft_names)})
+        text = service.metrics.prometheus(gauges, names | {"draft": ",".join(service.drafters)})
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     async def health(self, request: Request) -> Response:

@@ -1,14 +1,23 @@
-"""Reading a request's body: not too much of it, not for ever, and only if it is JSON."""
+"""Reading a request's body: not too much of it, not for ever, only if it is JSON, and large ones in turns."""
 
 from __future__ import annotations
 
 import asyncio
-import json
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from typing import Any, NoReturn
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from localspec.commands.serve.errors import ApiError, invalid
+from localspec.values import parse_json
+
+LARGE_BYTES = 256 << 10
+"""A body of more than this is parsed, and what it asks for prepared, in its turn with others that are as large."""
+
+N_LARGE = 2
+"""How many of those at a time."""
 
 
 class BodyReader:
@@ -16,7 +25,7 @@ class BodyReader:
 
     Args:
         max_bytes: of one body.
-        max_bytes_together: of all that are being read at a time.
+        max_bytes_together: of all that are being read, or wait for their turn, at a time.
         seconds: until a body must have arrived.
     """
 
@@ -25,45 +34,49 @@ class BodyReader:
         self.max_bytes_together = max_bytes_together
         self.seconds = seconds
         self._held = 0
+        self._turns = asyncio.Semaphore(N_LARGE)
 
-    async def json(self, request: Request) -> Any:
-        """The body, parsed.
+    @asynccontextmanager
+    async def json(self, request: Request) -> AsyncGenerator[Any, None]:
+        """The body, parsed. What takes long with a large one belongs into the block: it has its turn until its end.
 
         Raises:
             ApiError: too large (413), too slow (408), not JSON by its type (415) or by its text (400), or too much is
                 being read already (503).
             ClientDisconnect: the client is gone.
         """
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            # Not a formality: a page of another site may post text/plain and forms without asking, but not this.
-            raise ApiError(
-                415, "the body must be sent as Content-Type: application/json", code="unsupported_media_type"
-            )
+        _check_type(request.headers)
+        body = bytearray()
         try:
-            async with asyncio.timeout(self.seconds):
-                return parse(await self._read(request))
-        except TimeoutError:
-            message = f"the body did not arrive within {self.seconds:g} s"
-            raise ApiError(408, message, code="request_timeout", headers={"Connection": "close"}) from None
+            try:
+                async with asyncio.timeout(self.seconds):
+                    await self._read(request, body)
+            except TimeoutError:
+                message = f"the body did not arrive within {self.seconds:g} s"
+                raise ApiError(408, message, code="request_timeout", headers={"Connection": "close"}) from None
+            if len(body) <= LARGE_BYTES:
+                yield parse(bytes(body))
+                return
+            async with self._turns:
+                value = await asyncio.to_thread(parse, bytes(body))
+                self._held -= len(body)
+                body.clear()
+                yield value
+        finally:
+            self._held -= len(body)
 
-    async def _read(self, request: Request) -> bytes:
+    async def _read(self, request: Request, body: bytearray) -> None:
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > self.max_bytes:
             self._too_large()
-        body = bytearray()
-        try:
-            async for chunk in request.stream():
-                body += chunk
-                self._held += len(chunk)
-                if len(body) > self.max_bytes:
-                    self._too_large()
-                if self._held > self.max_bytes_together:
-                    message = "too much is being sent at once"
-                    raise ApiError(503, message, code="overloaded", headers={"Retry-After": "2", "Connection": "close"})
-            return bytes(body)
-        finally:
-            self._held -= len(body)
+        async for chunk in request.stream():
+            body += chunk
+            self._held += len(chunk)
+            if len(body) > self.max_bytes:
+                self._too_large()
+            if self._held > self.max_bytes_together:
+                message = "too much is being sent at once"
+                raise ApiError(503, message, code="overloaded", headers={"Retry-After": "2", "Connection": "close"})
 
     def _too_large(self) -> NoReturn:
         message = f"the body is larger than {self.max_bytes / 1e6:g} MB"
@@ -71,25 +84,31 @@ class BodyReader:
 
 
 def parse(body: bytes) -> Any:
-    """JSON in UTF-8, strictly.
+    """JSON in UTF-8, strictly; see ``parse_json``.
 
     Raises:
         ApiError: it is not.
     """
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
-        if b"\\u" in body:
-            json.dumps(value, ensure_ascii=False).encode()  # halves of surrogate pairs are no text
-    except UnicodeDecodeError:
-        raise invalid("the body is not UTF-8") from None
-    except UnicodeEncodeError:
-        raise invalid("the body has half of a surrogate pair in a string") from None
-    except RecursionError:
-        raise invalid("the body is nested too deeply") from None
+        return parse_json(body)
     except ValueError as error:
-        raise invalid(f"the body is not JSON: {error}") from None
-    return value
+        raise invalid(f"the body {error}") from None
 
 
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
+def _check_type(headers: Headers) -> None:
+    """Refuse a body that a page of another site could have a browser send without asking first.
+
+    A page may post forms and plain text so, and bytes without a type, but not JSON. All that has reached this place has
+    no foreign ``Origin`` and no ``Sec-Fetch-Site`` of another site (see ``guard``), which every browser of today sends
+    with what it posts; one of former days is known by its name. Programs are not asked for a type where they commonly
+    send none, or that of a form: ``curl -d`` and Ollama's clients.
+    """
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
+        return
+    is_browser = "mozilla/" in headers.get("user-agent", "").lower() or any(
+        name in headers for name in ("origin", "referer", "cookie", "sec-fetch-site", "sec-fetch-dest")
+    )
+    if is_browser or kind not in ("", "application/x-www-form-urlencoded"):
+        message = "the body must be sent as Content-Type: application/json"
+        raise ApiError(415, message, code="unsupported_media_type")

@@ -49,17 +49,22 @@ class ChatAnswer(ApiAnswer):
 
     def whole_choice(self, pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
         message: dict[str, Any] = {}
+        texts: dict[str, list[str]] = {"content": [], "reasoning_content": []}
         calls: list[dict[str, Any]] = []
+        arguments: list[list[str]] = []
         for delta in (dict(piece["delta"]) for piece in pieces):
             for call in delta.pop("tool_calls", ()):
                 if "id" in call:
                     calls.append({name: value for name, value in call.items() if name != "index"})
-                else:
-                    calls[-1]["function"]["arguments"] += call["function"]["arguments"]
-            for name in ("content", "reasoning_content"):
+                    arguments.append([])
+                arguments[-1].append(call["function"]["arguments"])
+            for name, said in texts.items():
                 if name in delta:
-                    delta[name] = message.get(name, "") + delta[name]
+                    said.append(delta[name])
             message |= delta
+        message |= {name: "".join(said) for name, said in texts.items() if said}
+        for call, said in zip(calls, arguments, strict=True):
+            call["function"]["arguments"] = "".join(said)
         if calls:
             message |= {"tool_calls": calls, "content": message["content"] or None}
         if self.options.logprobs is None:

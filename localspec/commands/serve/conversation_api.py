@@ -6,14 +6,13 @@ import asyncio
 import dataclasses
 import json
 from typing import Any
-from urllib.parse import urlsplit
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from localspec.commands.serve.conversations import ConversationStore, as_markdown
-from localspec.commands.serve.errors import ApiError, invalid
+from localspec.commands.serve.errors import invalid
 from localspec.commands.serve.fields import Fields
 from localspec.commands.serve.requests import MAX_COUNT, MAX_MESSAGES
 from localspec.commands.serve.service import Service
@@ -27,7 +26,7 @@ class ConversationApi:
     """The endpoints.
 
     Args:
-        service: its settings say who may use them, and its reader reads their bodies.
+        service: its reader reads their bodies.
         store: where conversations are kept.
     """
 
@@ -42,14 +41,12 @@ class ConversationApi:
         ]
 
     async def _all(self, http: Request) -> Response:
-        self._check_client(http)
         if http.method == "POST":
             return await self._saved(http, None)
         found = await asyncio.to_thread(self._store.list, http.query_params.get("q", "")[:200])
         return JSONResponse({"object": "list", "data": found, "limits": dataclasses.asdict(self._store.limits)})
 
     async def _one(self, http: Request) -> Response:
-        self._check_client(http)
         name = http.path_params["id"]
         if http.method == "PUT":
             return await self._saved(http, name)
@@ -58,16 +55,17 @@ class ConversationApi:
             return Response(status_code=204)
         conversation = await asyncio.to_thread(self._store.get, name)
         if http.query_params.get("format") == "markdown":
-            return PlainTextResponse(as_markdown(conversation), media_type="text/markdown")
-        return JSONResponse(conversation)
+            return PlainTextResponse(await asyncio.to_thread(as_markdown, conversation), media_type="text/markdown")
+        return await asyncio.to_thread(JSONResponse, conversation)
 
     async def _saved(self, http: Request, name: str | None) -> Response:
         """Save the body as a new conversation, or in the place of one; the answer is what the store says of it."""
         try:
-            fields = Fields(await self._service.bodies.json(http))
+            async with self._service.bodies.json(http) as body:
+                fields = Fields(body)
+                content = await asyncio.to_thread(conversation_of, fields)
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
-        content = await asyncio.to_thread(conversation_of, fields)
         if name is None:
             kept = await asyncio.to_thread(self._store.create, content)
         else:
@@ -76,16 +74,6 @@ class ConversationApi:
                 raise invalid("revision is missing: that of what was changed", "revision")
             kept = await asyncio.to_thread(self._store.replace, name, revision, content)
         return JSONResponse({key: kept[key] for key in _STAMPS}, 201 if name is None else 200)
-
-    def _check_client(self, http: Request) -> None:
-        """Conversations are for people at this computer: another computer's, or another site's, may not read them."""
-        if not self._service.settings.local:
-            message = "conversations are kept only by a server that listens on this computer alone"
-            raise ApiError(403, message, kind="permission_error", code="not_loopback")
-        origin = http.headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc.lower() != http.headers["host"].lower():
-            message = "pages of other sites may not use the conversations"  # not even those that --allow-origin lets in
-            raise ApiError(403, message, kind="permission_error", code="origin_not_allowed")
 
 
 def conversation_of(fields: Fields) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import secrets
@@ -208,12 +209,18 @@ def _read(path: Path) -> dict[str, Any]:
     Raises:
         OSError: it cannot be read; ValueError: it is none of ours, or of another version.
     """
-    whole = json.loads(path.read_bytes())
+    whole = json.loads(path.read_bytes(), parse_float=_finite, parse_constant=lambda name: None)
     if not isinstance(whole, dict) or whole.get("format") != FORMAT or whole.get("id") != path.stem:
         raise ValueError("not a conversation")
     if not _has_fields(whole, _FIELDS) or not all(map(_is_message, whole["messages"])):
         raise ValueError("parts of the conversation are missing")
+    whole["settings"] = {name: value for name, value in whole["settings"].items() if value is not None}
     return whole
+
+
+def _finite(text: str) -> float | None:
+    value = float(text)
+    return value if math.isfinite(value) else None  # no browser reads it otherwise
 
 
 def _is_message(message: Any) -> bool:

@@ -2,7 +2,8 @@
 
 A page of any site can make a browser send requests to 127.0.0.1. It is kept out by what a browser cannot be made to
 lie about: the ``Host`` it thinks it talks to (a name that an attacker let point to this computer is no name of ours),
-the ``Origin`` it speaks for, and the kinds of body it may send without asking first (see ``body``).
+the ``Origin`` it speaks for, and the kinds of body it may send without asking first (see ``body``). What those who are
+let in may see is decided in ``access``.
 """
 
 from __future__ import annotations
@@ -11,17 +12,16 @@ import hmac
 import ipaddress
 import re
 import socket
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from localspec.commands.serve.access import SCOPE_KEY, Client, Kind, is_open
 from localspec.commands.serve.errors import ApiError, as_api_error, log_failure
 from localspec.commands.serve.settings import ServerSettings
-
-OPEN_PATHS = ("/", "/health")
-"""What needs no API key: the page, which asks for it, and its files under ``/page/``."""
 
 PAGE_POLICY = "; ".join(
     (
@@ -39,11 +39,10 @@ PAGE_POLICY = "; ".join(
 )
 
 _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(?::(?P<port>\d{1,5}))?")
-_HEADER = re.compile(r"[a-z0-9-]{1,64}")
-_CORS_HEADERS = ("authorization", "content-type", "idempotency-key", "user-agent", "x-api-key")
-_CORS_FAMILIES = ("anthropic-", "openai-", "x-stainless-")
-"""What pages of allowed origins may send: these headers, and those that begin so. OpenAI's and Anthropic's clients do;
-a browser takes no pattern, so each that it asks for is answered by name."""
+_HEADER = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]{1,64}")
+_MOST_HEADERS = 64
+_PROXIED = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
+"""Headers of a proxy: it may bring requests from another computer to a server that listens on this one alone."""
 
 
 class Guard:
@@ -76,14 +75,17 @@ class Guard:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
-                _harden(MutableHeaders(scope=message), path, allowed, headers.get("access-control-request-headers", ""))
+                _harden(MutableHeaders(scope=message), path, allowed, headers)
             await send(message)
 
         try:
-            self._check(headers, scope["method"], path, allowed)
-            if allowed and scope["method"] == "OPTIONS":
+            host = self._checked_host(headers)
+            self._check_origin(headers, scope["method"], path, host, allowed)
+            if allowed and scope["method"] == "OPTIONS":  # a browser asks first, without the key
                 await Response(status_code=204)(scope, receive, guarded_send)
                 return
+            client = scope[SCOPE_KEY] = self._client(headers, path, allowed)
+            client.check(path)
             await self.app(scope, receive, guarded_send)
         except Exception as error:
             log_failure(error)
@@ -91,13 +93,26 @@ class Guard:
                 raise
             await as_api_error(error).response(path)(scope, receive, guarded_send)
 
-    def _check(self, headers: Headers, method: str, path: str, allowed: str | None) -> None:
-        host = self._checked_host(headers)
-        self._check_origin(headers, method, path, host, allowed)
-        if method == "OPTIONS" and allowed:
-            return  # a browser asks first, without the key
-        if self._key is not None and path not in OPEN_PATHS and not path.startswith("/page/"):
-            self._check_key(headers)
+    def _client(self, headers: Headers, path: str, allowed: str | None) -> Client:
+        """What kind of client it is.
+
+        Raises:
+            ApiError: it needs the key.
+        """
+        if self._key is not None and not self._has_key(headers):
+            if not is_open(path):
+                self._refuse_key(headers)
+            return Client(Kind.KEYLESS)
+        if allowed is not None:
+            return Client(Kind.SITE, allowed)
+        is_here = self._local and self._is_loopback(headers["host"]) and not any(map(headers.get, _PROXIED))
+        return Client(Kind.LOCAL if is_here else Kind.REMOTE)
+
+    def _is_loopback(self, host: str) -> bool:
+        """Whether the request is addressed to this computer as it calls itself."""
+        match = _HOST.fullmatch(host)
+        name = match["name"].lower().rstrip(".") if match else ""
+        return name == "localhost" or self._is_ours(name)
 
     def _checked_host(self, headers: Headers) -> str:
         hosts = headers.getlist("host")
@@ -129,20 +144,18 @@ class Guard:
             site = headers.get("sec-fetch-site", "none")
             if site in ("none", "same-origin"):
                 return
-            if method == "GET" and path in OPEN_PATHS and headers.get("sec-fetch-mode") == "navigate":
+            if method == "GET" and path in ("/", "/health") and headers.get("sec-fetch-mode") == "navigate":
                 return  # somebody followed a link to the page
         message = "pages of other sites may not use this server; localspec serve --allow-origin URL lets one"
         raise ApiError(403, message, kind="permission_error", code="origin_not_allowed")
 
-    def _check_key(self, headers: Headers) -> None:
+    def _has_key(self, headers: Headers) -> bool:
         assert self._key is not None
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            given = headers.get("x-api-key", "")  # Anthropic's clients
-        if hmac.compare_digest(given.strip(" \t").encode("latin-1"), self._key):
-            return
+        return hmac.compare_digest(_key_in(headers).encode("latin-1"), self._key)
+
+    def _refuse_key(self, headers: Headers) -> NoReturn:
         message = "this server needs an API key: send it as Authorization: Bearer KEY"
-        if given:
+        if _key_in(headers):
             message = "the API key is wrong"
         raise ApiError(
             401,
@@ -153,7 +166,13 @@ class Guard:
         )
 
 
-def _harden(headers: MutableHeaders, path: str, allowed: str | None, asked_for: str) -> None:
+def _key_in(headers: Headers) -> str:
+    """The key that a request carries, if any."""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    return (given if scheme.lower() == "bearer" else headers.get("x-api-key", "")).strip(" \t")  # Anthropic's clients
+
+
+def _harden(headers: MutableHeaders, path: str, allowed: str | None, asked: Headers) -> None:
     headers["X-Content-Type-Options"] = "nosniff"
     headers["Referrer-Policy"] = "no-referrer"
     headers["Cross-Origin-Resource-Policy"] = "cross-origin" if allowed else "same-origin"
@@ -166,12 +185,13 @@ def _harden(headers: MutableHeaders, path: str, allowed: str | None, asked_for: 
     if allowed:
         headers["Access-Control-Allow-Origin"] = allowed
         headers["Access-Control-Allow-Methods"] = "GET, POST, DELETE"
-        headers["Access-Control-Allow-Headers"] = ", ".join((*_CORS_HEADERS, *_of_a_family(asked_for)))
+        # Whatever its client adds: a header lets nobody see more, but for the key, and an allowed site may send that.
+        names = (name.strip().lower() for name in asked.get("access-control-request-headers", "").split(","))
+        valid = [name for name in names if _HEADER.fullmatch(name)][:_MOST_HEADERS]
+        headers["Access-Control-Allow-Headers"] = ", ".join(valid or ["authorization", "content-type"])
+        headers["Access-Control-Expose-Headers"] = "Retry-After"
         headers["Access-Control-Max-Age"] = "600"
+        if asked.get("access-control-request-private-network") == "true":  # a public site, and a server that is not
+            headers["Access-Control-Allow-Private-Network"] = "true"
         headers.add_vary_header("Origin")
         headers.add_vary_header("Access-Control-Request-Headers")
-
-
-def _of_a_family(asked_for: str) -> list[str]:
-    names = (name.strip().lower() for name in asked_for.split(","))
-    return [name for name in names if name.startswith(_CORS_FAMILIES) and _HEADER.fullmatch(name)]

@@ -103,31 +103,31 @@ class LineRules:
         self._n_indent = n_indent
         self._seconds = seconds
         self._started: float | None = None
-        self._text = ""
-        self._n_released = 0
+        self._held = ""
+        self._has_lines = False  # a line break was released
 
     def push(self, text: str) -> str:
         """What counts of the answer's next piece, and can be told already."""
         self._started = self._started or time.monotonic()
-        self._text += text
+        self._held += text
         # A line's white space is held back until it is known what follows.
-        stripped = self._text.rstrip()
-        end = len(stripped) if "\n" in self._text[len(stripped) :] else len(self._text)
-        for line in _LINE.finditer(self._text, max(0, self._n_released - 1)):
+        stripped = self._held.rstrip()
+        end = len(stripped) if "\n" in self._held[len(stripped) :] else len(self._held)
+        for line in _LINE.finditer(self._held):
             if len(line[1]) < self._n_indent:
                 self.over, end = True, line.start()
                 break
-        if self._seconds is not None and "\n" in self._text[:end]:
+        self._has_lines = self._has_lines or "\n" in self._held[:end]
+        if self._seconds is not None and self._has_lines:
             self.over = self.over or time.monotonic() - self._started >= self._seconds
         return self._release(end)
 
     def finish(self) -> str:
         """The answer has ended: what was held back."""
-        return "" if self.over else self._release(len(self._text))
+        return "" if self.over else self._release(len(self._held))
 
     def _release(self, end: int) -> str:
-        released = self._text[self._n_released : end]
-        self._n_released = max(self._n_released, end)
+        released, self._held = self._held[:end], self._held[end:]
         return released
 
 

@@ -15,7 +15,7 @@ from localspec.errors import UsageError
 from localspec.prompts.thinking import THINK
 from localspec.sampling.sampling import SamplingParams
 
-MAX_CHOICES, MAX_STOPS, MAX_MESSAGES, MAX_COUNT = 16, 16, 10_000, 1 << 31
+MAX_CHOICES, MAX_STOPS, MAX_STOP, MAX_MESSAGES, MAX_COUNT = 16, 16, 1024, 10_000, 1 << 31
 MAX_TOP_LOGPROBS, MAX_TOOLS = 20, 128  # OpenAI's own limits
 
 # The sampling parameters, under OpenAI's names and those that local servers add to them, and what each may be.
@@ -128,6 +128,7 @@ class ServedModel:
         n_vocab: how many tokens there are.
         thinks: whether the model is known to think before it answers.
         item: an item of an answer that is kept, by its id.
+        as_loaded: other names of the drafters, those that ``--draft`` was given -> the names above.
     """
 
     params: SamplingParams
@@ -136,6 +137,7 @@ class ServedModel:
     on_request: Sequence[str] = ()
     thinks: bool = False
     item: Callable[[str], Mapping[str, Any] | None] = lambda name: None
+    as_loaded: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def usual(self) -> tuple[str, ...]:
@@ -255,6 +257,8 @@ def _stops(fields: Fields) -> list[str] | None:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(s, str) and s for s in stops):
         raise fields.wrong("stop", f"a string, or a list of at most {MAX_STOPS} strings, none empty")
+    if (longest := max(map(len, stops), default=0)) > MAX_STOP:
+        raise invalid(f"stop must be of strings of at most {MAX_STOP} characters, not of {longest}", "stop")
     return stops
 
 
@@ -294,7 +298,7 @@ def _own(fields: Fields, served: ServedModel) -> tuple[tuple[str, ...] | None, i
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise own.wrong("draft", '"auto", "none", or names of loaded drafters')
     if names and names != ["auto"]:
-        drafters = () if names == ["none"] else tuple(names)
+        drafters = () if names == ["none"] else tuple(served.as_loaded.get(name, name) for name in names)
         if "auto" in drafters:
             drafters = tuple(dict.fromkeys([*served.usual, *(name for name in drafters if name != "auto")]))
         # Only what is loaded: a request cannot make the server open files.

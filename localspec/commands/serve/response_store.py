@@ -20,10 +20,12 @@ class StoredResponse:
     Attributes:
         response: as it was sent.
         messages: the conversation up to and with it, without instructions.
+        owner: whose it is, see ``access.Client``.
     """
 
     response: dict[str, Any]
     messages: Sequence[dict[str, Any]]
+    owner: str = ""
 
 
 class ResponseStore:

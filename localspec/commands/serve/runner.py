@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -16,7 +17,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from localspec.commands.serve.app import build
-from localspec.commands.serve.protocol import ServerProtocol
+from localspec.commands.serve.protocol import MAX_CONNECTIONS, ServerProtocol
 from localspec.commands.serve.service import Service
 from localspec.commands.serve.settings import ServerSettings
 from localspec.errors import LocalspecError, UsageError
@@ -114,6 +115,10 @@ class AppRunner(uvicorn.Server):
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        # A thread for each client, made when first needed: what one asks for, such as a long text to be cut into
+        # tokens, keeps nobody's waiting.
+        threads = ThreadPoolExecutor(MAX_CONNECTIONS, thread_name_prefix="localspec-request")
+        asyncio.get_running_loop().set_default_executor(threads)
         await super().startup(sockets)
         if self._on_start is not None:
             self._on_start()

@@ -7,12 +7,14 @@ import re
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, aclosing, contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import ClientDisconnect
 
 from localspec import __version__
+from localspec.commands.serve.access import Client, public_name
 from localspec.commands.serve.body import BodyReader
 from localspec.commands.serve.deltas import Delta, DeltaReader
 from localspec.commands.serve.errors import ApiError, as_api_error, invalid, stopping, too_busy, too_late
@@ -25,8 +27,9 @@ from localspec.commands.serve.tool_calls import MARKERS
 from localspec.commands.serve.tools import ToolUse, forced_call, messages_for
 from localspec.errors import PromptTooLong, QueueFull, UsageError
 from localspec.llm import LLM
-from localspec.runtime.stream import AsyncRoundStream, Reply
+from localspec.runtime.stream import AsyncRoundStream, Reply, Submit
 from localspec.sampling.sampling import SamplingParams
+from localspec.sampling.structured.constraint import constraint_for
 from localspec.sampling.structured.request import grammar_of
 from localspec.spec_decode.rounds import Round
 
@@ -79,6 +82,8 @@ class Service:
 
     Attributes:
         ending: set once the server goes down; whatever runs then ends.
+        client: who is answered, see ``seen_by``.
+        slots, windows: of ``/infill``, the client's own.
     """
 
     def __init__(self, llm: LLM, settings: ServerSettings) -> None:
@@ -87,29 +92,45 @@ class Service:
         llm.max_queue = settings.queue
         self.bodies = BodyReader(settings.body_bytes, settings.bodies_bytes, settings.body_seconds)
         self.metrics = Metrics()
+        self.client = Client()
         self.slots, self.windows = Slots(), Windows()
+        self._of_owner: dict[str, tuple[Slots, Windows]] = {self.client.owner: (self.slots, self.windows)}
         self.responses = ResponseStore()
         self.ending = asyncio.Event()
         self.started = time.time()
         self.fingerprint = f"localspec-{__version__}-{llm.backend_name}"
         llm.vocab.show(MARKERS)  # the marks of tool calls are read as text
 
+    def seen_by(self, client: Client) -> Service:
+        """The same for one client: with what it may use, and what it has left here."""
+        seen = copy(self)
+        seen.client = client
+        seen.slots, seen.windows = self._of_owner.setdefault(client.owner, (Slots(), Windows()))
+        return seen
+
     @property
     def names(self) -> list[str]:
         """What requests may call the model; the first is what answers call it."""
-        return list(dict.fromkeys([self.llm.model_name, *self.settings.aliases]))
+        return list(dict.fromkeys([public_name(self.llm.model_name), *self.settings.aliases]))
 
     def check_model(self, name: str | None) -> None:
         """Refuse requests to a model that is not this one; Ollama's clients may add ``:latest``."""
-        if name and name.removesuffix(":latest") not in self.names:
+        if name and name.removesuffix(":latest") not in (*self.names, self.llm.model_name):
             message = f"there is no model {name!r:.80} here; this server answers with {self.names[0]}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
+    @property
+    def drafters(self) -> dict[str, str]:
+        """The drafters that may draft for the client, by what it calls them; see ``Client.drafters``."""
+        return self.client.drafters(self.llm.draft_names)
+
     def served(self) -> ServedModel:
-        llm, settings = self.llm, self.settings
+        llm, settings, drafters = self.llm, self.settings, self.drafters
+        on_request = [public for public, name in drafters.items() if name in settings.corpora]
         thinks = llm.thinking is not None
-        names, item = llm.draft_names, self.responses.item
-        return ServedModel(settings.params, names, llm.vocab.n_tokens, settings.corpora, thinks, item)
+        as_loaded = {name: public for public, name in drafters.items()}
+        names, n_vocab, item = list(drafters), llm.vocab.n_tokens, self.responses.item
+        return ServedModel(settings.params, names, n_vocab, on_request, thinks, item, as_loaded)
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 
@@ -125,15 +146,21 @@ class Service:
         is_form = grammar_of(params.response_format, params.grammar) is not None
         if is_form and think == "auto":  # what has a given form begins at once
             think = "off"
-        tokens = self.chat_tokens(messages, tools, options, think)
+        tokens = self.chat_tokens(messages, tools, options, think, self.llm.n_ctx)
+        constraint_for(params, self.llm.vocab)  # compiled here, and not while the engine waits
         if begun:
             tokens += self.llm.tokenize(begun, parse_special=True)
         return AnswerTask(self._fitting(tokens), params, tools, self._prediction(options), begun, think=think)
 
     def chat_tokens(
-        self, messages: Sequence[Any], tools: ToolUse, options: AnswerOptions, think: str | None = None
+        self,
+        messages: Sequence[Any],
+        tools: ToolUse,
+        options: AnswerOptions,
+        think: str | None = None,
+        room: int | None = None,
     ) -> list[int]:
-        """What the target would read, whether it fits or not; it may take a while too.
+        """What the target would read, whether it fits or not (but see ``LLM.encode``); it may take a while too.
 
         Raises:
             ApiError: a variable that the template does not know.
@@ -150,6 +177,7 @@ class Service:
             continue_final_message=options.ending == "continue",
             variables=options.variables,
             think=think or options.think,
+            room=room,
         )
 
     def text_task(self, prompt: str | list[int], options: AnswerOptions) -> AnswerTask:
@@ -161,11 +189,12 @@ class Service:
             UsageError: it is empty, or too long.
         """
         prediction = self._prediction(options)
+        constraint_for(options.params, self.llm.vocab)
         marked = self.llm.marked_fill_prompt(prompt) if isinstance(prompt, str) else None
         if marked is not None:
             tokens, before = self._fitting(marked.tokens), marked.n_before
             return AnswerTask(tokens, options.params, prediction=prediction, keep_tokens=before)
-        tokens = prompt if isinstance(prompt, list) else self.llm.encode(prompt)
+        tokens = prompt if isinstance(prompt, list) else self.llm.encode(prompt, room=self.llm.n_ctx)
         return AnswerTask(self._fitting(tokens), options.params, prediction=prediction)
 
     def fill_task(self, prefix: str, suffix: str, options: AnswerOptions) -> AnswerTask:
@@ -176,11 +205,14 @@ class Service:
         """
         prompt = self.llm.fill_prompt(prefix, suffix, max_tokens=options.params.max_tokens)
         prediction = self._prediction(options)
+        constraint_for(options.params, self.llm.vocab)
         return AnswerTask(prompt.tokens, options.params, prediction=prediction, keep_tokens=prompt.n_before)
 
     def _prediction(self, options: AnswerOptions) -> list[int]:
         # No answer is longer than the context, so what lies behind cannot be copied.
-        return self.llm.tokenize(options.prediction)[: self.llm.n_ctx] if options.prediction else []
+        n_ctx = self.llm.n_ctx
+        text = options.prediction[: n_ctx * self.llm.vocab.longest]
+        return self.llm.tokenize(text)[:n_ctx] if text else []
 
     def _fitting(self, tokens: list[int]) -> list[int]:
         if not tokens:
@@ -213,7 +245,11 @@ class Service:
         conversation = object()
         async with AsyncExitStack() as stack:
             try:
-                streams = [await stack.enter_async_context(self._ask(options, task, conversation)) for task in tasks]
+                # In a thread: what was asked is checked once more, its grammar too.
+                submitters = await asyncio.to_thread(
+                    lambda: [self._submitter(options, task, conversation) for task in tasks]
+                )
+                streams = [await stack.enter_async_context(AsyncRoundStream(submit)) for submit in submitters]
             except QueueFull as error:
                 raise too_busy(str(error), self.metrics.mean_request_seconds * (self.llm.queue_length + 1)) from None
             if holding is not None:
@@ -223,20 +259,25 @@ class Service:
                     async for event in events:
                         yield event
 
-    def _ask(self, options: AnswerOptions, task: AnswerTask, conversation: object) -> AsyncRoundStream:
-        if options.drafters is None and self.settings.corpora:
-            options = replace(options, drafters=self.served().usual)
-        usual = 0 if task.keep_tokens is None else FILL_PRIORITY
-        return self.llm.arounds(
+    def _submitter(self, options: AnswerOptions, task: AnswerTask, conversation: object) -> Submit:
+        """What queues a task."""
+        drafters, names = self.drafters, options.drafters
+        if names is None and len(usual := self.served().usual) < len(self.llm.draft_names):
+            names = usual
+        chosen = None if names is None else [drafters.get(name, name) for name in names]
+        if chosen == [] and len(drafters) == len(self.llm.draft_names):
+            chosen = None  # nothing is drafted; what could draft for this client still reads the answer
+        usual_priority = 0 if task.keep_tokens is None else FILL_PRIORITY
+        return self.llm.submitter(
             task.prompt,
             task.params,
-            speculate=options.speculate,
+            speculate=names is None or len(names) > 0,
             draft_length=options.draft_length,
             deadline=self.settings.time_limit,
             conversation=conversation,
-            priority=usual if options.priority is None else options.priority,
+            priority=usual_priority if options.priority is None else options.priority,
             logprobs=options.logprobs,
-            drafters=options.drafters or None,
+            drafters=chosen,
             prediction=task.prediction,
             keep_tokens=task.keep_tokens,
             think=task.think,
@@ -258,6 +299,7 @@ class Service:
         if index == 0 and reply.cancelled_by == "deadline" and not reply.stats.prompt_tokens:
             raise too_late(self.settings.time_limit)
         self.metrics.count(reply)
+        reply = self.client.shown(reply, self.drafters)
         last = reader.finish()
         finish_reason: str = "length" if reply.finish_reason == "cancelled" else reply.finish_reason
         if reader.calls.n_calls and (cut or finish_reason == "stop"):

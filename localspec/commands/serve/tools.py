@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from localspec.errors import UsageError
 from localspec.prompts.templates import ChatTemplate, checked_messages
 from localspec.sampling.sampling import SamplingParams
+from localspec.values import parse_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,8 @@ def _call(call: Any, i: int) -> dict[str, Any]:
     arguments = function.get("arguments", "{}")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
+            arguments = parse_json(arguments or "{}")
+        except ValueError:
             arguments = {"arguments": arguments}
     return dict(call) | {"type": "function", "function": dict(function) | {"arguments": arguments}}
 

@@ -15,6 +15,9 @@ STACK_BYTES = 512 << 20
 """Compiling follows references by recursion: a thousand in a row overflow the usual stack of a thread, which ends the
 whole process. Of a large stack only what is used becomes memory; what is compiled needs no depth."""
 
+MAX_ITEMS = 5000
+"""Places in the grammar at which an answer may stand at once; the library's own limit is 2,000."""
+
 _starting = threading.Lock()
 
 
@@ -50,7 +53,8 @@ def compiled(tokenizer: Any, grammar: str) -> Any:
 
 
 def _limits(llguidance: Any) -> Any:
-    return llguidance.LLParserLimits(verbose_errors=False)  # else errors come with a dump of the parser
+    # Errors come with a dump of the parser otherwise.
+    return llguidance.LLParserLimits(verbose_errors=False, max_items_in_row=MAX_ITEMS)
 
 
 def _deep(function: Callable[[], T]) -> T:

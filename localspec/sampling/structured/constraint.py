@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.backends.base import shared_prefix
-from localspec.errors import EngineError
+from localspec.errors import EngineError, UsageError
 from localspec.sampling.structured.compiler import reason
 from localspec.sampling.structured.request import grammar_of
 from localspec.sampling.structured.vocabulary import GrammarVocabulary, vocabulary_of
@@ -71,6 +71,7 @@ class Constraint:
             EngineError: the grammar forbids it, which the drafter has to look at before.
         """
         if not self._matcher.consume_token(token):
+            self._check()
             raise EngineError(f"token {token} breaks the grammar: {reason(self._matcher.get_error())}")
         self._tokens.append(token)
 
@@ -106,7 +107,7 @@ class Constraint:
         """Which tokens may come next [n_vocab].
 
         Raises:
-            EngineError: none may, or finding out takes more than the library's limits grant.
+            UsageError: none may, or finding out takes more than the library's limits grant.
         """
         if self.complete:
             mask = np.zeros(n_vocab, dtype=np.bool_)
@@ -165,8 +166,9 @@ class Constraint:
         self._check()
 
     def _check(self) -> None:
-        if self._matcher.is_error():
-            raise EngineError(f"this answer cannot go on within the grammar: {reason(self._matcher.get_error())}")
+        if self._matcher.is_error() and "doesn't satisfy the grammar" not in self._matcher.get_error():
+            why = reason(self._matcher.get_error())
+            raise UsageError(f"the schema or grammar asks for too much, this answer cannot go on within it: {why}")
 
 
 @dataclass(slots=True)

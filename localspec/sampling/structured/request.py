@@ -11,13 +11,19 @@ from localspec.errors import UsageError
 from localspec.sampling.structured import compiler
 from localspec.sampling.structured.compiler import one_line
 
+N_COMPILED = 32
+"""Grammars kept, and kept compiled, the least recently used going first."""
+
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as Python's ``json.dumps`` writes it: on one line. Free whitespace costs tokens and lets small models run on in
 blanks; a schema that wants it says so with llguidance's key ``x-guidance``."""
 
-MAX_SCHEMA = 1 << 20
-MAX_GRAMMAR = 1 << 18
+MAX_SCHEMA = MAX_GRAMMAR = 1 << 18
 """Longest schema and grammar, in characters."""
+
+MAX_OPTIONAL = 1000
+"""Most properties of one object that may be left out. Compiling takes time with their square, half a second for these,
+and each takes four of the places in a grammar that the library may be at (``compiler.MAX_ITEMS``)."""
 
 
 def grammar_of(response_format: Mapping[str, Any] | None, grammar: str | None) -> str | None:
@@ -42,6 +48,7 @@ def grammar_of(response_format: Mapping[str, Any] | None, grammar: str | None) -
     if schema is None:
         return None
     try:
+        _check_objects(schema)
         text = json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"the JSON schema is not JSON: {one_line(str(error))}") from None
@@ -81,7 +88,23 @@ def _checked_schema(schema: Any) -> Any:
     return {**schema, "x-guidance": {**unset, **chosen}}
 
 
-@lru_cache(maxsize=16)
+def _check_objects(schema: Any) -> None:
+    left = [schema]
+    while left:
+        each = left.pop()
+        if isinstance(each, Mapping):
+            properties, required = each.get("properties"), each.get("required")
+            if isinstance(properties, Mapping):
+                n = len(properties) - (len(required) if isinstance(required, list) else 0)
+                if n > MAX_OPTIONAL:
+                    message = f"an object of the JSON schema has {n} properties that may be left out"
+                    raise UsageError(f"{message}, and at most {MAX_OPTIONAL} can be used")
+            left += each.values()
+        elif isinstance(each, list):
+            left += each
+
+
+@lru_cache(maxsize=N_COMPILED)
 def _from_schema(schema: str) -> str:
     if len(schema) > MAX_SCHEMA:
         raise UsageError(f"the JSON schema has {len(schema)} characters, and at most {MAX_SCHEMA} can be used")
@@ -90,7 +113,7 @@ def _from_schema(schema: str) -> str:
     return text
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=N_COMPILED)
 def _from_gbnf(grammar: str) -> str:
     if len(grammar) > MAX_GRAMMAR:
         raise UsageError(f"the grammar has {len(grammar)} characters, and at most {MAX_GRAMMAR} can be used")

@@ -12,12 +12,10 @@ import numpy.typing as npt
 
 from localspec.errors import UsageError
 from localspec.sampling.structured.compiler import compiled, library, reason
+from localspec.sampling.structured.request import N_COMPILED
 
 if TYPE_CHECKING:
     from localspec.model_files.vocab import Vocab
-
-N_COMPILED = 16
-"""Grammars kept compiled per vocabulary, the least recently used going first."""
 
 
 class GrammarVocabulary:
@@ -53,7 +51,7 @@ class GrammarVocabulary:
         """A fresh ``LLMatcher`` at the beginning of a grammar.
 
         Raises:
-            UsageError: the grammar does not compile.
+            UsageError: the grammar does not compile, or no answer can begin in it.
         """
         return self._compiled(grammar).deep_copy()
 
@@ -61,7 +59,17 @@ class GrammarVocabulary:
         found = compiled(self._tokenizer, grammar)
         if found.is_error():
             raise UsageError(f"the grammar cannot be followed: {reason(found.get_error())}")
+        first = found.deep_copy()
+        first.compute_bitmask()
+        if first.is_error():  # a rule that is only itself again, or a schema that nothing fits
+            raise UsageError(f"no answer can follow the schema or grammar, from its beginning on: {_why(first)}")
         return found
+
+
+def _why(matcher: Any) -> str:
+    """Why a matcher cannot go on."""
+    text = reason(matcher.get_error())
+    return "it refers to itself without end, or contradicts itself" if text == "NoExtensionBias" else text
 
 
 class _Tokens:

@@ -444,7 +444,7 @@ def test_a_request_can_ask_for_a_corpus_that_was_allowed(
         assert sources(None) <= {"ngram"}
         assert sources({"draft": "auto"}) <= {"ngram"}
         assert "corpus" in sources({"draft": ["auto", name]})
-        assert sources({"draft": name}) == {"corpus"}
-        for other in (f"corpus:{tmp_path}", f"corpus:{project}/../project", "corpus:/", "corpus"):
+        assert sources({"draft": name}) == sources({"draft": "corpus"}) == {"corpus"}
+        for other in (f"corpus:{tmp_path}", f"corpus:{project}/../project", "corpus:/", "corpus2"):
             with pytest.raises(openai.BadRequestError, match="is loaded"):
                 sources({"draft": other})

@@ -279,7 +279,14 @@ def test_statuses(server: Server) -> None:
         ("POST", "/v1/completions", {"prompt": ""}, {}, 400, None),
         ("POST", "/v1/completions", {"prompt": "x" * 5000}, {}, 400, "context_length_exceeded"),
         ("POST", "/v1/completions", b"a=b", {"Content-Type": "text/plain"}, 415, "unsupported_media_type"),
-        ("POST", "/v1/completions", b"{}", {"Content-Type": ""}, 415, "unsupported_media_type"),
+        (
+            "POST",
+            "/v1/completions",
+            b"{}",
+            {"Content-Type": "", "Cookie": "a=b"},
+            415,
+            "unsupported_media_type",
+        ),
     ):
         found, _, answer = server.ask(method, path, body, headers)
         error = json.loads(answer)["error"]

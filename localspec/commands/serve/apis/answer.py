@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -69,7 +70,7 @@ class BlockAnswer(ABC):
         async with aclosing(self._changes()) as batches:
             async for _ in batches:
                 pass
-        return self.finished()
+        return await asyncio.to_thread(self.finished)  # some APIs repeat in an answer all that was sent
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as it comes."""
@@ -78,12 +79,12 @@ class BlockAnswer(ABC):
             async for changes in batches:
                 if not begun:
                     begun = True
-                    for event in self.begin():
+                    for event in await asyncio.to_thread(list, self.begin()):
                         yield event
                 for change in changes:
                     for event in self.change(change):
                         yield event
-        for event in self.end():
+        for event in await asyncio.to_thread(list, self.end()):
             yield event
 
     async def _changes(self) -> AsyncGenerator[list[Change], None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any, Literal
 
 from localspec.commands.serve.deltas import Delta
@@ -34,10 +35,17 @@ class AnswerBlock:
     def arguments(self) -> dict[str, Any]:
         """Of a call; none where the answer was cut before they were whole."""
         try:
-            value = json.loads(self.text)
+            # What is no number to others stays as the model wrote it; of half a surrogate pair nothing can be sent.
+            value = json.loads(self.text, parse_float=_number, parse_constant=str)
+            value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
         except (ValueError, RecursionError):
             return {}
         return value if isinstance(value, dict) else {}
+
+
+def _number(text: str) -> float | str:
+    value = float(text)
+    return value if isfinite(value) else text
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from localspec.commands.serve.errors import ApiError, invalid, on_error, stoppin
 from localspec.commands.serve.fields import Fields
 from localspec.commands.serve.guard import Guard
 from localspec.commands.serve.settings import ServerSettings
-from localspec.errors import LocalspecError
+from localspec.errors import LocalspecError, PromptTooLong
 from localspec.runtime.embedding import EmbeddingModel
 
 Row = npt.NDArray[np.float32]
@@ -54,7 +54,7 @@ class EmbeddingService:
         self._model = model
         self._names = list(dict.fromkeys([model.path.stem, *settings.aliases]))
         self._bodies = BodyReader(settings.body_bytes, settings.bodies_bytes, settings.body_seconds)
-        self._turn = asyncio.Lock()  # a request is answered whole before the next one
+        self._turn = asyncio.Lock()  # of one text: a request of many lets others in between
         self._n_asked = 0
         self._started = time.time()
 
@@ -81,12 +81,14 @@ class EmbeddingService:
     ) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(http: Request) -> Response:
             try:
-                fields = Fields(await self._bodies.json(http))
+                async with self._bodies.json(http) as body:
+                    fields = Fields(body)
                 name = fields.text("model")
                 if name and not any_name and name.removesuffix(":latest") not in self._names:
                     message = f"there is no model {name!r:.80} here; this server answers with {self._names[0]}"
                     raise ApiError(404, message, param="model", code="model_not_found")
-                return JSONResponse(await while_connected(http.receive, self.ending, answer(fields)))
+                whole = await while_connected(http.receive, self.ending, answer(fields))
+                return await asyncio.to_thread(JSONResponse, whole)
             except ClientDisconnect:
                 return Response(status_code=499)  # nobody reads it
 
@@ -138,28 +140,34 @@ class EmbeddingService:
             ApiError: it is something else, or too many wait.
             LocalspecError: a text does not fit, or the engine failed.
         """
-        inputs = _inputs(value, name)
+        inputs = await asyncio.to_thread(_inputs, value, name)
         if self._n_asked > self.settings.queue:
             raise too_busy(f"{self.settings.queue} requests wait already", 1)
         self._n_asked += 1
         try:
-            async with self._turn:
-                rows, n_tokens = [], 0
-                for each in inputs:
+            rows, n_tokens = [], 0
+            for each in inputs:
+                tokens = await asyncio.to_thread(self._tokens, each, cut)
+                async with self._turn:
                     if self.ending.is_set():
                         raise stopping()
-                    row, n = await asyncio.to_thread(self._row, each, cut)
-                    rows.append(row)
-                    n_tokens += n
-                return rows, n_tokens
+                    rows.append(await asyncio.to_thread(self._model.embed, tokens))
+                n_tokens += len(tokens)
+            return rows, n_tokens
         finally:
             self._n_asked -= 1
 
-    def _row(self, each: str | list[int], cut: bool) -> tuple[Row, int]:
+    def _tokens(self, each: str | list[int], cut: bool) -> list[int]:
+        if isinstance(each, str) and (most := self._model.most_characters) is not None and len(each) > most:
+            if not cut:
+                raise PromptTooLong(
+                    f"the text has {len(each)} characters, more than {self._model.n_ctx} tokens stand for"
+                )
+            each = each[:most]
         tokens = self._model.tokenize(each) if isinstance(each, str) else each
         if cut and len(tokens) > self._model.n_ctx:
             tokens = [*tokens[: self._model.n_ctx - 1], tokens[-1]]  # the last one may be the mark of the end
-        return self._model.embed(tokens), len(tokens)
+        return tokens
 
     async def _models(self, request: Request) -> Response:
         about = {"object": "model", "created": int(self._started), "owned_by": "localspec"}

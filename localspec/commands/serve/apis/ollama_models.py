@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
+import re
 from functools import cached_property
 from typing import Any
 
@@ -12,10 +14,13 @@ from starlette.responses import JSONResponse, Response
 
 from localspec import __version__
 from localspec.commands.serve import known_fields as known
+from localspec.commands.serve.access import public_name
 from localspec.commands.serve.apis.ollama import timestamp
 from localspec.commands.serve.fields import Fields
 from localspec.commands.serve.service import Service
 from localspec.model_files.gguf_file import GGUFFile
+
+_PATH = re.compile(r"(?:[A-Za-z]:)?(?:~|\.{1,2})?[\\/][^\n]*")
 
 OLLAMA_VERSION = "0.9.0"
 """Clients ask it whether tools, JSON schemas and thinking are known; Ollama knows all three since then."""
@@ -36,7 +41,7 @@ class OllamaModels:
         """What the file's header says, as Ollama has it."""
         llm = self._service.llm
         with GGUFFile(llm.model_path) as file:
-            scalars = {name: v if isinstance(v, str | int | float) else None for name, v in file.metadata.items()}
+            scalars = {name: _scalar(value) for name, value in file.metadata.items()}
             return {
                 "details": {
                     "parent_model": "",
@@ -72,7 +77,8 @@ class OllamaModels:
         return JSONResponse({"models": [model | {"context_length": self._service.llm.n_ctx} for model in models]})
 
     async def show(self, request: Request) -> Response:
-        fields = Fields(await self._service.bodies.json(request)).known(known.OLLAMA_SHOW)
+        async with self._service.bodies.json(request) as body:
+            fields = Fields(body).known(known.OLLAMA_SHOW)
         name = fields.text("model") or fields.required_text("name")
         self._service.check_model(name)
         header = await asyncio.to_thread(lambda: self._header)
@@ -87,6 +93,15 @@ class OllamaModels:
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": OLLAMA_VERSION, "localspec": __version__})
+
+
+def _scalar(value: Any) -> Any:
+    """A value of the header that is no list; of a path, as quantisers write that of their statistics, only its end."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, str):
+        return public_name(value) if _PATH.fullmatch(value) else value
+    return value if isinstance(value, int | float) else None
 
 
 def _rounded(n: int) -> str:

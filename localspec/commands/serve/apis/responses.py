@@ -248,7 +248,8 @@ class ResponsesAnswer(BlockAnswer):
         }
         if self._request.store:
             messages = [message for block in self.blocks for message in _of_item(Fields(self._item(block)))]
-            self.service.responses.put(self._id, StoredResponse(response, [*self._messages, *messages]))
+            owner = self.service.client.owner
+            self.service.responses.put(self._id, StoredResponse(response, [*self._messages, *messages], owner))
         return response
 
     def _response(self, status: str) -> dict[str, Any]:
@@ -311,7 +312,7 @@ def stored_response(service: Service, name: str, status: int = 404, param: str |
         ApiError: it is not.
     """
     stored = service.responses.get(name)
-    if stored is None:
+    if stored is None or not service.client.may_read(stored.owner):
         message = (
             f"there is no response {name!r:.80}: they are kept in memory, the latest only, and unless store is false"
         )
