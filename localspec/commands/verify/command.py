@@ -55,7 +55,7 @@ def verify_command(
         raise UsageError(f"--prompts must be at least 1, not {prompts}")
     if options.sampling.get("max_tokens", TOKENS) < LEAST_TOKENS:
         raise UsageError(f"--max-tokens must be at least {LEAST_TOKENS} for verify")
-    with options.opened() as llm:
+    with options.opened(chats=False) as llm:
         stop = threading.Event()
         with Progress() as progress, on_interrupt(stop.set):
             audited, show = audit_options(options, llm, prompts, quick), _shown_on(progress)
