@@ -250,7 +250,8 @@ def _timed(passes: PassKind, context: Context, tokens: Sequence[int], *, last_ro
 
 
 def _undisturbed(samples: list[float]) -> float:
-    return statistics.fmean(sorted(samples)[: max(1, len(samples) // 3)])
+    shortest = sorted(samples)[: max(1, len(samples) // 3)]
+    return statistics.fmean(ms for ms in shortest if ms <= NOISY * shortest[0])
 
 
 def _agree(samples: Samples) -> bool:
