@@ -160,13 +160,15 @@ def list_command(as_json: bool = False, everything: bool = False) -> int:
     else:
         print("no model is here yet: localspec pull fetches the default pair")
     if left := listed.left():
-        _print_columns([("\nHEAD OF ANOTHER MODEL", "SIZE", "KIND", "FOR"), *left])
-    print(f"\nfits: {ROOM:g} times its size is in this machine's memory; folder: {models_dir()}")
+        print()
+        _print_columns([("HEAD OF ANOTHER MODEL", "SIZE", "KIND", "FOR"), *left])
+    print(f"\nfits: this machine's memory holds {ROOM:g} times its size")
     if everything:
-        print("~: never fetched by us, so its size is about that; localspec pull --check asks the hub")
+        print("~: never fetched by us; localspec pull --check asks the hub for the size")
     else:
         n = sum(not entry.present for entry in entries)
-        print(f"{n} more can be fetched: localspec list --all shows them, localspec pull NAME fetches one")
+        print(f"{n} more can be fetched: localspec list --all, then localspec pull NAME")
+    print(f"folder: {models_dir()}")
     return 0
 
 

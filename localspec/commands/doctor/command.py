@@ -90,7 +90,13 @@ def doctor_command(
     page = Screen()
     with Progress() as progress:
         doctor = Doctor(options, page, progress)
-        found = doctor.examine(calibrate, rank)
+        try:
+            found = doctor.examine(calibrate, rank)
+        except KeyboardInterrupt:
+            progress.clear()
+            for part in doctor.parts if not as_json else ():
+                page.show(part)
+            raise
     if as_json:
         print(json.dumps(found.as_dict(), ensure_ascii=False, indent=2, allow_nan=False))
     else:

@@ -38,6 +38,8 @@ def pages(found: Examination, details: Sequence[Part] | None) -> Iterator[Part]:
     if details is not None:
         yield from details
         return
+    if found.rank is not None:
+        yield from ranking_parts(found.rank)
     odd = [check for check in found.checks if check.status in ("fail", "note") or check.name == "copy"]
     if odd:
         yield Findings("To know", odd)
