@@ -132,7 +132,7 @@ def load(
             if not check:
                 model: Model = engine_module(name).load(path, **options)
                 return model
-            return trust.load_checked(name, path, options, say, warn, put_off=put_off)
+            return trust.load_checked(name, path, options, say, put_off=put_off)
         except (EngineError, UnsupportedModel) as error:
             if cancelled:  # no engine's fault, and no reason to try another
                 raise

@@ -4,7 +4,7 @@ a draft model lighter.
 ik-llama-cpp-python 0.1.5 computes batches over Q4_1 and Q5_1 wrongly when a row is not a whole number of 128-value
 groups (SmolLM2's 576, for one). Q8_0 and F16 of the same rows are right. Rounding the dequantised values to Q8_0 moves
 a weight by at most 1/254 of the largest in its block of 32, to F16 by at most 1/2048 of itself; both are called
-near-exact here, and a line says which was taken.
+near-exact here, and ``localspec doctor`` says which was taken.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from localspec.system.steps import Steps, exhaust
 Bytes = npt.NDArray[np.uint8]
 
 _SUSPECT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")
+_COPIES = {"Q8_0": "an 8-bit", "F16": "a 16-bit"}
 _GROUP = 128
 _DEQUANTISABLE = ("F32", "F16", "BF16", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q5_K", "Q6_K")
 PIECE = 1 << 20
@@ -49,7 +50,7 @@ def copies(path: Path, source: str, say: Callable[[str], None]) -> Iterator[Path
     Raises:
         EngineError: the copy cannot be written.
     """
-    for type_name in ("Q8_0", "F16"):
+    for type_name in _COPIES:
         target = home() / "repacked" / f"{path.stem}.{source[:12]}.{type_name.lower()}.gguf"
         if target.exists():
             yield target
@@ -65,6 +66,22 @@ def copies(path: Path, source: str, say: Callable[[str], None]) -> Iterator[Path
             except OSError as error:
                 raise EngineError(f"cannot write a repacked copy of {path.name}: {error.strerror or error}") from None
         yield target
+
+
+def why_copied(path: Path, loaded: Path) -> tuple[str, str] | None:
+    """In how many bits a file was copied that an engine computes wrongly, and the types that are wrong; None: it was
+    not.
+
+    Args:
+        path: the file.
+        loaded: what is loaded of it.
+    """
+    bits = next((bits for name, bits in _COPIES.items() if loaded.name.endswith(f".{name.lower()}.gguf")), None)
+    if bits is None or loaded == path or loaded.parent != home() / "repacked":
+        return None
+    with GGUFFile(path) as gguf:
+        types = sorted({tensor.type_name for tensor in gguf.tensors.values() if _is_affected(tensor)})
+    return bits, " and ".join(types)
 
 
 def lighter_copy(path: Path, source: str, say: Callable[[str], None]) -> Path | None:

@@ -19,7 +19,7 @@ from localspec.system.steps import Steps
 ROOM = 1.3
 """Free memory, in sizes of the file, under which no second copy of a model is loaded beside the first."""
 
-Measure = Callable[[Model], Steps[None]]
+Compare = Callable[[Model, Model], Steps[None]]
 
 
 class SecondOpinion:
@@ -30,8 +30,8 @@ class SecondOpinion:
         path: its file as the user named it.
         options: what it was loaded with.
         refuse: called with a line if the engine turns out to be wrong.
-        measure: what else to do with a model that is right, on the engine that answers and on the other.
-        measured: whether ``measure`` was done before.
+        compare: what else to do with a model that is right, on the engine that answers and on the other.
+        compared: whether ``compare`` has found what it looks for.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class SecondOpinion:
         path: Path,
         options: dict[str, Any],
         refuse: Callable[[str], None],
-        measure: Measure,
-        measured: bool,
+        compare: Compare,
+        compared: bool,
     ) -> None:
         self.model, self.path, self.options, self.refuse = model, path, options, refuse
-        self.measure, self.measured = measure, measured
+        self.compare, self.compared = compare, compared
 
     @property
     def waits(self) -> bool:
@@ -54,7 +54,7 @@ class SecondOpinion:
         if not trust.other_engines(self.model):
             return False
         verdict = self._verdict()
-        return verdict is not None and bool(verdict["holds"]) and ("waits" in verdict or not self.measured)
+        return verdict is not None and bool(verdict["holds"]) and ("waits" in verdict or not self.compared)
 
     def steps(self, stopped: Callable[[], bool]) -> Steps[None]:
         """Load the other engine's model, compare, measure, remember.
@@ -91,9 +91,8 @@ class SecondOpinion:
                 f"{self.model.engine} gives wrong results for {self.path.name} ({verdict['why']}): "
                 "answers may be wrong. Start again to use another engine or a repacked copy of the file"
             )
-        elif not self.measured:
-            yield from self.measure(self.model)
-            yield from self.measure(other)
+        elif not self.compared:
+            yield from self.compare(self.model, other)
 
     def _key(self) -> dict[str, str]:
         return trust.verdict_key(self.model.backend, self.options, trust.fingerprint(self.path))

@@ -234,7 +234,6 @@ def load_checked(
     path: Path,
     options: dict[str, Any],
     say: Callable[[str], None],
-    warn: Callable[[str], None],
     *,
     put_off: bool = False,
 ) -> Model:
@@ -245,7 +244,6 @@ def load_checked(
         path: the file.
         options: arguments of the engine's ``load``.
         say: takes what is being done, in a line.
-        warn: takes remarks that a user should keep.
         put_off: leave the comparison with another engine to idle time, see ``second_opinion``. One that was put off
             ``MAX_PUT_OFF`` times is made now.
 
@@ -284,10 +282,6 @@ def load_checked(
             found = _compare(copy, path, options, _examine_alone(copy))
             store.put(key(digest), found)
         if found["holds"]:
-            warn(
-                f"{copy.engine} gives wrong results for batches of {path.name} ({verdict['why']}): "
-                f"using {repacked.name}"
-            )
             return copy
         copy.close()
         repacked.unlink(missing_ok=True)

@@ -242,12 +242,16 @@ def doctor(
     rank: Annotated[
         bool, typer.Option("--rank", help="Try the drafts on this disk for a minute and rank them by speed.")
     ] = False,
+    details: Annotated[
+        bool, typer.Option("--details", help="Show everything that was looked at and measured.")
+    ] = False,
     **options: Any,
 ) -> int:
-    """Diagnose this machine and a model pair: memory, compatibility, expected speed-up."""
+    """Does a model fit this machine, does guessing ahead pay here, and with what."""
     from localspec.commands.doctor.command import doctor_command
 
-    return doctor_command(run_options(model, options), as_json=as_json, calibrate=calibrate, rank=rank)
+    known = run_options(model, options)
+    return doctor_command(known, as_json=as_json, calibrate=calibrate, rank=rank, details=details)
 
 
 @command()
@@ -390,11 +394,16 @@ def pull(
 
 
 @command()
-def list_(as_json: Json = False) -> int:
-    """List the models of the catalogue and whether they are on this disk."""
+def list_(
+    as_json: Json = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="List the whole catalogue, with what can be fetched.")
+    ] = False,
+) -> int:
+    """List the models on this disk, each with its heads."""
     from localspec.commands.files import list_command
 
-    return list_command(as_json)
+    return list_command(as_json, everything)
 
 
 @command()

@@ -140,13 +140,14 @@ ThinkBudget = Annotated[
     int | None,
     typer.Option(min=0, max=MAX_COUNT, metavar="N", help="Maximum thinking tokens."),
 ]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Fetch models that are not here without asking.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show engine logs.")]
 Names = Annotated[
     list[str] | None,
     typer.Argument(
         autocompletion=models,
         metavar="NAME...",
-        help="Catalogue names, or hf:OWNER/REPO/FILE.gguf. Default: the default pair.",
+        help="Catalogue names, parts of them, or hf:OWNER/REPO/FILE.gguf. Default: the default pair.",
         show_default=False,
     ),
 ]
@@ -211,6 +212,7 @@ def _shared(
     light_draft: LightDraft = True,
     idle: Idle = True,
     system: System = None,
+    yes: Yes = False,
     verbose: Verbose = False,
 ) -> None:
     """The shared options, in the order of ``--help``."""

@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from localspec.errors import DownloadError, ModelFileError
 from localspec.model_files.catalog import Catalog, Entry
 from localspec.model_files.local_files import known_entries, remove
 from localspec.model_files.sources.base import size_text
-from localspec.system.home import models_dir, offline
+from localspec.system.home import home, models_dir, offline
+from localspec.system.memory import read_memory
 from localspec.terminal.progress import Progress
 from localspec.terminal.text import clip, on_one_line, terminal_size
 
@@ -41,7 +42,10 @@ def pull_command(names: Sequence[str] = ()) -> int:
         DownloadError: a model cannot be had.
     """
     catalog = Catalog.load()
-    entries = [catalog.entry(name) for name in names] or list(catalog.default_pair())
+    entries = [catalog.find(name) for name in names] or list(catalog.default_pair())
+    for name, entry in zip(names, entries, strict=False):
+        if name != entry.name:
+            _note(f"{name} is {entry.name} ({size_text(entry.bytes)})")
     for entry in entries:
         try:
             print(pull(entry.name), flush=True)
@@ -104,8 +108,41 @@ def _comparison(entry: Entry, n_bytes: int | None) -> str:
     return f"holds: {size_text(n_bytes)}; never fetched by us"
 
 
-def list_command(as_json: bool = False) -> int:
-    """Print the catalogue, what was pulled from the hub besides, and the heads on this disk."""
+def at_terminal() -> bool:
+    """Whether somebody sits there who can be asked."""
+    return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def wants(entries: Sequence[Entry], besides: str = "") -> bool:
+    """Ask at a terminal whether models that are not on this disk are to be fetched.
+
+    Args:
+        entries: the models.
+        besides: what else may be fetched, in brackets.
+    """
+    names, size = " and ".join(entry.name for entry in entries), sum(entry.bytes for entry in entries)
+    one = len(entries) == 1
+    what = f"{names} {'is' if one else 'are'} not here" + (f": {size_text(size)}" if size else "") + besides
+    while True:
+        print(f"{what}. Fetch {'it' if one else 'them'}? [Y/n] ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            print(file=sys.stderr)
+            return False
+        answer = line.strip().lower()
+        if answer in ("", "y", "yes"):
+            return True
+        if answer in ("n", "no"):
+            return False
+
+
+def list_command(as_json: bool = False, everything: bool = False) -> int:
+    """Print the models on this disk, each with its heads.
+
+    Args:
+        as_json: print all facts of all entries.
+        everything: print the rest of the catalogue too.
+    """
     from localspec.model_files.head_list import described_heads
 
     entries, heads = known_entries(), described_heads()
@@ -113,23 +150,79 @@ def list_command(as_json: bool = False) -> int:
         listing = {"models": [_described(entry) for entry in entries], "heads": heads}
         print(json.dumps(listing, ensure_ascii=False, indent=2))
         return 0
-    rows = [("NAME", "SIZE", "ON DISK", "CHECKED", "LICENCE", "DRAFT", "")]
-    for entry in entries:
-        size = ("" if entry.sha256 or entry.present else "~") + size_text(entry.bytes_on_disk or entry.bytes)
-        draft = ", ".join((*entry.draft[:1], *entry.heads[:1]))
-        marks = ("yes" if entry.present else "", "yes" if entry.sha256 else "")
-        rows.append((entry.name, size, *marks, entry.license, draft, entry.note))
-    _print_columns(rows)
-    print("\nchecked: downloaded and run by us; localspec pull --check verifies that the hub still has all of them")
-    print(f"folder: {models_dir()}")
-    if heads:
+    shown = [entry for entry in entries if everything or entry.present]
+    listed, rows = _List(entries, heads, everything), list[Sequence[str]]()
+    for entry in shown:
+        if not any(entry.name in other.heads for other in shown):  # else it stands under its model
+            rows += listed.rows(entry)
+    if rows:
+        _print_columns([("NAME", "SIZE", *(["HERE"] * everything), "FITS", ""), *rows])
+    else:
+        print("no model is here yet: localspec pull fetches the default pair")
+    if left := listed.left():
         print()
-        head_rows = [("HEAD", "SIZE", "KIND", "FOR")]
-        for head in heads:
-            cells = (head["path"], size_text(head["bytes"]), head["kind"] or "damaged", head["target"] or "")
-            head_rows.append(cells)
-        _print_columns([[on_one_line(cell) for cell in row] for row in head_rows])
+        _print_columns([("HEAD OF ANOTHER MODEL", "SIZE", "KIND", "FOR"), *left])
+    print(f"\nfits: this machine's memory holds {ROOM:g} times its size")
+    if everything:
+        print("~: never fetched by us; localspec pull --check asks the hub for the size")
+    else:
+        n = sum(not entry.present for entry in entries)
+        print(f"{n} more can be fetched: localspec list --all, then localspec pull NAME")
+    print(f"folder: {models_dir()}")
     return 0
+
+
+ROOM = 1.25
+"""What a model takes in memory, in sizes of its file: a cache and buffers come besides."""
+
+
+class _List:
+    """Models with their heads, as rows.
+
+    Args:
+        entries: all there are.
+        heads: see ``described_heads``.
+        everything: whether those that are not here are shown too.
+    """
+
+    def __init__(self, entries: Sequence[Entry], heads: Sequence[dict[str, Any]], everything: bool) -> None:
+        self.everything = everything
+        self._by_name = {entry.name: entry for entry in entries}
+        files = {str(entry.path) for entry in entries}
+        self._heads = [head for head in heads if head["path"] not in files]  # those have entries of their own
+        self._memory = read_memory().usable
+
+    def rows(self, entry: Entry) -> Iterator[Sequence[str]]:
+        """A model, then its heads."""
+        yield self._row(entry, entry.name)
+        for name in entry.heads:
+            if self.everything or self._by_name[name].present:
+                yield self._row(self._by_name[name], f"  {name}", is_head=True)
+        if entry.present and self._heads:
+            from localspec.backends.trust import fingerprint
+
+            digest = fingerprint(entry.path)
+            for head in [head for head in self._heads if head.get("target_fingerprint") == digest]:
+                self._heads.remove(head)
+                here = ["yes"] * self.everything
+                name = on_one_line(Path(head["path"]).name)
+                yield (f"  {name}", size_text(head["bytes"]), *here, "", f"head, {head['kind']}")
+
+    def left(self) -> list[Sequence[str]]:
+        """Heads on this disk of models that are not here; those that ship with localspec only if all is asked for."""
+        rows: list[Sequence[str]] = []
+        for head in self._heads:
+            path = Path(head["path"])
+            if self.everything or path.is_relative_to(home()):
+                cells = (path.name, size_text(head["bytes"]), head["kind"] or "damaged", head["target"] or "")
+                rows.append([on_one_line(cell) for cell in cells])
+        return rows
+
+    def _row(self, entry: Entry, name: str, *, is_head: bool = False) -> Sequence[str]:
+        size = ("" if entry.sha256 or entry.present else "~") + size_text(entry.bytes_on_disk or entry.bytes)
+        here = ["yes" if entry.present else ""] * self.everything
+        fits = "" if is_head or not entry.bytes else "fits" if ROOM * entry.bytes <= self._memory else "too big"
+        return (name, size, *here, fits, "head" if is_head else entry.note)
 
 
 def rm_command(names: Sequence[str]) -> int:

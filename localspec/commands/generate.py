@@ -82,7 +82,7 @@ def generate_command(
     check_text(prompt, "the prompt")
     if not prompt.strip() and not (raw and prompt):
         raise UsageError("the prompt is empty: give it as an argument, after -p or on standard input")
-    with options.opened() as llm:
+    with options.opened(chats=not raw) as llm:
         params = options.params({} if raw else llm.chat_defaults)
         stream = llm.rounds(_messages(llm, options, prompt, raw), params, **asked)
         with stream, on_interrupt(stream.close):

@@ -14,6 +14,7 @@ from localspec.backends.noise import engine_log
 from localspec.backends.placement import Placement, read_shares
 from localspec.errors import DownloadError, ModelFileError, UsageError
 from localspec.model_files.catalog import Catalog, Entry
+from localspec.model_files.sources.base import size_text
 from localspec.runtime.arguments import DraftLength, checked_length, draft_specs, with_free
 from localspec.runtime.at_hand import heads_at_hand
 from localspec.runtime.load_options import LoadOptions
@@ -38,6 +39,7 @@ class RunOptions:
         draft_length: ``auto`` or a number of tokens.
         load: how to load.
         system: the system prompt; None is the model's own.
+        yes: whether models that are not here are fetched without asking.
         verbose: whether to show what the engine logs.
         sampling: what was given of temperature, top_k, top_p, min_p, repeat_penalty, seed, max_tokens and stop; the
             rest comes from the catalogue's chat defaults for the model.
@@ -49,6 +51,7 @@ class RunOptions:
     draft_length: str = "auto"
     load: LoadOptions = field(default_factory=LoadOptions)
     system: str | None = None
+    yes: bool = False
     verbose: bool = False
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
@@ -113,14 +116,17 @@ class RunOptions:
         self.set_up_logging()
         corpora = self.corpora()
         drafters = self.drafters() if late is None else [*AUTOMATIC, *corpora]
-        model = ensure_model(self.model, drafters, sparing=True)
+        model = ensure_model(self.model, drafters, sparing=True, yes=self.yes)
         if late is not None and self.model is None and not offline():
             late += [entry for entry in Catalog.load().default_pair()[1:] if not entry.present]
         return LLM(model, drafters, draft_length=self.length(), progress=report, **self.load.as_arguments())
 
     @contextmanager
-    def opened(self) -> Iterator[LLM]:
+    def opened(self, *, chats: bool = True) -> Iterator[LLM]:
         """The pair, loaded with progress and remarks on standard error; closed when the block ends.
+
+        Args:
+            chats: whether it is asked questions.
 
         Raises:
             LocalspecError: it cannot be had.
@@ -128,7 +134,7 @@ class RunOptions:
         with Progress() as progress:
             llm = self.open(progress.report)
         with llm:
-            for warning in llm.warnings:
+            for warning in [*llm.warnings, *(base_model_notes(llm) if chats else ())]:
                 print(f"localspec: {warning}", file=sys.stderr)
             yield llm
 
@@ -187,20 +193,40 @@ def check_text(text: str | None, name: str) -> None:
         raise UsageError(f"{name} is not valid UTF-8")
 
 
-def ensure_model(model: str | None, drafters: Sequence[str], *, sparing: bool = False) -> str:
-    """The model to load; without a name the default pair, which is fetched where it is not on the disk yet.
+def base_model_notes(llm: LLM) -> list[str]:
+    """What a person who chats with a model should know, if it was not trained for that."""
+    entry = Catalog.load().of_path(llm.model_path)
+    if entry is None or not entry.base:
+        return []
+    return [f"{entry.name} is {entry.note}; localspec generate --raw continues text"]
+
+
+def ensure_model(model: str | None, drafters: Sequence[str], *, sparing: bool = False, yes: bool = False) -> str:
+    """The model to load; what is not on the disk yet is fetched, after a question at a terminal.
+
+    Without a terminal the default pair is fetched all the same, and a model that was named is not.
 
     Args:
-        model: what was named.
+        model: what was named; None is the default pair.
         drafters: see ``RunOptions.drafters``.
         sparing: the draft model is not fetched where a head for the target is on this disk. Where further rows are
             cheap it adds much to that, elsewhere nothing (benchmarks/RESULTS.md, machines A and B), and only passes
             tell where one is: ``LateDraft`` measures that before it fetches one.
+        yes: nothing is asked.
 
     Raises:
         ModelFileError: it is not there and may not be fetched.
         DownloadError: it cannot be fetched.
     """
+    from localspec.commands.files import at_terminal, wants
+
+    asks = at_terminal() and not yes and not offline()
+    named = [entry for name in (model, *drafters) if name is not None and (entry := _known(name)) is not None]
+    missing = [entry for entry in named if not entry.present]
+    if missing and not offline() and (asks or yes):
+        if asks and not wants(missing):
+            raise ModelFileError(f"{missing[0].name} is not on this disk; run: localspec pull {missing[0].name}")
+        _fetch(missing[0], missing)
     if model is not None:
         return model
     target, *drafts = Catalog.load().default_pair()
@@ -213,20 +239,30 @@ def ensure_model(model: str | None, drafters: Sequence[str], *, sparing: bool = 
                 "name a .gguf file, or pull it elsewhere and set LOCALSPEC_HOME"
             )
         return target.name
-    others = [entry for entry in missing if entry is not target]
-    if sparing and others:
-        if target in missing:
+    others, target_was_here = [entry for entry in missing if entry is not target], target not in missing
+    if not target_was_here:
+        more = sum(entry.bytes for entry in drafts if not entry.present)
+        besides = f" ({size_text(more)} more for a draft model, if that makes answers faster here)" if more else ""
+        if asks and not (wants([target], besides) if sparing else wants(missing)):
+            raise ModelFileError(f"{target.name} was not fetched; localspec list --all shows smaller models")
+        if sparing:
             _fetch(target, [target])
-        if _has_head(target):
-            if target in missing:
-                names, size = " ".join(entry.name for entry in others), sum(entry.bytes for entry in others) / 1e9
-                line = f"a head drafts for it; localspec pull {names} fetches the draft model ({size:.1f} GB) as well"
-                print(line, file=sys.stderr, flush=True)
-            return target.name
-        missing = others
-    if missing:
+            missing = others
+    if sparing and others and _has_head(target):
+        if not target_was_here:
+            names, size = " ".join(entry.name for entry in others), sum(entry.bytes for entry in others) / 1e9
+            line = f"a head drafts for it; localspec pull {names} fetches the draft model ({size:.1f} GB) as well"
+            print(line, file=sys.stderr, flush=True)
+        return target.name
+    if missing and (target in missing or not asks or not target_was_here or wants(missing)):
         _fetch(target, missing)
     return target.name
+
+
+def _known(name: str) -> Entry | None:
+    """The entry of a catalogue name or hub address; None for all else that a command line may name."""
+    catalog = Catalog.load()
+    return catalog.entry(name) if name in catalog or name.startswith("hf:") else None
 
 
 def _has_head(target: Entry) -> bool:

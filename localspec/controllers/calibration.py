@@ -1,11 +1,17 @@
-"""Measuring t(w), what a pass over w tokens costs, once for each model, engine and machine; and keeping it on disk."""
+"""Measuring t(w), what a pass over w tokens costs, once for each model, engine and machine; and keeping it on disk.
+
+A curve counts for good once rounds of it agree in which nobody else used the CPUs. Till then it is provisional: used,
+measured again in idle time, and nothing is chosen for good by it.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from localspec.backends.base import FEW_ROWS, Context, Model
@@ -19,6 +25,7 @@ from localspec.system.home import home
 from localspec.system.json_store import JsonStore, Key
 from localspec.system.machine import cpu_name
 from localspec.system.steps import Steps
+from localspec.system.usage import BUSY, CPUTimes, busy_share, others_share
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24)
 NARROW = (1, 2, 3, 4)
@@ -29,28 +36,45 @@ WIDE = 64
 the last row's logits are computed."""
 
 REPEATS = 3
-"""Timed passes per width; up to three times as many where they differ much."""
+"""Rounds of timed passes; up to three times as many where they do not agree."""
 
 NOISY = 1.15
 """Timings whose median exceeds the minimum by this factor were disturbed: another program had the CPU. Undisturbed
-timings spread by 5 to 10 %."""
+timings spread by 5 to 10 %. Two measurements that differ by less agree."""
+
+OUT_OF_LINE = 1.25
+"""A pass that takes this many times as long as passes over its parts, or as a wider one, is doubted: it takes twice as
+many rounds for that to be believed. Engines have such steps where they change kernels, and outliers look the same."""
 
 ENOUGH_S = 45.0
 """After so many seconds nothing is timed again: engines that exist for tests take minutes otherwise."""
+
+SPAN_S = 0.25
+"""The least time over which a share of the CPUs is known: the system counts in hundredths of a second."""
 
 QUICK_WIDTHS = (1, 2, 1, 4, 1, 2, 8, 3, 1, 12, 6, 2, 4, 3, 24, WIDE)
 QUICK_S = 0.8
 """How long ``calibrating_quickly`` begins new passes of widths beyond 2."""
 
-_MAX_DISTURBED = 3
 _LEAST_CTX = 16
 """Room for passes of a few widths over a few tokens."""
 
-_FORMAT = 8
+_FORMAT = 9
+
+Samples = dict[int, list[float]]
+"""Milliseconds of single passes, by width."""
 
 
 def calibrating(model: Model, n_ctx: int, passes: PassKind = WHOLE) -> Steps[PassTimes]:
-    """Measure t(w) of a model in contexts made for it, a pass at a time.
+    """Measure t(w) of a model in contexts made for it, a pass at a time; see ``timing`` and ``timer``."""
+    with timer(model, n_ctx, passes) as one:
+        yield from in_turns([one])
+        return one.times()
+
+
+@contextmanager
+def timer(model: Model, n_ctx: int, passes: PassKind = WHOLE) -> Iterator[Timer]:
+    """A timer of a model's passes, in contexts that are freed with the block.
 
     Args:
         model: the model.
@@ -59,14 +83,50 @@ def calibrating(model: Model, n_ctx: int, passes: PassKind = WHOLE) -> Steps[Pas
     """
     n_ctx = min(max(n_ctx, _LEAST_CTX), CALIBRATED_PAST + WIDE + FEW_ROWS)
     with passes.context(model, n_ctx) as narrow, passes.context(model, n_ctx) as wide:
-        return (yield from timing(narrow, wide, passes.tokens(model), passes))
+        yield Timer(narrow, wide, passes.tokens(model), passes)
 
 
 def timing(narrow: Context, wide: Context, tokens: Sequence[int], passes: PassKind = WHOLE) -> Steps[PassTimes]:
-    """Measure t(w) on contexts of one size, a pass at a time.
+    """Measure t(w) on contexts of one size, a pass at a time; arguments as of ``Timer``."""
+    one = Timer(narrow, wide, tokens, passes)
+    yield from in_turns([one])
+    return one.times()
+
+
+def in_turns(timers: Sequence[Timer]) -> Steps[None]:
+    """Take rounds of several models in turns, in an order that is reversed each time, until all have enough.
+
+    So they meet the same machine, and what drifts favours none.
+    """
+    for each in timers:
+        yield from each.beginning()
+    order = list(timers)
+    while not all(each.enough for each in timers):
+        for each in order:
+            yield from each.round()
+        order.reverse()
+    for each in timers:
+        each.end()
+
+
+@dataclass(slots=True)
+class _Round:
+    """One pass of every width, some of them more; and what the CPUs did meanwhile."""
+
+    samples: Samples
+    before: CPUTimes
+    after: CPUTimes
+
+    @property
+    def seconds(self) -> float:
+        return self.after.at - self.before.at
+
+
+class Timer:
+    """Times the passes of one model, in rounds over all widths.
 
     Other programs can only make a pass longer, so the shortest third of the repeats counts, which favours no width for
-    having more of them; where the repeats differ much, there are up to three times as many.
+    having more of them. Rounds in which others used the CPUs do not count where there are two without.
 
     Args:
         narrow: used and left empty.
@@ -74,35 +134,90 @@ def timing(narrow: Context, wide: Context, tokens: Sequence[int], passes: PassKi
         tokens: any ordinary text's token ids; the first part fills the context, the rest is what is timed.
         passes: which passes.
     """
-    n_ctx = narrow.n_ctx
-    widths = [w for w in WIDTHS if w + 8 <= n_ctx]
-    often = [w for w in NARROW if w in widths]
-    prefill = [w for w in (WIDE,) if w + CALIBRATED_PAST <= n_ctx]
-    tokens = [tokens[i % len(tokens)] for i in range(CALIBRATED_PAST + max([*widths, *prefill]))]
-    fill = min(CALIBRATED_PAST, n_ctx - max(widths))
-    for each in {narrow, wide}:
-        each.truncate(0)
-        for start in range(0, fill, 16):
-            passes.feed(each, tokens[start : min(start + 16, fill)], "none")
+
+    def __init__(self, narrow: Context, wide: Context, tokens: Sequence[int], passes: PassKind = WHOLE) -> None:
+        n_ctx = narrow.n_ctx
+        widths = [w for w in WIDTHS if w + 8 <= n_ctx]
+        often = [w for w in NARROW if w in widths]
+        prefill = [w for w in (WIDE,) if w + CALIBRATED_PAST <= n_ctx]
+        self._order = [*often, *widths, *often, *prefill]
+        self._tokens = [tokens[i % len(tokens)] for i in range(CALIBRATED_PAST + max(self._order))]
+        self._fill = min(CALIBRATED_PAST, n_ctx - max(widths))
+        self._narrow, self._wide, self._passes = narrow, wide, passes
+        self._rounds: list[_Round] = []
+
+    def beginning(self) -> Steps[None]:
+        """Fill the contexts."""
+        for each in {self._narrow, self._wide}:
+            each.truncate(0)
+            for start in range(0, self._fill, 16):
+                self._passes.feed(each, self._tokens[start : min(start + 16, self._fill)], "none")
+                yield
+            self._passes.feed(each, self._tokens[self._fill : self._fill + 2])  # the first pass of a kind allocates
+            each.truncate(self._fill)
+
+    def round(self) -> Steps[None]:
+        """Time every width."""
+        samples, before = Samples(), CPUTimes.now()
+        for width in self._order:
             yield
-        passes.feed(each, tokens[fill : fill + 2])  # the first pass of a kind allocates
-        each.truncate(fill)
-    samples: dict[int, list[float]] = {width: [] for width in [*widths, *prefill]}
-    seconds = 0.0
-    for repeat in range(3 * REPEATS):
-        if (repeat >= REPEATS and not _is_noisy(samples)) or (repeat and seconds > ENOUGH_S):
-            break
-        # Prefill takes long, and is less noisy.
-        for width in [*often, *widths, *often, *(prefill if repeat < 2 else [])]:
-            yield
-            used = wide if width > FEW_ROWS else narrow
-            ms = _timed(passes, used, tokens[fill : fill + width], last_row=width in prefill)
-            used.truncate(fill)
-            samples[width].append(ms)
-            seconds += ms / 1e3
-    for each in {narrow, wide}:
-        each.truncate(0)
-    return PassTimes({width: _undisturbed(ms) for width, ms in samples.items()}, noisy=_is_noisy(samples))
+            used = self._wide if width > FEW_ROWS else self._narrow
+            tokens = self._tokens[self._fill : self._fill + width]
+            ms = _timed(self._passes, used, tokens, last_row=width == WIDE)
+            used.truncate(self._fill)
+            samples.setdefault(width, []).append(ms)
+        self._rounds.append(_Round(samples, before, CPUTimes.now()))
+
+    def end(self) -> None:
+        """Leave the contexts empty."""
+        for each in {self._narrow, self._wide}:
+            each.truncate(0)
+
+    @property
+    def enough(self) -> bool:
+        """Whether further rounds would tell nothing, or take too long."""
+        n = len(self._rounds)
+        timed = sum(ms for each in self._rounds for widths in each.samples.values() for ms in widths) / 1e3
+        if n >= 3 * REPEATS or (n and timed > ENOUGH_S):
+            return True
+        counted, n_quiet = self._counted()
+        if n < REPEATS or n_quiet == 1 or not _agree(counted):
+            return False
+        return len(counted[1]) >= 2 * REPEATS * self._order.count(1) or not _out_of_line(counted)
+
+    def times(self) -> PassTimes:
+        """What was measured; ``noisy`` unless at least two rounds agree in which nobody else used the CPUs."""
+        counted, n_quiet = self._counted()
+        curve = {width: _undisturbed(ms) for width, ms in counted.items()}
+        others = others_share((each.before, each.after) for each in self._rounds) or 0.0
+        return PassTimes(curve, noisy=n_quiet < 2 or not _agree(counted), others_share=others)
+
+    def quiet_rounds(self) -> list[PassTimes]:
+        """Each round by itself in which nobody else used the CPUs."""
+        curves = [{width: _undisturbed(ms) for width, ms in each.samples.items()} for each in self._quiet()]
+        return [PassTimes(curve, noisy=True) for curve in curves]
+
+    def _counted(self) -> tuple[Samples, int]:
+        """The passes that count, and the number of quiet rounds."""
+        quiet = self._quiet()
+        counted = Samples()
+        for each in quiet if len(quiet) > 1 else self._rounds:
+            for width, ms in each.samples.items():
+                counted.setdefault(width, []).extend(ms)
+        return counted, len(quiet)
+
+    def _quiet(self) -> list[_Round]:
+        groups: list[list[_Round]] = [[]]
+        for each in self._rounds:  # rounds of a tiny model are too short to know
+            if sum(known.seconds for known in groups[-1]) >= SPAN_S:
+                groups.append([])
+            groups[-1].append(each)
+        if len(groups) > 1 and sum(each.seconds for each in groups[-1]) < SPAN_S:
+            groups[-2:] = [groups[-2] + groups[-1]]
+        if sum(each.seconds for each in groups[0]) < SPAN_S:
+            return self._rounds
+        busy = [others_share((each.before, each.after) for each in group) or 0.0 for group in groups]
+        return [each for group, share in zip(groups, busy, strict=True) if share < BUSY for each in group]
 
 
 def calibrating_quickly(model: Model, n_ctx: int, passes: PassKind = WHOLE) -> Steps[PassTimes]:
@@ -135,11 +250,28 @@ def _timed(passes: PassKind, context: Context, tokens: Sequence[int], *, last_ro
 
 
 def _undisturbed(samples: list[float]) -> float:
-    return statistics.fmean(sorted(samples)[: max(1, len(samples) // 3)])
+    shortest = sorted(samples)[: max(1, len(samples) // 3)]
+    return statistics.fmean(ms for ms in shortest if ms <= NOISY * shortest[0])
 
 
-def _is_noisy(samples: dict[int, list[float]]) -> bool:
-    return sum(map(statistics.median, samples.values())) > NOISY * sum(map(_undisturbed, samples.values()))
+def _agree(samples: Samples) -> bool:
+    """Whether repeats confirm each other, at every width and on the whole."""
+    for ms in samples.values():
+        least = sorted(ms)[:2]
+        if len(least) < 2 or least[1] > NOISY * least[0]:
+            return False
+    return sum(map(statistics.median, samples.values())) <= NOISY * sum(map(_undisturbed, samples.values()))
+
+
+def _out_of_line(samples: Samples) -> bool:
+    """Whether a width takes longer than those beside it explain: than passes over its parts, or than a wider one."""
+    curve = {width: _undisturbed(ms) for width, ms in sorted(samples.items())}
+    for width, ms in curve.items():
+        parts = [-(-width // part) * curve[part] for part in curve if part < width]
+        wider = [curve[other] for other in curve if other > width]
+        if ms > OUT_OF_LINE * min([*parts, *wider]):
+            return True
+    return False
 
 
 class CalibrationCache:
@@ -151,32 +283,49 @@ class CalibrationCache:
     def get(self, key: Key) -> PassTimes | None:
         """The stored curve; None where there is none, it cannot be read, or was found not to fit any more.
 
-        One that was disturbed is ``noisy``: measure again, and ``put`` keeps the best of both.
+        One that is ``noisy`` is provisional: measure again, and ``put`` keeps the best of both.
         """
         stored = self._store.get(key) or {}
         try:
             base = {int(width): float(ms) for width, ms in stored["ms"].items()}
-            n_disturbed, quick = int(stored.get("disturbed", 0)), bool(stored.get("quick"))
+            others, quick = float(stored["others_share"]), bool(stored["quick"])
+            noisy = quick or int(stored["disturbed"]) > 0
         except (ValueError, KeyError, TypeError, AttributeError):
             return None
         if 1 not in base or any(not (math.isfinite(ms) and ms > 0) for ms in base.values()):
             return None
-        return PassTimes(base, noisy=quick or 0 < n_disturbed < _MAX_DISTURBED, quick=quick)
+        return PassTimes(base, noisy=noisy, quick=quick, others_share=others)
+
+    def is_worth_waiting_for(self, key: Key) -> bool:
+        """Whether a provisional curve should be measured again while somebody waits.
+
+        Not where that was done ``REPEATS`` times, nor where it would be disturbed again.
+        """
+        stored = self._store.get(key) or {}
+        if bool(stored.get("quick")) or not stored:
+            return True
+        return int(stored.get("disturbed", 0)) < REPEATS and busy_share(SPAN_S) < BUSY
 
     def put(self, key: Key, times: PassTimes) -> None:
         """Store a curve; a full or read-only disk only means that it is measured again next time.
 
-        Of disturbed measurements the shortest times are kept, and after three that is taken for the machine's nature.
+        A provisional one takes the place of no other. Of two the shortest times are kept, and where nobody else used
+        the CPUs and they agree, they are provisional no more.
         """
         known, n_disturbed = self.get(key), 0
-        if times.noisy and not times.quick:
+        if times.noisy and known is not None and not known.quick:
+            if times.quick or not known.noisy:
+                return
+            both = {w: (ms, known.curve.measured.get(w, ms)) for w, ms in times.curve.measured.items()}
+            quiet = max(times.others_share, known.others_share) < BUSY
+            agree = quiet and all(max(pair) <= NOISY * min(pair) for pair in both.values())
+            n_disturbed = 0 if agree else 1 + int((self._store.get(key) or {})["disturbed"])
+            times.curve, times.noisy = Curve({w: min(pair) for w, pair in both.items()}), not agree
+        elif times.noisy and not times.quick:
             n_disturbed = 1
-            if known is not None and known.noisy and not known.quick:
-                n_disturbed += int((self._store.get(key) or {})["disturbed"])
-                best = {w: min(ms, known.curve.measured.get(w, ms)) for w, ms in times.curve.measured.items()}
-                times.curve = Curve(best)
         curve = {str(w): round(ms, 4) for w, ms in times.curve.measured.items()}
-        self._store.put(key, {"ms": curve, "disturbed": n_disturbed, "quick": times.quick})
+        value = {"ms": curve, "disturbed": n_disturbed, "quick": times.quick}
+        self._store.put(key, value | {"others_share": times.others_share})
 
     def drop(self, key: Key) -> None:
         """Forget a curve, so that it is measured again at the next load."""

@@ -204,8 +204,10 @@ class PassTimes:
         growth: relative increase per token in the memory: its bytes in the KV cache over the bytes of the weights.
         n_past: tokens in the memory now.
         n_since_one: passes since one over one token alone was seen.
-        noisy: whether the calibration was disturbed, and should be repeated when there is time.
+        noisy: whether the calibration is provisional: repeats did not agree, others used the CPU, or it is quick. It is
+            repeated when there is time, and nothing is chosen for good by it.
         quick: whether it comes of a few passes only, see ``calibrating_quickly``.
+        others_share: of the CPUs' time, used by other programs while it was calibrated.
         curve: as calibrated.
         corrections: of the curve.
     """
@@ -216,6 +218,7 @@ class PassTimes:
     n_since_one: int = 0
     noisy: bool = False
     quick: bool = False
+    others_share: float = 0.0
     curve: Curve = field(init=False)
     corrections: Corrections = field(init=False, default_factory=Corrections)
     _n_observed: int = 0  # since the calibration
@@ -270,6 +273,7 @@ class PassTimes:
     def replace(self, measured: PassTimes) -> None:
         """Go on from another calibration of the same passes: what was corrected in the old one does not hold for it."""
         self.curve, self.noisy, self.quick = measured.curve, measured.noisy, measured.quick
+        self.others_share = measured.others_share
         self.corrections = Corrections()
         self._n_observed, self._drift = 0, 0.0
 

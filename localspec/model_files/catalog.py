@@ -40,6 +40,7 @@ class Entry:
         sources: where it can be had, as the catalogue lists them.
         draft: catalogue names of fitting drafts, best first.
         heads: catalogue names of heads that were published for it; the first that is there is taken.
+        base: whether it continues text and was not trained to chat.
         note: a remark for people.
         chat: system prompt and sampling that a conversation starts with.
     """
@@ -52,6 +53,7 @@ class Entry:
     sources: tuple[Mapping[str, Any], ...] = ()
     draft: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
+    base: bool = False
     note: str = ""
     chat: Mapping[str, Any] = field(default_factory=dict)
 
@@ -122,8 +124,21 @@ class Catalog(Mapping[str, Entry]):
             source = {"kind": "hf", "repo": f"{owner}/{repo}", "file": file}
             return Entry(spec, f"hf/{owner}/{repo}/{file}", sources=(source,))
         close = difflib.get_close_matches(spec[:100].lower(), self._entries, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(close)}?" if close else "see: localspec list"
+        hint = f"did you mean {' or '.join(close)}?" if close else "see: localspec list --all"
         raise UnknownModel(f"there is no model {shown(spec)}; {hint}")
+
+    def find(self, part: str) -> Entry:
+        """As ``entry``, by any part of a name that no other entry has.
+
+        Raises:
+            UnknownModel: none has it, or several have; names them.
+        """
+        found = [name for name in self._entries if part.lower() in name]
+        if part in self._entries or not part or not found:
+            return self.entry(part)
+        if len(found) > 1:
+            raise UnknownModel(f"several models have {shown(part)} in their names: {', '.join(found)}")
+        return self._entries[found[0]]
 
     def resolve(self, spec: str) -> Path:
         """The file that a MODEL argument means: a catalogue name, a path to a ``.gguf``, or a hub address.

@@ -46,6 +46,7 @@ class PromptEncoder:
         self.thinking = ThinkingFormat.found(template.source, model)
         self._model = model
         self.vocab = model.vocab
+        self._end_marks: list[str] | None = None
         self._open = True
         self._in_use = SharedLock()
         self._folded: dict[tuple[Any, ...], tuple[int, ...]] = {}
@@ -162,6 +163,18 @@ class PromptEncoder:
         if self.thinking is None and think not in ("auto", "off"):
             raise UsageError(f"{self._model.path.name} is not known to think before it answers: leave think out")
         return think
+
+    @property
+    def end_marks(self) -> list[str]:
+        """The chat template's marks of turns that are no tokens of this model: text in which its answer ends.
+
+        So it is where a base model is asked in ChatML. Where they are tokens, these end the answer, and their names in
+        a text are only that.
+        """
+        if self._end_marks is None:
+            special = {*self.vocab.special_texts, *map(self.vocab.token_text, self.vocab.eog)}
+            self._end_marks = [mark for mark in self.template.turn_marks() if mark not in special]
+        return self._end_marks
 
     def ids(self, what: str, text: str | Iterable[int]) -> list[int]:
         """A text, or ids that the model takes, as ids.

@@ -37,6 +37,10 @@ MAX_SHARED = 200
 _MARK_OPEN, _MARK_CLOSE = "\ue0f0", "\ue0f1"
 
 
+_TURN_MARK = re.compile(r"<\|[\w-]{2,40}\|>|<(?:start|end)_of_turn>")
+"""Marks of turns that no ordinary text has."""
+
+
 class ChatTemplate:
     """One model's chat format.
 
@@ -123,6 +127,17 @@ class ChatTemplate:
             if not found:
                 raise TemplateError("the model's chat template leaves out the message that is to be gone on with")
         return self._guard.cut(text, mark)
+
+    def turn_marks(self) -> list[str]:
+        """What the template writes to begin and to end a turn, where that is a mark; empty where it fails on a turn."""
+        try:
+            turns = [{"role": "user", "content": "localspec-one"}, {"role": "assistant", "content": "localspec-two"}]
+            text = self.render(turns, add_generation_prompt=False)
+        except (TemplateError, UsageError):
+            return []
+        before, _, rest = text.partition("localspec-one")
+        between, _, after = rest.partition("localspec-two")
+        return list(dict.fromkeys(found for part in (between, after, before) for found in _TURN_MARK.findall(part)))
 
     def _with_thought(self, message: dict[str, Any]) -> dict[str, Any]:
         thought = message.get("reasoning_content")

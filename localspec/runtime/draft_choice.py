@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,7 +26,8 @@ LENGTHS = range(1, 9)
 """Draft lengths of which the best counts. On ik-llama a pass over 9 tokens takes over three times one over a single."""
 
 N_STEPS = 12
-"""Draft steps that are timed; their median counts. The copies compared so far differ by 1.5 times and more."""
+"""Draft steps of each copy that are timed, in turns; their median counts. The copies compared so far differ by 1.5
+times and more."""
 
 MAX_TOKENS = 400
 """Read of the text, which makes the standard error of an agreement of 0.75 two percent."""
@@ -101,26 +103,36 @@ def reading(model: Model, tokens: Sequence[int], n_vocab: int | None = None) -> 
 
 
 def measuring(
-    model: Model, tokens: Sequence[int], target_tops: npt.NDArray[np.int64], times: PassTimes, n_vocab: int
-) -> Steps[DraftCopy]:
-    """Measure one copy, a pass at a time.
+    copies: Sequence[Model], tokens: Sequence[int], target_tops: npt.NDArray[np.int64], times: PassTimes, n_vocab: int
+) -> Steps[list[DraftCopy]]:
+    """Measure copies, a pass at a time; their steps in turns, so that they meet the same machine.
 
     Args:
-        model: the copy.
+        copies: the models.
         tokens: the text.
         target_tops: the target's most probable tokens on it [n].
         times: the target's t(w).
         n_vocab: how many token ids the target takes; a draft's logits can be wider.
     """
-    tops = yield from reading(model, tokens, n_vocab)
-    agreement = float(((tops == target_tops) & (tops >= 0)).mean())
-    with model.new_context(_PIECE + N_STEPS) as context:  # one that never handed out many rows; see FEW_ROWS
-        context.decode(tokens[:_PIECE], "none")
-        steps = []
-        for token in tokens[:N_STEPS]:
+    agreements = []
+    for model in copies:
+        tops = yield from reading(model, tokens, n_vocab)
+        agreements.append(float(((tops == target_tops) & (tops >= 0)).mean()))
+    steps: list[list[float]] = [[] for _ in copies]
+    with ExitStack() as stack:
+        # Contexts that never handed out many rows; see FEW_ROWS.
+        contexts = [stack.enter_context(model.new_context(_PIECE + N_STEPS)) for model in copies]
+        for context in contexts:
+            context.decode(tokens[:_PIECE], "none")
             yield
-            started = time.perf_counter()
-            context.decode([token], "last")
-            steps.append((time.perf_counter() - started) * 1e3)
-    step_ms = statistics.median(steps)
-    return DraftCopy(agreement, step_ms, best_speedup(agreement, LENGTHS, times, step_ms))
+        for token in tokens[:N_STEPS]:
+            for context, taken in zip(contexts, steps, strict=True):
+                yield
+                started = time.perf_counter()
+                context.decode([token], "last")
+                taken.append((time.perf_counter() - started) * 1e3)
+    found = []
+    for agreement, taken in zip(agreements, steps, strict=True):
+        step_ms = statistics.median(taken)
+        found.append(DraftCopy(agreement, step_ms, best_speedup(agreement, LENGTHS, times, step_ms)))
+    return found

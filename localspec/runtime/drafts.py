@@ -13,7 +13,7 @@ from localspec.backends.published_heads import EngineHead
 from localspec.backends.trust import fingerprint
 from localspec.controllers.acceptance_store import AcceptanceStore
 from localspec.controllers.passes import WHOLE, BlockPasses, ChainedPasses, EarlyExits, HeadPasses, PassKind
-from localspec.errors import EngineError, LocalspecError, UsageError, VocabularyMismatch
+from localspec.errors import Cancelled, EngineError, LocalspecError, UsageError, VocabularyMismatch
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.exit_head import exit_head
 from localspec.model_files.head_kinds import names_published_head
@@ -87,6 +87,8 @@ class DraftMaker:
         free += self._corpora([name for name in names if is_corpus(name)])
         try:
             context, batch = self._context_for([*free, *(draft.drafter for draft in models)])
+        except Cancelled:
+            raise
         except LocalspecError as error:
             if not is_automatic or not any(draft.drafter.taps for draft in models):
                 raise
@@ -116,6 +118,8 @@ class DraftMaker:
         for name in drafts_at_hand(target):
             try:
                 models += self._model(name, models)
+            except Cancelled:  # it gives way to a request, and is tried again
+                raise
             except LocalspecError as error:
                 is_head = name.partition(":")[0] in FROM_STATES
                 if not is_head and not isinstance(error, VocabularyMismatch):

@@ -1,13 +1,20 @@
 """Which engine is faster for a file here: measured when there is time, remembered, and followed by ``auto``.
 
-Where several engines on the CPU are usable for a file, t(w) of both is kept. What counts is the time of a nominal
-answer: reading a prompt, then decoding at the best fixed draft length, plain decoding included, with draft tokens that
-are accepted as often and cost as much as those of a small draft model typically do.
+Where several engines on the CPU are usable for a file, their passes are timed in turns. What counts is the time of a
+nominal answer: reading a prompt, then decoding at the best fixed draft length, plain decoding included, with draft
+tokens that are accepted as often and cost as much as those of a small draft model typically do.
+
+The usual engine stays unless rounds in which nobody else used the CPUs agree that the other is faster, by more than
+unnoticed load explains. What was measured beside other programs is provisional: it chooses nothing, and is measured
+again in idle time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +22,13 @@ from localspec.backends.base import Model
 from localspec.backends.registry import engine_module, unavailable_reason
 from localspec.backends.trust import fingerprint
 from localspec.controllers.break_even import best_speedup
-from localspec.controllers.calibration import WIDE, calibrating, curve_key, curves
+from localspec.controllers.calibration import NOISY, WIDE, Timer, curve_key, curves, in_turns, timer
 from localspec.controllers.cost_model import PassTimes
 from localspec.system.home import home
 from localspec.system.json_store import JsonStore
 from localspec.system.machine import cpu_name, default_threads
 from localspec.system.steps import Steps
+from localspec.system.usage import BUSY
 
 ENGINES = ("ik-llama", "llama-cpp")
 N_PROMPT, N_ANSWER = 256, 192
@@ -32,9 +40,41 @@ its 0.5B: 0.80 on the recorded answers, 0.77 on the text in ``draft_choice``, an
 
 LENGTHS = range(9)
 
-MARGIN = 1.05
-"""How much faster an engine must be to be taken before the one that is usually the faster. Speeds of plain decoding
-spread by 5 to 10 % from answer to answer."""
+MARGIN = 1 + BUSY
+"""How much faster an engine must be to be taken before the one that is usually the faster: load up to ``BUSY`` is not
+noticed. Speeds of plain decoding spread by 5 to 10 % from answer to answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Engines timed in turns with one file.
+
+    Attributes:
+        day: when, as people write it.
+        ms: engine -> time of a nominal answer [ms], by the passes that count.
+        rounds: engine -> the same by each round in which nobody else used the CPUs.
+        others_share: of the CPUs' time, used by other programs meanwhile.
+    """
+
+    day: str
+    ms: dict[str, float]
+    rounds: dict[str, list[float]]
+    others_share: float
+
+    @property
+    def provisional(self) -> bool:
+        """Whether nothing follows from it: an engine does not have two quiet rounds that agree."""
+        return any(len(found) < 2 or found[1] > NOISY * found[0] for found in map(sorted, self._of_all()))
+
+    def prefers(self, other: str, usual: str) -> bool:
+        """Whether an engine is to be taken in place of the usual one."""
+        if self.provisional:
+            return False
+        # The best round of the usual one against the second best of the other: an outlier on either side keeps it.
+        return min(self.rounds[usual]) > MARGIN * sorted(self.rounds[other])[1]
+
+    def _of_all(self) -> list[list[float]]:
+        return [self.rounds.get(name, []) for name in ENGINES]
 
 
 def nominal_ms(times: PassTimes) -> float:
@@ -55,32 +95,41 @@ def draft_gain(times: PassTimes) -> float:
     return (prefill + answer) / ((1 + STEP_SHARE) * prefill + answer / faster)
 
 
-def engines_measuring(n_ctx: int, kv_type: str) -> Callable[[Model], Steps[None]]:
-    """What measures a model on an engine and remembers the figure; see ``SecondOpinion``."""
+def engines_comparing(n_ctx: int, kv_type: str) -> Callable[[Model, Model], Steps[None]]:
+    """What times a file on two engines in turns, and remembers what was found; see ``SecondOpinion``."""
 
-    def measuring(model: Model) -> Steps[None]:
-        key = curve_key(model, kv_type)
-        times = curves().get(key)
-        if times is None or times.quick:
-            times = yield from calibrating(model, n_ctx)
-            curves().put(key, times)
-        remember(model, kv_type, times)
+    def comparing(model: Model, other: Model) -> Steps[None]:
+        both = (model, other)
+        with ExitStack() as stack:
+            timers = [stack.enter_context(timer(each, n_ctx)) for each in both]
+            yield from in_turns(timers)
+            for each, timed in zip(both, timers, strict=True):
+                curves().put(curve_key(each, kv_type), timed.times())
+            remember(both, timers, kv_type)
 
-    return measuring
-
-
-def remember(model: Model, kv_type: str, times: PassTimes) -> None:
-    """Keep what a nominal answer takes on a model's engine."""
-    store, key = _store(), _key(fingerprint(model.path), model.n_threads, kv_type)
-    stored = store.get(key) or {}
-    figures = {**stored.get("ms", {}), model.backend: round(nominal_ms(times), 1)}
-    plain = {**stored.get("plain", {}), model.backend: round(1e3 / times(1), 2)}
-    store.put(key, {**stored, "ms": figures, "plain": plain})
+    return comparing
 
 
-def measured(path: Path, n_threads: int | None, kv_type: str) -> dict[str, float]:
-    """Engine -> time of a nominal answer [ms], where it was measured with the present versions of all engines."""
-    return _figures(_store().get(_key(fingerprint(path), n_threads or default_threads(), kv_type)))
+def remember(models: Sequence[Model], timers: Sequence[Timer], kv_type: str) -> None:
+    """Keep what nominal answers take on the engines of a file's models."""
+    today, pairs = date.today(), list(zip(models, timers, strict=True))
+    found = Comparison(
+        f"{today.day} {today:%b}",
+        {model.backend: round(nominal_ms(timed.times()), 1) for model, timed in pairs},
+        {model.backend: [round(nominal_ms(each), 1) for each in timed.quiet_rounds()] for model, timed in pairs},
+        max(timed.times().others_share for timed in timers),
+    )
+    _store().put(_key(fingerprint(models[0].path), models[0].n_threads, kv_type), asdict(found))
+
+
+def compared(path: Path, n_threads: int | None, kv_type: str) -> Comparison | None:
+    """What was found of a file, with the present versions of all engines; None where nothing was."""
+    return _comparison(_store().get(_key(fingerprint(path), n_threads or default_threads(), kv_type)))
+
+
+def forget(path: Path, n_threads: int | None, kv_type: str) -> None:
+    """Have the engines compared again."""
+    _store().put(_key(fingerprint(path), n_threads or default_threads(), kv_type), {})
 
 
 def ordered(
@@ -105,29 +154,32 @@ def ordered(
         return list(names)
     store, key = _store(), _key(fingerprint(path), n_threads or default_threads(), kv_type)
     stored = store.get(key) or {}
-    figures = _figures(stored)
-    usual = [name for name in names if name in ENGINES]
-    if any(name not in figures for name in usual):
-        return list(names)
-    first, second = usual
-    if figures[first] <= MARGIN * figures[second]:
+    found = _comparison(stored)
+    first, second = (name for name in names if name in ENGINES)
+    if found is None or not found.prefers(second, first):
         return list(names)
     if not stored.get("told"):
         store.put(key, {**stored, "told": True})
-        share = figures[first] / figures[second]
-        warn(f"{second} answers {share:.2f} times as fast as {first} with {path.name} here, as measured: auto uses it")
+        again = f"localspec doctor --calibrate measures again, --backend {first} overrides"
+        warn(f"Engine for {path.name}: {second} (measured faster on {found.day}; {again})")
     return [{first: second, second: first}.get(name, name) for name in names]
 
 
-def _figures(stored: dict[str, Any] | None) -> dict[str, float]:
-    found = (stored or {}).get("ms")
-    if not isinstance(found, dict):
-        return {}
-    return {str(name): float(ms) for name, ms in found.items() if isinstance(ms, int | float) and ms > 0}
+def _comparison(stored: dict[str, Any] | None) -> Comparison | None:
+    """What is stored, if it is a comparison of all engines."""
+    if not stored:
+        return None
+    try:
+        ms = {str(name): float(value) for name, value in stored["ms"].items()}
+        rounds = {str(name): [float(each) for each in values] for name, values in stored["rounds"].items()}
+        found = Comparison(str(stored["day"]), ms, rounds, float(stored["others_share"]))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+    return found if all(name in ms for name in ENGINES) else None
 
 
 def _store() -> JsonStore:
-    return JsonStore(home() / "engines", 1)
+    return JsonStore(home() / "engines", 2)
 
 
 def _key(digest: str, n_threads: int, kv_type: str) -> dict[str, str]:

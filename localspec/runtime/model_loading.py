@@ -34,6 +34,14 @@ Report = Callable[[str, "float | None"], None]
 """Progress: what is being done, and the fraction done if it is known. Raising from it cancels."""
 
 
+class Remarks(list[str]):
+    """One-line remarks that a user should see, each once: a fact stays one, however often a model is loaded."""
+
+    def append(self, line: str) -> None:
+        if line not in self:
+            super().append(line)
+
+
 class Loader:
     """Loads models as the options say.
 
@@ -46,7 +54,7 @@ class Loader:
         self.options = options
         self.parallel = 1
         self.warnings = warnings
-        self._choices = JsonStore(home() / "drafts", 1)
+        self._choices = JsonStore(home() / "drafts", 2)
 
     def load_target(self, path: Path, report: Report) -> Model:
         """Load the target, which alone is placed on devices as the options say."""
@@ -99,7 +107,7 @@ class Loader:
         """
         idle, key = self.options.idle, curve_key(model, self.options.kv_cache_type)
         times = curves().get(key)
-        if times is None or (times.noisy and not idle):
+        if times is None or (times.noisy and not idle and curves().is_worth_waiting_for(key)):
             report(
                 f"measuring what a pass of {called or model.path.name} costs here "
                 f"({'a first time, briefly' * idle or 'once'})",
@@ -107,7 +115,7 @@ class Loader:
             )
             measuring = calibrating_quickly if idle else calibrating
             times = exhaust(measuring(model, n_ctx, passes), tick=lambda: report("measuring", None))
-            curves().put(key, times)
+            curves().put(key, times)  # which keeps the best of what it knows
         times.growth = growth(model, self.options.kv_cache_type)
         return times
 
@@ -200,8 +208,8 @@ class Loader:
             report(f"comparing {path.name} with its lighter copy (once)", None)
             tokens = draft_choice.tokens_of(state.target)
             tops = yield from draft_choice.reading(state.target, tokens)
-            one = yield from draft_choice.measuring(published, tokens, tops, state.times, state.target.n_vocab)
-            two = yield from draft_choice.measuring(lighter, tokens, tops, state.times, state.target.n_vocab)
+            copies = (published, lighter)
+            one, two = yield from draft_choice.measuring(copies, tokens, tops, state.times, state.target.n_vocab)
         except Cancelled:
             raise
         except LocalspecError:

@@ -17,7 +17,7 @@ from localspec.runtime.arguments import DraftLength
 from localspec.runtime.drafts import DraftMaker
 from localspec.runtime.learned import keep
 from localspec.runtime.load_options import LoadOptions
-from localspec.runtime.model_loading import Loader, Report
+from localspec.runtime.model_loading import Loader, Remarks, Report
 from localspec.runtime.parallel_choice import open_memory
 from localspec.runtime.pass_counts import PassCounts
 from localspec.runtime.prefix_cache import PrefixCache
@@ -63,7 +63,7 @@ class Pair:
 
     def __init__(self, path: Path, draft: Sequence[str], options: LoadOptions, report: Report) -> None:
         self.options = options
-        self.warnings: list[str] = []
+        self.warnings: list[str] = Remarks()
         self.loader = Loader(options, self.warnings)
         self.preparation = Preparation()
         self.prefix_cache = PrefixCache(options.prefix_cache_bytes)
@@ -207,8 +207,8 @@ class Pair:
         files = {draft.source: str(draft.path) for draft in self.state.models}
         line = f"the draft {files.get(drafter.source, drafter.source)} is not used any more: it {why}"
         if line not in self.warnings:  # each of several answers has a drafter of its own
-            self.warnings.append(line)
             log.warning(line)
+        self.warnings.append(line)
 
     # -- decoding ------------------------------------------------------------------------------------------------
 
@@ -280,7 +280,7 @@ class Pair:
         conversation = list(prompt)
         self.conversation, self._last = conversation, last
         named = self.target.vocab.named(params.stop) if params.stop else None
-        text = TextAssembler(self.target.vocab, params.stop, thinking, named)
+        text = TextAssembler(self.target.vocab, [*params.stop, *request.end_marks], thinking, named)
         n_rounds, ended = 0, False
         # A pass that is broken off leaves every context with what its `tokens` says.
         with self._working_on(target, conversation, chosen, cancelled), suppress(Cancelled):

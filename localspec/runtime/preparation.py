@@ -7,6 +7,7 @@ is work in steps; a request that comes waits for one step at most, and finds wha
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,10 +20,11 @@ from localspec.controllers.calibration import calibrating, curve_key, curves
 from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.passes import WHOLE, PassKind
 from localspec.errors import Cancelled, LocalspecError
-from localspec.runtime.engine_choice import ENGINES, engines_measuring, measured
+from localspec.runtime.engine_choice import compared, engines_comparing
 from localspec.runtime.idle import Stopped
 from localspec.runtime.model_loading import giving_way
 from localspec.system.steps import Steps
+from localspec.system.usage import BUSY, CPUTimes, others_share
 
 if TYPE_CHECKING:
     from localspec.backends.base import Context
@@ -38,10 +40,15 @@ ORDER = ("draft", "target curve", "draft curve", "draft check", "corpus", "other
 """What is done first: what brings most, and quickly."""
 
 
+AGAIN_S = 600.0
+"""How long what was measured beside other programs stands before it is tried again, if they are gone by then."""
+
+
 @dataclass(slots=True)
 class _Item:
     kind: str
     work: Work
+    due: float = 0.0
     steps: Steps[None] | None = None
 
 
@@ -53,14 +60,15 @@ class Preparation:
         self._at_work: _Item | None = None
         self._stopped: Stopped = lambda: False
 
-    def add(self, kind: str, work: Work) -> None:
+    def add(self, kind: str, work: Work, *, after: float = 0.0) -> None:
         """Have work done.
 
         Args:
             kind: one of ``ORDER``.
             work: makes the steps, given what says that they are to stop; made again after a step raised ``Cancelled``.
+            after: not before so many seconds have passed.
         """
-        self._items.append(_Item(kind, work))
+        self._items.append(_Item(kind, work, time.monotonic() + after))
         self._items.sort(key=lambda item: ORDER.index(item.kind))
 
     def drop(self, *kinds: str) -> None:
@@ -73,9 +81,9 @@ class Preparation:
         self.drop(*ORDER)
 
     def __call__(self, stopped: Stopped) -> bool:
-        if not self._items:
+        item, self._stopped = self._next(), stopped
+        if item is None:
             return False
-        item, self._stopped = self._items[0], stopped
         self._at_work = item
         try:
             if item.steps is None:
@@ -91,7 +99,11 @@ class Preparation:
             self._end(item)
         finally:
             self._at_work = None
-        return bool(self._items)
+        return self._next() is not None
+
+    def _next(self) -> _Item | None:
+        now = time.monotonic()
+        return next((item for item in self._items if item.due <= now), None)
 
     def _end(self, item: _Item) -> None:
         if item in self._items:
@@ -101,7 +113,7 @@ class Preparation:
 
 
 def prepare_times(pair: Pair, kind: str, context: Context, times: PassTimes, passes: PassKind = WHOLE) -> None:
-    """Queue the measurement of a cost model of which there is only a rough one; it is used from then on."""
+    """Queue the measurement of a cost model of which there is only a provisional one; it is used from then on."""
 
     def measuring(stopped: Stopped) -> Steps[None]:
         measured = yield from calibrating(context.model, context.n_ctx, passes)
@@ -109,7 +121,36 @@ def prepare_times(pair: Pair, kind: str, context: Context, times: PassTimes, pas
         times.replace(measured)
 
     if times.noisy:
-        pair.preparation.add(kind, measuring)
+        _prepare_until_settled(pair, kind, measuring, lambda: times.noisy, once=times.quick)
+
+
+def _prepare_until_settled(pair: Pair, kind: str, work: Work, provisional: Callable[[], bool], *, once: bool) -> None:
+    """Queue a measurement, and again after a while, as long as what it finds is provisional.
+
+    Args:
+        pair: for whom.
+        kind: one of ``ORDER``.
+        work: the measurement.
+        provisional: whether what was found is that.
+        once: whether it is made now in any case; else, and again, only while nobody else uses the CPUs.
+    """
+
+    def measuring(stopped: Stopped, *, in_any_case: bool = once) -> Steps[None]:
+        if in_any_case or (yield from _is_quiet()):
+            yield from work(stopped)
+        if provisional():
+            pair.preparation.add(kind, partial(measuring, in_any_case=False), after=AGAIN_S)
+
+    pair.preparation.add(kind, measuring)
+
+
+def _is_quiet() -> Steps[bool]:
+    """Whether others leave the CPUs alone, for a moment."""
+    before = CPUTimes.now()
+    for _ in range(5):
+        time.sleep(0.06)
+        yield
+    return (others_share([(before, CPUTimes.now())]) or 0.0) < BUSY
 
 
 def checking_draft(pair: Pair, draft: DraftModel) -> Steps[None]:
@@ -157,29 +198,39 @@ def _telling(pair: Pair, steps: Steps[str], stopped: Stopped) -> Steps[None]:
     """The same steps; what they have to say, or why they ended early, is for the user to see, once."""
     try:
         remark = yield from steps
+    except Cancelled:
+        raise
     except LocalspecError as error:
         remark = str(error)
-    if remark and remark not in pair.warnings:
+    if remark:
         pair.warnings.append(remark)
 
 
 def ask_another_engine(pair: Pair, path: Path) -> None:
     """Queue the comparison with another engine, of results and of times, where there is one and it was not made."""
-    opinion = second_opinion(pair, path)
-    if opinion.waits:
-        pair.preparation.add("other engine", opinion.steps)
+    options = pair.options
+
+    def provisional() -> bool:
+        found = compared(path, options.n_threads, options.kv_cache_type)
+        return found is not None and found.provisional
+
+    def asking(stopped: Stopped) -> Steps[None]:
+        yield from second_opinion(pair, path).steps(stopped)
+
+    if second_opinion(pair, path).waits:
+        _prepare_until_settled(pair, "other engine", asking, provisional, once=not provisional())
 
 
 def second_opinion(pair: Pair, path: Path) -> SecondOpinion:
     """What another engine has to say of a pair's target, a file as the user named it."""
     target, options = pair.target, pair.options
-    known = measured(path, options.n_threads, options.kv_cache_type)
+    known = compared(path, options.n_threads, options.kv_cache_type)
     comparable = target.capabilities.device == "cpu" and options.backend == "auto" and not options.placement
     return SecondOpinion(
         target,
         path,
         pair.options.target,
         pair.refuse,
-        engines_measuring(pair.context.n_ctx, options.kv_cache_type),
-        measured=not comparable or all(name in known for name in ENGINES),
+        engines_comparing(pair.context.n_ctx, options.kv_cache_type),
+        compared=not comparable or (known is not None and not known.provisional),
     )

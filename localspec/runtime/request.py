@@ -30,6 +30,7 @@ class AnswerRequest:
             all, answer included.
         think: ``auto``, ``on``, ``off`` or an effort, see ``prompts.thinking``; None: only messages are asked so.
         thinking_budget: tokens until a thinking block is closed; None is any number.
+        end_marks: texts that end the answer besides ``params.stop``, see ``PromptEncoder``.
     """
 
     prompt: Prompt | Callable[[], Prompt]
@@ -42,6 +43,7 @@ class AnswerRequest:
     keep_tokens: int | None = None
     think: str | None = None
     thinking_budget: int | None = None
+    end_marks: Sequence[str] = ()
 
     @classmethod
     def checked(
@@ -67,6 +69,7 @@ class AnswerRequest:
             UsageError: one makes no sense.
         """
         length = default_length if draft_length is None else checked_length(draft_length)
+        is_chat = think is not None or (not callable(prompt) and is_messages(prompt))
         return cls(
             prompt=prompt,
             params=checked_params(params),
@@ -78,6 +81,7 @@ class AnswerRequest:
             keep_tokens=None if keep_tokens is None else checked_whole("keep_tokens", keep_tokens, 0),
             think=None if think is None else encoder.checked_think(think),
             thinking_budget=None if thinking_budget is None else checked_whole("thinking_budget", thinking_budget, 0),
+            end_marks=encoder.end_marks if is_chat else (),
         )
 
     def read(self, encoder: PromptEncoder, room: int | None = None) -> tuple[list[int], ThinkingReader | None]:

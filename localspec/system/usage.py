@@ -14,6 +14,9 @@ import psutil
 _BUSY = ("user", "nice", "system", "irq", "softirq", "steal")
 """Of what psutil counts, where a system counts it; guests' time is in the user's already."""
 
+BUSY = 0.15
+"""Share of the CPUs' time in others' hands from which timings are not to be trusted."""
+
 
 @dataclass(frozen=True, slots=True)
 class CPUTimes:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from localspec.commands import files
 from localspec.commands.options import ensure_model
-from localspec.errors import DownloadError
+from localspec.errors import DownloadError, ModelFileError
 from localspec.model_files.catalog import Catalog, Entry
 from localspec.model_files.head_folders import heads_folder
 from tests.conftest import TinyFiles
@@ -268,6 +270,112 @@ def test_a_named_model_is_never_fetched_unasked(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(files, "pull", pull := _Pulled())
     assert ensure_model("smollm2-135m", ()) == "smollm2-135m"
     assert pull.names == []
+    assert ensure_model("smollm2-135m", (), yes=True) == "smollm2-135m"
+    assert pull.names == ["smollm2-135m"]
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Lets somebody sit at a terminal and type something."""
+    monkeypatch.setenv("LOCALSPEC_OFFLINE", "0")
+
+    def typed(text: str) -> None:
+        stdin = io.StringIO(text)
+        monkeypatch.setattr(stdin, "isatty", lambda: True)
+        monkeypatch.setattr(sys, "stdin", stdin)
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+
+    return typed
+
+
+@pytest.mark.parametrize(("answer", "fetches"), [("\n", True), ("Y\n", True), ("what?\nyes\n", True), ("n\n", False)])
+@pytest.mark.parametrize("model", ["smollm2-135m", "hf:acme/tiny/tiny.gguf"])
+def test_at_a_terminal_one_question_fetches_a_named_model(
+    terminal: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    model: str,
+    answer: str,
+    fetches: bool,
+) -> None:
+    monkeypatch.setattr(files, "pull", pull := _Pulled())
+    terminal(answer)
+    if fetches:
+        assert ensure_model(model, ["auto"]) == model
+    else:
+        with pytest.raises(ModelFileError, match=f"localspec pull {model}"):
+            ensure_model(model, ["auto"])
+    size = ": 98.4 MB" if model == "smollm2-135m" else ""
+    assert capsys.readouterr().err.startswith(f"{model} is not here{size}. Fetch it? [Y/n] ")
+    assert pull.names == [model] * fetches
+
+
+def test_nothing_is_asked_that_was_answered(
+    terminal: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the command line, by the environment, or by the disk; a path is nothing to fetch."""
+    monkeypatch.setattr(files, "pull", pull := _Pulled())
+    terminal("")
+    assert ensure_model("smollm2-135m", (), yes=True) == "smollm2-135m"
+    assert pull.names == ["smollm2-135m"]
+    monkeypatch.setenv("LOCALSPEC_OFFLINE", "1")
+    assert ensure_model("smollm2-135m", (), yes=True) == "smollm2-135m"
+    assert ensure_model("/no/such.gguf", ()) == "/no/such.gguf"
+    with pytest.raises(ModelFileError, match="LOCALSPEC_OFFLINE"):
+        ensure_model(None, ["auto"])
+    assert pull.names == ["smollm2-135m"]
+    assert "Fetch" not in capsys.readouterr().err
+
+
+def test_a_draft_that_is_named_is_asked_for_too(
+    terminal: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(files, "pull", pull := _Pulled())
+    terminal("\n")
+    ensure_model("qwen2.5-coder-1.5b", ["ngram", "qwen2.5-coder-0.5b", "head:x.gguf"])
+    assert "qwen2.5-coder-1.5b and qwen2.5-coder-0.5b are not here: 1.61 GB. Fetch them?" in capsys.readouterr().err
+    assert pull.names == ["qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"]
+
+
+@pytest.mark.parametrize("sparing", [True, False])
+@pytest.mark.parametrize("answer", ["\n", "no\n", ""])
+def test_at_a_terminal_the_default_model_is_one_question(
+    terminal: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    answer: str,
+    sparing: bool,
+) -> None:
+    monkeypatch.setattr(files, "pull", pull := _Pulled())
+    target, draft = (entry.name for entry in Catalog.load().default_pair())
+    terminal(answer)
+    if answer == "\n":
+        assert ensure_model(None, ["auto"], sparing=sparing) == target
+        assert pull.names == [target, draft]
+    else:
+        with pytest.raises(ModelFileError, match="was not fetched; localspec list --all shows smaller models"):
+            ensure_model(None, ["auto"], sparing=sparing)
+        assert pull.names == []
+    err = capsys.readouterr().err
+    assert err.count("[Y/n]") == 1
+    size = "1.12 GB (491 MB more for a draft model, if" if sparing else "1.61 GB. Fetch them?"
+    assert size in err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals")
+@pytest.mark.parametrize("command", ["chat", "serve", "generate -p x", "bench", "verify", "distill"])
+def test_every_command_asks_at_a_terminal(command: str) -> None:
+    import pexpect
+
+    child = pexpect.spawn(sys.executable, ["-m", "localspec", *command.split()[:1], "smollm2-135m", *command.split()[1:]],
+                          env={**os.environ, "LOCALSPEC_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"},
+                          timeout=PATIENCE, encoding="utf-8")  # fmt: skip
+    child.expect_exact("smollm2-135m is not here: 98.4 MB. Fetch it? [Y/n] ")
+    child.sendline("n")
+    child.expect_exact("localspec: smollm2-135m is not on this disk; run: localspec pull smollm2-135m")
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 1
 
 
 def test_a_draft_with_another_vocabulary(tiny: TinyFiles) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from localspec.model_files.inspection import inspect
 from localspec.model_files.kv_memory import kv_shape
 from localspec.model_files.sources import parts_folder
 from localspec.system.home import home, models_dir
+from localspec.system.memory import SystemMemory
 from tests.conftest import TinyFiles
 from tests.model_files.test_catalog import put
 from tests.support import ggufs
@@ -58,19 +60,60 @@ def test_list_as_json(capsys: Out) -> None:
     }  # fmt: skip
 
 
-def test_list_for_people(capsys: Out) -> None:
-    put(SMOL)
+def on_memory(monkeypatch: pytest.MonkeyPatch, n_bytes: int) -> None:
+    monkeypatch.setattr(files, "read_memory", lambda: SystemMemory(n_bytes, n_bytes))
+
+
+def listed(capsys: Out, **options: bool) -> dict[str, str]:
+    """The lines by their first word."""
+    assert list_command(**options) == 0
+    return {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
+
+
+def test_list_shows_what_is_here_alone(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
+    on_memory(monkeypatch, 8 << 30)
     assert list_command() == 0
-    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
+    assert "no model is here yet: localspec pull" in capsys.readouterr().out
+    put(SMOL)
+    other = models_dir() / "hf/acme/tiny/tiny.gguf"
+    other.parent.mkdir(parents=True)
+    other.write_bytes(b"12345")
+    lines = listed(capsys)
+    assert {*CATALOG, "hf:acme/tiny/tiny.gguf"} & set(lines) == {"smollm2-135m", "hf:acme/tiny/tiny.gguf"}
     assert "98.4 MB" in lines["smollm2-135m"]
+    assert " fits " in lines["smollm2-135m"]
+    assert f"{len(CATALOG) - 1} more can be fetched: localspec list --all" in "\n".join(lines.values())
+
+
+def test_list_of_everything(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
+    on_memory(monkeypatch, 4 << 30)
+    put(SMOL)
+    lines = listed(capsys, everything=True)
+    assert set(CATALOG) <= set(lines)
     assert "~4.68 GB" in lines["qwen2.5-coder-7b"]
+    at = lines["NAME"].index("HERE")
+    assert {name for name in CATALOG if lines[name][at : at + 3] == "yes"} == {"smollm2-135m"}
+    at = lines["NAME"].index("FITS")
+    assert lines["qwen2.5-coder-7b"][at:].startswith("too big")
+    assert lines["qwen2.5-coder-1.5b"][at:].startswith("fits")
+    order = list(lines)
+    for entry in CATALOG.values():
+        for head in entry.heads[:1]:
+            assert lines[head].startswith("  ")
+            models = [name for name in order[: order.index(head)] if not lines[name].startswith("  ")]
+            assert head in CATALOG[models[-1]].heads
 
-    def marked(column: str) -> set[str]:
-        at = lines["NAME"].index(column)
-        return {name for name, line in lines.items() if line[at : at + 3] == "yes"}
 
-    assert marked("ON DISK") == {"smollm2-135m"}
-    assert marked("CHECKED") == {name for name, entry in CATALOG.items() if entry.sha256}
+@pytest.mark.parametrize("everything", [False, True])
+def test_list_fits_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: Out, everything: bool) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for entry in CATALOG.values():
+        if entry.sha256:
+            put(entry)
+    assert list_command(everything=everything) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line) for line in lines if not line.startswith("folder:")) <= 80
 
 
 # -- rm ---------------------------------------------------------------------------------------------------------------
@@ -122,6 +165,20 @@ def test_pull_prints_the_path_and_names_the_draft(capsys: Out) -> None:
     put(CATALOG["qwen2.5-coder-0.5b"])
     pull_command(["qwen2.5-coder-1.5b"])
     assert capsys.readouterr().err == ""
+
+
+def test_pull_finds_a_model_by_a_part_of_its_name(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
+    put(SMOL)
+    assert pull_command(["LM2-135"]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{SMOL.path}\n"
+    assert "LM2-135 is smollm2-135m (98.4 MB)" in err
+    with pytest.raises(UnknownModel, match="'coder' in their names: qwen2[.]5-coder-1[.]5b, qwen2[.]5-coder-0[.]5b, "):
+        pull_command(["coder"])
+    assert Catalog.load().find("qwen2.5-coder-1.5b").name == "qwen2.5-coder-1.5b"  # though a part of others, perhaps
+    for odd in ("", "xyzzy", "/"):
+        with pytest.raises(UnknownModel):
+            pull_command([odd])
 
 
 def test_pull_checks_all_names_first() -> None:
@@ -355,12 +412,25 @@ def test_list_shows_heads_and_says_which_are_damaged(head: Path, capsys: Out) ->
     damaged.write_bytes(head.read_bytes()[:3000])
     assert list_command() == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line]
-    assert [str(damaged), "kB damaged"] in [[line[0], " ".join(line[-2:])] for line in lines]
-    assert [str(head), "tiny llama"] in [[line[0], " ".join(line[-2:])] for line in lines]
+    assert [damaged.name, "kB damaged"] in [[line[0], " ".join(line[-2:])] for line in lines]
+    assert [head.name, "tiny llama"] in [[line[0], " ".join(line[-2:])] for line in lines]
     assert list_command(as_json=True) == 0
     heads = {entry["path"]: entry for entry in json.loads(capsys.readouterr().out)["heads"]}
     assert (heads[str(head)]["kind"], heads[str(head)]["target"]) == ("chained", "tiny llama")
     assert "cut short" in heads[str(damaged)]["error"]
+
+
+def test_list_shows_a_head_under_its_model(head: Path, tiny: TinyFiles, capsys: Out) -> None:
+    target = models_dir() / "hf/acme/tiny/target.gguf"
+    target.parent.mkdir(parents=True)
+    shutil.copy(tiny.pair.target, target)
+    put(SMOL)
+    assert list_command() == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("hf:acme/tiny/target.gguf"))
+    assert lines[at + 1].startswith(f"  {head.name}")
+    assert "head, chained" in lines[at + 1]
+    assert not any("HEAD OF ANOTHER MODEL" in line for line in lines)
 
 
 def test_rm_removes_what_was_made_of_heads_for_a_model(capsys: Out) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from localspec import LLM, Cancelled, SamplingParams
 from localspec.backends import repack
 from localspec.backends.trust import fingerprint
+from localspec.controllers.cost_model import PassTimes
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.runtime import draft_choice
 from localspec.runtime.draft_choice import DraftCopy, reading
@@ -53,10 +55,11 @@ def test_the_faster_copy_drafts_and_the_choice_is_kept(
 ) -> None:
     compared: list[str] = []
 
-    def measuring(model: Any, *args: Any) -> Steps[DraftCopy]:
+    def measuring(copies: Any, *args: Any) -> Steps[list[DraftCopy]]:
         yield
-        compared.append(model.path.name)
-        return DraftCopy(0.5, 1.0, 2.0 if ("q4_0-draft" in model.path.name) == light_is_faster else 1.0)
+        names = [model.path.name for model in copies]
+        compared.extend(names)
+        return [DraftCopy(0.5, 1.0, 2.0 if ("q4_0-draft" in name) == light_is_faster else 1.0) for name in names]
 
     monkeypatch.setattr(draft_choice, "measuring", measuring)
     for _ in range(2):
@@ -70,6 +73,29 @@ def test_the_faster_copy_drafts_and_the_choice_is_kept(
     with LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256, light_draft=False) as llm:
         model = llm._pair.state.models[0].model
         assert model.path == tiny.pair.draft
+
+
+def test_copies_are_timed_in_turns(fast_backend: Any, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a program that comes while they are timed makes both as slow; here every pass takes twice the last one's."""
+    now, steps = [0.0], list[str]()
+    monkeypatch.setattr(draft_choice, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    with fast_backend.load(tiny.pair.draft) as one, fast_backend.load(tiny.pair.draft) as two:
+        kind = type(one.new_context(8))
+        original = kind.decode
+
+        def decode(self: Any, tokens: Any, logits: Any = "all") -> Any:
+            if len(tokens) == 1:
+                steps.append("one" if self.model is one else "two")
+                now[0] += 2.0 ** len(steps)
+            return original(self, tokens, logits)
+
+        monkeypatch.setattr(kind, "decode", decode)
+        tokens = draft_choice.tokens_of(one)
+        tops = exhaust(reading(one, tokens))
+        times = PassTimes({1: 10.0, 2: 11.0, 8: 20.0})
+        first, second = exhaust(draft_choice.measuring([one, two], tokens, tops, times, one.n_vocab))
+    assert steps == ["one", "two"] * draft_choice.N_STEPS
+    assert second.step_ms == pytest.approx(2 * first.step_ms)
 
 
 @pytest.mark.parametrize("in_idle_time", [True, False])

@@ -14,6 +14,7 @@ from localspec import LLM, EngineMismatch, SamplingParams, backends
 from localspec.backends import trust
 from localspec.backends.base import Forward
 from localspec.backends.trust import fingerprint
+from localspec.controllers import calibration
 from localspec.controllers.calibration import CalibrationCache
 from localspec.controllers.cost_model import PassTimes
 from localspec.errors import Cancelled, EngineError, LocalspecError
@@ -272,39 +273,30 @@ def test_an_engine_that_is_contradicted_answers_no_more(tiny: TinyFiles, monkeyp
     assert stored()["holds"] is False
 
 
-# Which engine is faster.
-
-
-def test_auto_takes_the_engine_that_was_measured_faster(
-    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.usefixtures("another")
+def test_what_was_measured_beside_other_programs_is_measured_again_once_they_are_gone(
+    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_choice, "_versions", lambda: ["ik-llama 1", "llama-cpp 1"])
-    names, warned = ["ik-llama", "llama-cpp"], list[str]()
-
-    def ordered(**options: Any) -> list[str]:
-        return engine_choice.ordered(names, tiny.bpe, n_threads=2, warn=warned.append, **options)
-
-    def measure(name: str, curve: dict[int, float]) -> None:
-        model = type("M", (), {"path": tiny.bpe, "n_threads": 2, "backend": name})()
-        engine_choice.remember(model, "f16", PassTimes(curve))
-
-    assert ordered() == names
-    measure("ik-llama", {1: 50.0, 2: 56.0, 4: 85.0, 8: 120.0, 64: 640.0})
-    assert ordered() == names  # the other was not measured
-    measure("llama-cpp", {1: 48.0, 2: 80.0, 4: 120.0, 8: 350.0, 64: 1200.0})
-    assert ordered() == names  # faster at one token, not at several
-    measure("llama-cpp", {1: 50.0, 2: 55.0, 4: 84.0, 8: 119.0, 64: 640.0})
-    assert ordered() == names  # not by enough
-    assert warned == []
-    measure("llama-cpp", {1: 40.0, 2: 44.0, 4: 60.0, 8: 90.0, 64: 500.0})
-    assert ordered() == names[::-1]
-    assert ordered() == names[::-1]
-    assert len(warned) == 1
-    assert "llama-cpp answers" in warned[0]
-    assert ordered(on_gpu=True) == names
-    assert ordered(kv_type="q8_0") == names
-    monkeypatch.setattr(engine_choice, "_versions", lambda: ["ik-llama 2", "llama-cpp 1"])
-    assert ordered() == names
+    """In the idle time of the same run, and not before a while has passed."""
+    busy = [0.5]
+    monkeypatch.setattr(calibration, "others_share", lambda spans: busy[0])
+    monkeypatch.setattr(calibration, "SPAN_S", 0.0)
+    monkeypatch.setattr(preparation, "others_share", lambda spans: busy[0])
+    with LLM(tiny.bpe, None, backend="ik-llama", n_ctx=256, n_threads=1) as llm:
+        assert llm.wait_idle(SOON)
+        assert llm._pair.times.noisy
+        assert not llm._pair.times.quick
+        monkeypatch.setattr(preparation, "AGAIN_S", 0.0)
+        due = {item.kind: item for item in llm._pair.preparation._items}
+        assert set(due) == {"target curve"}
+        busy[0] = 0.0
+        assert llm.generate("the cat", GREEDY).stats["completion_tokens"] == 24
+        assert llm.wait_idle(SOON)
+        assert llm._pair.times.noisy  # not so soon
+        due["target curve"].due = 0.0
+        assert llm.generate("the cat", GREEDY).stats["completion_tokens"] == 24
+        assert llm.wait_idle(SOON)
+        assert llm._pair.times.others_share == 0.0
 
 
 def test_both_engines_are_measured_in_idle_time(tiny: TinyFiles) -> None:
@@ -312,7 +304,9 @@ def test_both_engines_are_measured_in_idle_time(tiny: TinyFiles) -> None:
         open_backend(name)
     with LLM(tiny.bpe, None, n_ctx=256, n_threads=1, n_gpu_layers=0) as llm:
         assert llm.wait_idle(SOON)
-    assert set(engine_choice.measured(tiny.bpe, 1, "f16")) == set(engine_choice.ENGINES)
+    found = engine_choice.compared(tiny.bpe, 1, "f16")
+    assert found is not None
+    assert set(found.ms) == set(engine_choice.ENGINES)
 
 
 # The quick curve.

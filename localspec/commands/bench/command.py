@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,15 @@ from localspec.commands.report.html import html
 from localspec.commands.report.markdown import markdown
 from localspec.commands.report.output import STREAM, checked_output, write_output
 from localspec.commands.report.terminal import Screen
-from localspec.errors import UsageError
+from localspec.errors import LocalspecError, UsageError
+from localspec.measuring.last_bench import remember
+from localspec.model_files.catalog import Catalog
 from localspec.system.files import is_same_file
 from localspec.terminal.progress import Progress
 
 INTERRUPTED = 130
+AUTO = "auto"
+"""The arm that decodes as chat and serve do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,7 @@ def measure_command(request: BenchRequest, outputs: Outputs) -> int:
     if record is None:
         raise KeyboardInterrupt
     deliver(record, outputs)
+    _remember(record)
     if record.ended == "interrupted":
         if path is not None:
             print(f"localspec: resume with: localspec bench --resume {path}", file=sys.stderr)
@@ -147,6 +153,24 @@ def deliver(record: Record, outputs: Outputs) -> None:
     _written(outputs.svg, lambda: speedup_plot(record, results, heading=True).svg(alone=True) + "\n")
     if not streamed:
         Screen().report(report)
+
+
+def _remember(record: Record) -> None:
+    """Let doctor say how much faster ``auto`` was; see ``last_bench``."""
+    results = analyse(record)
+    for engine in record.engines:
+        own = [row for row in results.rows if row.backend == engine.backend and row.arm == AUTO and row.speedup]
+        if not own:
+            continue
+        samples = [each for each in record.samples if (each.backend, each.arm) == (engine.backend, AUTO)]
+        found = {
+            "drafters": engine.sources,
+            "speedups": {row.category: round(row.speedup.median, 3) for row in own if row.speedup is not None},
+            "n_questions": max(row.n_questions for row in own),
+            "n_guesses": sum(sample.stats["num_draft_tokens"] for sample in samples),
+        }
+        with suppress(LocalspecError, OSError):  # the file has gone meanwhile
+            remember(Catalog.load().resolve(record.settings.model), engine.version, found)
 
 
 def _written(where: str | None, text: Callable[[], str]) -> bool:

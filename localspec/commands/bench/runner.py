@@ -115,7 +115,9 @@ class BenchRun:
     def _load(self, stack: ExitStack) -> list[LLM]:
         """The engines, side by side."""
         options, backends = self.plan.options, self.plan.settings.backends
-        self.plan.settings = replace(self.plan.settings, model=ensure_model(options.model, options.drafters()))
+        self.plan.settings = replace(
+            self.plan.settings, model=ensure_model(options.model, options.drafters(), yes=options.yes)
+        )
         loaded: list[LLM] = []
         for backend in backends:
             if loaded:

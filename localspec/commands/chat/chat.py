@@ -15,6 +15,7 @@ from localspec.commands.chat.screen import ChatScreen, no_echo
 from localspec.commands.chat.status import AnswerStatus
 from localspec.commands.chat.style import Style
 from localspec.commands.chat.views import only_thought
+from localspec.commands.options import base_model_notes
 from localspec.errors import LocalspecError, SessionFileError, line_of
 from localspec.model_files.catalog import short_name
 from localspec.sampling.sampling import SamplingParams
@@ -235,6 +236,6 @@ def header(llm: LLM, screen: ChatScreen, *, follows: bool = False) -> None:
     screen.line(f"{llm.model_name} · {llm.backend_name} · context {llm.n_ctx}{memory}", Style.HEAD)
     screen.line(f"draft: {drafters}")
     print(screen.legend(llm.draft_names), file=screen.file)
-    for warning in llm.warnings:
+    for warning in [*llm.warnings, *base_model_notes(llm)]:
         screen.note(f"note: {warning}")
     screen.note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves")

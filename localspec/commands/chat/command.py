@@ -17,7 +17,7 @@ from localspec.commands.chat.late_draft import LateDraft, may_be_drafted_for
 from localspec.commands.chat.line_prompt import PlainPrompt
 from localspec.commands.chat.project import with_project
 from localspec.commands.chat.screen import ChatScreen, no_echo
-from localspec.commands.options import RunOptions
+from localspec.commands.options import RunOptions, base_model_notes
 from localspec.model_files.catalog import Catalog, Entry
 from localspec.system.home import home
 from localspec.terminal.progress import Progress
@@ -106,7 +106,7 @@ def _answer_lines(chat: Chat, begin: Callable[[], None] | None = None) -> int:
     """Each line of standard input is a turn; commands are understood, anything else is text."""
     if begin is not None:
         begin()
-    for warning in chat.llm.warnings:
+    for warning in [*chat.llm.warnings, *base_model_notes(chat.llm)]:
         chat.screen.note(f"note: {warning}")
     good = True
     for line in _lines():

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from localspec.llm import LLM
     from localspec.model_files.catalog import Entry
 
+MEASURED_S = 120
+"""How long better figures than the first are waited for [s]."""
+
 LEAVING_S = 5.0
 """How long leaving waits for downloads to end; what arrived is kept."""
 
@@ -69,13 +72,7 @@ class LateDraft:
             first = self._llm.run(lambda pair: next(heads_of(pair.target), None)) if self._missing else None
             if first is not None:
                 self._load("the head")
-            if self._missing and self._llm.run(lambda pair: draft_gain(pair.times)) <= 1.0:
-                names = " ".join(entry.name for entry in self._missing)
-                self.notes.append(
-                    "going on without a draft model, which by what passes take on this machine would add nothing; "
-                    f"localspec pull {names} fetches it all the same"
-                )
-            else:
+            if not self._missing or self._would_gain():
                 for entry in self._missing:
                     self._fetch(entry)
                 self._load("the draft model")
@@ -84,6 +81,25 @@ class LateDraft:
         except Exception as error:  # whatever it is, the chat goes on
             self.notes.append(f"going on without a draft model: {line_of(error)}")
         self._say("")
+
+    def _would_gain(self) -> bool:
+        """Whether the draft model would make answers faster here; if not, that is said."""
+        self._say("looking whether a draft model would help")
+        for _ in range(MEASURED_S):  # the first figures are rough, and better ones come while nothing is asked
+            if not self._llm.run(lambda pair: pair.times.quick) or self._leaving.wait(1.0):
+                break
+        gain, provisional = self._llm.run(lambda pair: (draft_gain(pair.times), pair.times.noisy))
+        if gain > 1.0:
+            return True
+        names, size = " ".join(entry.name for entry in self._missing), sum(entry.bytes for entry in self._missing)
+        what, pull = f"The draft model ({size / 1e9:.1f} GB)", f"To get it anyway: localspec pull {names}"
+        if provisional:
+            why = "was not downloaded: by what was measured while other programs used the CPU it would not help"
+            self.notes.append(f"{what} {why}. The next start looks again. {pull}")
+        else:
+            why = "would not make answers faster on this machine, so it was not downloaded"
+            self.notes.append(f"{what} {why}. {pull}")
+        return False
 
     def _fetch(self, entry: Entry) -> None:
         from localspec.model_files import sources

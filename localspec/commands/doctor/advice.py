@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from localspec.commands.doctor.facts import CostFacts, PayoffFacts, RankFacts, Recommendation
+from localspec.commands.doctor.facts import CostFacts, Examination, PayoffFacts, RankFacts, Recommendation
 from localspec.spec_decode.drafters.free import FREE_DRAFTERS
 from localspec.spec_decode.drafters.names import NGRAM, is_corpus
 
@@ -23,6 +23,21 @@ _LEAST_MARGIN = 0.02
 """Gains below this are called none: nobody would notice them."""
 
 
+_DOUBTS = ("load", "one token", "heat")
+"""Rows that make timings doubtful."""
+
+
+def doubtful(found: Examination) -> list[str]:
+    """Names of the rows that make what was timed doubtful: what was timed on a busy machine, or another day."""
+    return [each.name for each in found.checks if each.status == "note" and each.name in _DOUBTS]
+
+
+def pays(found: PayoffFacts) -> bool:
+    """Whether a drafter is worth trying here, by what passes cost."""
+    need = found.lowest_break_even
+    return need is not None and need <= HARD
+
+
 def recommend(
     cost: CostFacts, payoffs: list[PayoffFacts], target: str, drafts: Mapping[str, str], *, automatic: bool = False
 ) -> Recommendation:
@@ -39,24 +54,19 @@ def recommend(
     if not payoffs:
         return Recommendation(None, "No drafter was asked about; guesses from the text itself need no model.",
                               f"{chat} --draft ngram")  # fmt: skip
-    pays = [found for found in payoffs if _pays(found)]
-    if not pays:
+    paying = [found for found in payoffs if pays(found)]
+    if not paying:
         best = min(payoffs, key=lambda found: 2.0 if found.lowest_break_even is None else found.lowest_break_even)
         return Recommendation(False, f"Do not speculate here: {_why_not(best, cost)}.", f"{chat} --draft none")
-    chosen = _draft_options([found.drafter for found in pays], drafts)
-    if automatic and len(pays) == len(payoffs):
+    chosen = _draft_options([found.drafter for found in paying], drafts)
+    if automatic and len(paying) == len(payoffs):
         chosen = ""
     return Recommendation(True, " ".join(_sentence(found, cost) for found in payoffs), chat + chosen)
 
 
-def _pays(found: PayoffFacts) -> bool:
-    need = found.lowest_break_even
-    return need is not None and need <= HARD
-
-
 def _sentence(found: PayoffFacts, cost: CostFacts) -> str:
     need = found.lowest_break_even
-    if need is None or not _pays(found):
+    if need is None or not pays(found):
         return f"Do not draft with {found.drafter} here: {_why_not(found, cost)}."
     if found.drafter == NGRAM:
         return f"N-grams pay from {need:.0%} acceptance: where a text repeats itself or its prompt."

@@ -4,29 +4,39 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localspec import __version__
 from localspec.backends.published_heads import computes_mtp
 from localspec.commands.doctor import devices, engines, fit, machine, models, payoff, ranking, screen
-from localspec.commands.doctor.advice import recommend, recommend_ranked
-from localspec.commands.doctor.costs import Watch, branches_finding, compare_engines, cost_finding, measure_costs
-from localspec.commands.doctor.facts import EngineFacts, Examination, PairFacts, Recommendation
+from localspec.commands.doctor.advice import doubtful, recommend, recommend_ranked
+from localspec.commands.doctor.costs import (
+    Watch,
+    branches_finding,
+    compare_engines,
+    copies_findings,
+    cost_finding,
+    measure_costs,
+)
+from localspec.commands.doctor.facts import BenchFacts, EngineFacts, Examination, PairFacts, Recommendation
 from localspec.commands.doctor.models import ExaminedModel
 from localspec.commands.options import RunOptions
 from localspec.commands.report.model import Finding, Findings, Part
 from localspec.commands.report.terminal import Screen
 from localspec.errors import EngineError, LocalspecError, ModelFileError, UsageError
+from localspec.measuring.last_bench import last_bench
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.head_kinds import names_published_head
 from localspec.model_files.sources.base import size_text
 from localspec.runtime.at_hand import heads_at_hand, heads_of
+from localspec.runtime.engine_choice import forget
 from localspec.spec_decode.drafters.free import FREE_DRAFTERS
 from localspec.spec_decode.drafters.names import CORPUS, FROM_STATES, HEAD, NGRAM, is_corpus
 from localspec.system import power
 from localspec.system.files import is_same_file
+from localspec.system.usage import BUSY
 from localspec.terminal.progress import Progress
 
 if TYPE_CHECKING:
@@ -57,14 +67,17 @@ class ExaminedPair:
         return [self.target, *self.drafts]
 
 
-def doctor_command(options: RunOptions, *, as_json: bool = False, calibrate: bool = False, rank: bool = False) -> int:
-    """Examine the machine and a pair, and print what was found.
+def doctor_command(
+    options: RunOptions, *, as_json: bool = False, calibrate: bool = False, rank: bool = False, details: bool = False
+) -> int:
+    """Examine the machine and a pair, and print what was found: the answer, then what is wrong, then, if asked, all.
 
     Args:
         options: the models and how they would run; without a model, the default pair if it is on this disk.
         as_json: print ``Examination.as_dict`` instead of a screen.
         calibrate: measure passes anew, and store what they cost.
         rank: try the drafts on this disk for a minute.
+        details: print everything that was found.
 
     Returns:
         0, or 1 where something would not work.
@@ -74,10 +87,21 @@ def doctor_command(options: RunOptions, *, as_json: bool = False, calibrate: boo
         KeyboardInterrupt: Ctrl-C; what was stored stays valid.
     """
     options.set_up_logging()
+    page = Screen()
     with Progress() as progress:
-        found = Doctor(options, None if as_json else Screen(), progress).examine(calibrate, rank)
+        doctor = Doctor(options, page, progress)
+        try:
+            found = doctor.examine(calibrate, rank)
+        except KeyboardInterrupt:
+            progress.clear()
+            for part in doctor.parts if not as_json else ():
+                page.show(part)
+            raise
     if as_json:
         print(json.dumps(found.as_dict(), ensure_ascii=False, indent=2, allow_nan=False))
+    else:
+        for part in screen.pages(found, doctor.parts if details else None):
+            page.show(part)
     return 0 if found.holds else 1
 
 
@@ -86,18 +110,22 @@ class Doctor:
 
     Args:
         options: what was asked.
-        screen: where findings are shown as they come; None shows nothing.
+        page: where the parts will be shown.
         progress: what is being done meanwhile.
+
+    Attributes:
+        parts: everything that was found, for people.
     """
 
-    def __init__(self, options: RunOptions, screen: Screen | None, progress: Progress) -> None:
+    def __init__(self, options: RunOptions, page: Screen, progress: Progress) -> None:
         self.options = options
-        self.screen = screen
+        self.page = page
         self.progress = progress
+        self.parts: list[Part] = []
         self.watch = Watch(progress.report)
 
     def examine(self, calibrate: bool, rank: bool) -> Examination:
-        """Everything, in the order in which it is shown."""
+        """Everything, in the order in which ``--details`` shows it."""
         options = self.options
         examined = self._examined()
         self.progress.report("measuring the memory's bandwidth", None)
@@ -129,7 +157,7 @@ class Doctor:
         if slowed:
             self._find("", "machine", [machine.HEAT])
         if found.recommendation is not None:
-            self._show(screen.recommendation_parts(found.recommendation))
+            self.parts += screen.recommendation_parts(found.recommendation)
         return found
 
     # -- the models ----------------------------------------------------------------------------------------------
@@ -243,23 +271,29 @@ class Doctor:
         if examined.automatic:
             specs = ["auto", *examined.corpora]  # which goes on without what cannot be loaded
         bandwidth = found.machine.bandwidth_gb_per_s
+        busy = found.machine.busy_share >= BUSY
+        if calibrate:
+            forget(examined.target.file, self.options.load.n_threads, self.options.load.kv_cache_type)
         with self._open(examined.target, specs) as llm:
             if calibrate:
                 watch.call(llm, lambda pair: pair.recalibrate(watch.report))
             cost, times = measure_costs(llm, examined.target.name, [draft.name for draft in drafts], bandwidth, watch)
             loaded = llm.run(lambda pair: pair.state.models)
             one_pass = {each.name for each in loaded if each.drafter.one_pass}
-            rows = [cost_finding(cost, bandwidth), *compare_engines(llm, watch), branches_finding(cost)]
+            rows = [cost_finding(cost, bandwidth), *compare_engines(llm, watch, busy=busy), branches_finding(cost)]
+            rows += copies_findings(llm)
             rows += [Finding("info", "engine", warning) for warning in llm.warnings if not _is_shown(warning)]
         drafters = [(name, 0.0) for name in free]
         drafters += [(draft.name, draft.ms[1]) for draft in cost.drafts]
         payoffs = [payoff.payoff(name, times, ms, one_pass=name in one_pass) for name, ms in drafters]
         assert found.pair is not None
-        found.pair = replace(found.pair, cost=cost, payoff=payoffs)
+        bench = last_bench(examined.target.file, cost.engine)
+        found.pair = replace(
+            found.pair, cost=cost, payoff=payoffs, bench=None if bench is None else BenchFacts(**asdict(bench))
+        )
         found.add("cost", rows)
-        if self.screen is not None:
-            self._show(screen.cost_parts(cost, rows, self.screen.width, self.screen.unicode))
-            self._show(screen.payoff_parts(payoffs))
+        self.parts += screen.cost_parts(cost, rows, self.page.width, self.page.unicode)
+        self.parts += screen.payoff_parts(payoffs)
         names = {each.name: each.spec for each in loaded if not each.drafter.reads_text}
         if examined.automatic or HEAD in examined.heads:
             names[HEAD] = HEAD
@@ -277,13 +311,13 @@ class Doctor:
             chosen = () if examined.automatic else examined.heads
             heads = chosen or llm.run(lambda pair: ranking.called(heads_of(pair.target)))
             rank = self.found.rank = ranking.rank(llm, heads, drafts, self.options.params({}), watch, ranking.SECONDS)
-        self._show(screen.ranking_parts(rank))
+        self.parts += screen.ranking_parts(rank)
         advice = recommend_ranked(rank, target.spec, {draft.name: draft.spec for draft in drafts})
         return self._with_doubt(advice) if rank.prompts else advice
 
     def _with_doubt(self, found: Recommendation) -> Recommendation:
         """What was timed on a busy machine, or another day, is no firm ground."""
-        doubts = [each.name for each in self.found.checks if each.status == "note" and each.name in _DOUBTS]
+        doubts = doubtful(self.found)
         if not doubts:
             return found
         return replace(found, text=f"{found.text} But this rests on timings that are in doubt (see {doubts[0]}).")
@@ -293,23 +327,11 @@ class Doctor:
         options = replace(self.options, model=str(target.path), draft=specs or ["none"])
         return options.for_measuring().open(self.watch.report)
 
-    # -- showing -------------------------------------------------------------------------------------------------
-
     def _find(self, title: str, section: str, rows: Iterable[Finding]) -> None:
-        """Note findings, and show them."""
+        """Note findings."""
         rows = list(rows)
         self.found.add(section, rows)
-        self._show([Findings(title, rows)])
-
-    def _show(self, parts: Iterable[Part]) -> None:
-        if self.screen is not None:
-            self.progress.clear()
-            for part in parts:
-                self.screen.show(part)
-
-
-_DOUBTS = ("load", "one token")
-"""Rows that make timings doubtful."""
+        self.parts.append(Findings(title, rows))
 
 
 def _vocabulary(examined: ExaminedPair, differences: dict[str, str | None]) -> Iterator[Finding]:

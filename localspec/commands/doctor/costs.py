@@ -9,16 +9,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from localspec.backends.base import Context, Model
+from localspec.backends.repack import why_copied
 from localspec.commands.doctor.facts import CostFacts, CurveFacts
 from localspec.commands.doctor.models import count
 from localspec.commands.report.model import Finding
 from localspec.controllers.break_even import Times
 from localspec.model_files.gguf_file import GGUFFile
 from localspec.model_files.sources.base import size_text
-from localspec.runtime.engine_choice import measured
+from localspec.runtime.engine_choice import ENGINES, compared
 from localspec.runtime.preparation import second_opinion
 from localspec.system.interrupts import on_interrupt
 from localspec.system.steps import exhaust
+from localspec.system.usage import BUSY
 
 if TYPE_CHECKING:
     from localspec.llm import LLM
@@ -107,6 +109,8 @@ def measure_costs(
         bytes_per_token=read,
         bound_ms=round(read / (bandwidth_gb_per_s * 1e6), 4) if bandwidth_gb_per_s and on_cpu else None,
         why_chains=llm.run(lambda pair: pair.why_chains),
+        provisional=state.times.noisy,
+        others_share=state.times.others_share,
     )
     return facts, state.times
 
@@ -148,23 +152,48 @@ def single_pass_ms(model: Model, context: Context, watch: Watch) -> float:
     return statistics.median(samples[1:])
 
 
-def compare_engines(llm: LLM, watch: Watch) -> Iterator[Finding]:
-    """The row on which engine ``auto`` takes for this file; both are measured where that was not done yet."""
+def compare_engines(llm: LLM, watch: Watch, *, busy: bool) -> Iterator[Finding]:
+    """The row on which engine ``auto`` takes for this file; both are measured where that was not done yet.
+
+    Args:
+        llm: the loaded pair.
+        watch: progress and interruption.
+        busy: whether others use the CPUs: then what was measured before is not measured again, nor called good.
+    """
+    options = llm.run(lambda pair: pair.options)
+    known = compared(llm.model_path, options.n_threads, options.kv_cache_type)
     opinion = llm.run(lambda pair: second_opinion(pair, llm.model_path))
-    if opinion.waits:
+    if opinion.waits and (known is None or not busy):
         watch.report("measuring another engine (once)", None)
         watch.call(llm, lambda pair: exhaust(opinion.steps(lambda: False), watch.check))
-    options = llm.run(lambda pair: pair.options)
-    found = measured(llm.model_path, options.n_threads, options.kv_cache_type)
-    if len(found) > 1:
-        took = ", ".join(f"{ms / 1e3:.1f} s on {name}" for name, ms in sorted(found.items(), key=lambda each: each[1]))
-        yield Finding("ok", "engines", f"a nominal answer takes {took}: auto takes what was measured faster")
+    found = compared(llm.model_path, options.n_threads, options.kv_cache_type)
+    if found is None:
+        return
+    took = ", ".join(f"{ms / 1e3:.1f} s on {name}" for name, ms in sorted(found.ms.items(), key=lambda each: each[1]))
+    text = f"on {found.day} a nominal answer took {took}"
+    if found.provisional:
+        others = f", while others used {found.others_share:.0%} of the CPU" if found.others_share >= BUSY else ""
+        text += f"{others}: too uneven to choose by, so auto keeps {ENGINES[0]}, and measures again in idle time"
+        yield Finding("note", "engines", text, "on an otherwise idle machine: localspec doctor --calibrate")
+        return
+    taken = ENGINES[1] if found.prefers(ENGINES[1], ENGINES[0]) else ENGINES[0]
+    yield Finding("info" if busy else "ok", "engines", f"{text}: auto takes {taken}, and --backend overrides")
 
 
 def branches_finding(cost: CostFacts) -> Finding:
     """The row on drafts that branch."""
     text = f"drafts do not branch: {cost.why_chains}" if cost.why_chains else "drafts may branch"
     return Finding("info", "branches", text)
+
+
+def copies_findings(llm: LLM) -> Iterator[Finding]:
+    """The rows on models that run from a copy, as an engine computes their own tensors wrongly."""
+    drafts = llm.run(lambda pair: [(draft.path, draft.model) for draft in pair.state.models])
+    for path, model in dict.fromkeys([(llm.model_path, llm.run(lambda pair: pair.target)), *drafts]):
+        if (why := why_copied(path, model.path)) is not None:
+            bits, types = why
+            text = f"{path.name} is run from {bits} copy: {model.backend} has a bug with {types} files."
+            yield Finding("info", "copy", text)
 
 
 def cost_finding(cost: CostFacts, bandwidth_gb_per_s: float | None) -> Finding:
@@ -176,7 +205,11 @@ def cost_finding(cost: CostFacts, bandwidth_gb_per_s: float | None) -> Finding:
     if cost.bound_ms is not None:
         weights = f"its {size_text(cost.bytes_per_token)} of weights"
         text += f"; reading {weights} at {bandwidth_gb_per_s:.1f} GB/s takes {cost.bound_ms:.3g} ms"
+    again = "on an otherwise idle machine: localspec doctor --calibrate"
+    if cost.provisional:
+        others = f", others used {cost.others_share:.0%} of the CPU" if cost.others_share >= BUSY else ""
+        return Finding("note", "one token", f"{text}: provisional{others}, and measured again in idle time", again)
     if 1 / _STALE < cost.now_ms / calibrated < _STALE:
         return Finding("ok", "one token", text)
     text += f": {'slower' if cost.now_ms > calibrated else 'faster'} than when it was calibrated"
-    return Finding("note", "one token", text, "on an otherwise idle machine: localspec doctor --calibrate")
+    return Finding("note", "one token", text, again)

@@ -124,6 +124,20 @@ class CostFacts:
     bytes_per_token: int  # weights that a one-token pass reads
     bound_ms: float | None  # the time that reading them takes at the measured bandwidth; None on a GPU
     why_chains: str | None = None  # why drafts do not branch; None where they may
+    provisional: bool = False  # whether the target's t(w) was disturbed while it was measured, and will be again
+    others_share: float = 0.0  # of the CPUs' time, used by others while it was measured
+
+
+@dataclass(frozen=True, slots=True)
+class BenchFacts:
+    """What localspec bench last measured of this model on this engine."""
+
+    day: str  # when
+    engine: str  # name and version
+    drafters: list[str]  # what drafted
+    speedups: dict[str, float]  # kind of question -> median speed over plain decoding; all: over all questions
+    n_questions: int  # how many in all
+    n_guesses: int  # draft tokens sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +168,7 @@ class PairFacts:
     fit: FitFacts  # memory
     cost: CostFacts | None = None  # measured passes; None where nothing was loaded
     payoff: list[PayoffFacts] = field(default_factory=list)  # by drafter, what they mean
+    bench: BenchFacts | None = None  # measured answers; None where bench was not run with this model and engine
 
 
 @dataclass(frozen=True, slots=True)

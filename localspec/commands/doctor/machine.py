@@ -11,9 +11,6 @@ from localspec.model_files.sources.base import size_text
 from localspec.system import bandwidth, memory, power, usage
 from localspec.system.machine import cpu_features, cpu_name, default_threads, usable_cpus, visible_gpus
 
-BUSY = 0.15
-"""Share of the CPUs' time in others' hands from which timings are not to be trusted."""
-
 
 def look_at_machine(n_threads: int | None = None, *, measure: bool = True) -> MachineFacts:
     """Read what the system says, and measure the memory's bandwidth.
@@ -52,8 +49,9 @@ def machine_findings(machine: MachineFacts) -> Iterator[Finding]:
     yield Finding("ok", "memory", f"{free} free{whole}")
     if machine.bandwidth_gb_per_s is not None:
         threads = f"{machine.threads} thread" + "s" * (machine.threads != 1)
-        yield Finding("ok", "bandwidth", f"{machine.bandwidth_gb_per_s:.1f} GB/s read by {threads}")
-    if machine.busy_share >= BUSY:
+        busy = machine.busy_share >= usage.BUSY
+        yield Finding("info" if busy else "ok", "bandwidth", f"{machine.bandwidth_gb_per_s:.1f} GB/s read by {threads}")
+    if machine.busy_share >= usage.BUSY:
         yield Finding(
             "note", "load", f"others use {machine.busy_share:.0%} of the CPU: what is timed now is too slow",
             "stop them, then: localspec doctor --calibrate",

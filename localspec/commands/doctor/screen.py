@@ -5,13 +5,117 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from localspec.commands.doctor.facts import CostFacts, PayoffFacts, RankFacts, Recommendation
+from localspec.commands.doctor.advice import doubtful, pays
+from localspec.commands.doctor.facts import (
+    CostFacts,
+    Examination,
+    FitFacts,
+    PairFacts,
+    PayoffFacts,
+    RankFacts,
+    Recommendation,
+)
 from localspec.commands.report.model import Finding, Findings, Lines, Part, Table, Text
 from localspec.model_files.catalog import short_name
+from localspec.model_files.sources.base import size_text
 from localspec.spec_decode.drafters.names import NGRAM
 
 _LABEL, _HEIGHT = 11, 4
+_KINDS = ("edit", "code", "chat")
+"""Kinds of question for which the answer says how much faster they were."""
+
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
+
+
+def pages(found: Examination, details: Sequence[Part] | None) -> Iterator[Part]:
+    """What a person sees: the answer in three lines, then what is not as it should be, or everything.
+
+    Args:
+        found: what was found.
+        details: everything, where it was asked for.
+    """
+    yield Findings("" if found.pair is None else found.pair.target.name, list(_answer(found)))
+    if details is not None:
+        yield from details
+        return
+    if found.rank is not None:
+        yield from ranking_parts(found.rank)
+    odd = [check for check in found.checks if check.status in ("fail", "note") or check.name == "copy"]
+    if odd:
+        yield Findings("To know", odd)
+    advice = found.recommendation
+    if advice is not None and advice.command is not None:
+        yield Text(advice.command, "strong")
+    yield Text("localspec doctor --details shows everything that was looked at and measured", "muted")
+
+
+def _answer(found: Examination) -> Iterator[Finding]:
+    """Does it fit, does guessing pay and with what, how much faster is it."""
+    pair, advice = found.pair, found.recommendation
+    if pair is None:
+        yield Finding("info", "model", advice.text if advice is not None else "none was named")
+        return
+    yield _fits(found, pair.fit)
+    yield _guesses(found, pair)
+    if pair.target.present:
+        yield _faster(found, pair)
+
+
+def _fits(found: Examination, fit: FitFacts) -> Finding:
+    need, free = size_text(fit.ram_needed_bytes), size_text(fit.ram_available_bytes)
+    context = f"with {fit.n_ctx:,} tokens of context"
+    where = " of RAM" if fit.gpu_needed_bytes is not None else ""
+    text = f"it needs {need}{where} of the {free} that are free, {context}"
+    if fit.gpu_needed_bytes is not None:
+        text += f", and {size_text(fit.gpu_needed_bytes)} on the GPU"
+    broken = [check.name for check in found.checks if check.status == "fail" and check.section == "pair"]
+    if fit.fits is None:
+        return Finding("info", "fits", f"known once the file is here; at least {need}, and {free} are free")
+    if not fit.fits or broken:
+        return Finding("fail", "fits", f"no: {text}" if not fit.fits else f"it fits, but see {' and '.join(broken)}")
+    return Finding("ok", "fits", f"yes: {text}")
+
+
+def _guesses(found: Examination, pair: PairFacts) -> Finding:
+    """Whether to draft, and with what."""
+    advice = found.recommendation
+    if advice is None or (pair.cost is None and found.rank is None):
+        return Finding("info", "guesses", "not known" if advice is None else advice.text)
+    if doubts := doubtful(found):
+        text = f"not known: what was timed is in doubt, see {doubts[0]}; --draft auto guesses only while it pays"
+        return Finding("note", "guesses", text)
+    if found.rank is not None or not pair.payoff:
+        return Finding("ok" if advice.speculate else "info", "guesses", advice.text)
+    useful = [_called(each.drafter) for each in pair.payoff if pays(each)]
+    useless = [_called(each.drafter) for each in pair.payoff if not pays(each)]
+    if not useful:
+        return Finding("info", "guesses", f"no: {advice.text.removeprefix('Do not speculate here: ')}")
+    text = f"yes, by {_joined(useful)}"
+    return Finding("ok", "guesses", text + (f"; not by {_joined(useless)}" if useless else ""))
+
+
+def _faster(found: Examination, pair: PairFacts) -> Finding:
+    """What answers gained, where that was measured."""
+    bench = pair.bench
+    if bench is None:
+        return Finding("info", "faster", f"not measured yet; localspec bench {pair.target.name} measures it")
+    run = f"localspec bench, {bench.day}, {bench.n_questions} questions"
+    if not bench.n_guesses:
+        return Finding("info", "faster", f"no: nothing was guessed ({run})")
+    gains = [f"{kind} ×{bench.speedups[kind]:.2f}" for kind in _KINDS if kind in bench.speedups]
+    missing = [kind for kind in _KINDS if kind not in bench.speedups]
+    if "all" in bench.speedups and not gains:
+        gains, missing = [f"×{bench.speedups['all']:.2f} over all"], []
+    text = ", ".join(gains) + (f"; not measured: {', '.join(missing)}" if missing else "")
+    return Finding("info", "faster", f"{text} ({run})")
+
+
+def _called(drafter: str) -> str:
+    return "copying from the text" if drafter == NGRAM else short_name(drafter)
+
+
+def _joined(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def cost_parts(cost: CostFacts, findings: Sequence[Finding], columns: int, unicode: bool) -> Iterator[Part]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localspec.commands.options import RunOptions
+from localspec.commands.options import RunOptions, ensure_model
 from localspec.commands.serve.settings import ServerSettings
 from localspec.errors import UsageError
 from localspec.model_files.catalog import Catalog
@@ -33,6 +33,8 @@ def serve_command(options: RunOptions, settings: ServerSettings) -> int:
         LocalspecError: the port or the model cannot be had.
     """
     options.set_up_logging()
+    if options.model is not None:
+        ensure_model(options.model, (), yes=options.yes)  # before its header is read
     path = _embedding_file(options.model)
     runner = _serve_chats(options, settings) if path is None else _serve_embeddings(path, options, settings)
     print("localspec: stopped", file=sys.stderr)

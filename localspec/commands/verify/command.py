@@ -63,7 +63,7 @@ def verify_command(
     if options.sampling.get("max_tokens", TOKENS) < LEAST_TOKENS:
         raise UsageError(f"--max-tokens must be at least {LEAST_TOKENS} for verify")
     stop = threading.Event()
-    with options.opened() as llm, Progress() as progress, on_interrupt(stop.set):
+    with options.opened(chats=False) as llm, Progress() as progress, on_interrupt(stop.set):
         audited, show = audit_options(options, llm, prompts, quick), _shown_on(progress)
         audit = llm.run(lambda pair: Audit(llm, pair, audited, show, stop.is_set))
         result = llm.run(lambda pair: audit.run())

@@ -24,13 +24,16 @@ from localspec import backends
 from localspec.__main__ import run
 from localspec.backends import builds
 from localspec.backends.gpus import Device
+from localspec.backends.trust import fingerprint
 from localspec.commands.doctor import engines, facts, fit, payoff, ranking
 from localspec.commands.doctor.advice import recommend_ranked
 from localspec.commands.doctor.screen import bars, ranking_parts
 from localspec.commands.report.model import Finding, Findings, Lines, Table
 from localspec.commands.report.terminal import Screen
+from localspec.measuring.last_bench import remember
 from localspec.model_files.catalog import Catalog, Entry
 from localspec.model_files.head_folders import heads_folder
+from localspec.runtime import engine_choice
 from localspec.system import bandwidth, memory, usage
 from localspec.system.home import home, models_dir
 from localspec.system.memory import SystemMemory
@@ -111,8 +114,9 @@ def test_without_any_model(doctor: Doctor) -> None:
     assert 0.1 < machine["bandwidth_gb_per_s"] < 10_000
     assert {engine["name"] for engine in found["engines"]} == set(backends.BACKENDS)
     _, out, _ = doctor.text()
-    assert "none yet in" in out
+    assert "is not on this disk" in out
     assert "localspec pull" in out
+    assert "none yet in" in doctor.text("--details")[1]
 
 
 def test_a_model_that_is_not_on_this_disk(doctor: Doctor, free_memory: Callable[[int], None]) -> None:
@@ -138,12 +142,128 @@ def test_a_disk_that_cannot_hold_the_download(doctor: Doctor, monkeypatch: pytes
     assert "make room on the disk" in squeezed(out)
 
 
+# -- the first screen --------------------------------------------------------------------------------------------------
+
+
+def answers(out: str) -> dict[str, str]:
+    """The three lines by name, mark included."""
+    text = squeezed(out)
+    places = {name: re.search(rf"(✓|·|!|✗) {name} ", text) for name in ("fits", "guesses", "faster")}
+    assert all(places.values()), out
+    starts = {name: place.start() for name, place in places.items() if place}
+    return {name: text[at : at + 200] for name, at in starts.items()}
+
+
+def quiet(monkeypatch: pytest.MonkeyPatch, *, busy: float = 0.0) -> None:
+    """What the doctor sees of other programs; a calibration sees the same."""
+    monkeypatch.setattr(usage, "busy_share", lambda *args: busy)
+    monkeypatch.setattr("localspec.controllers.calibration.busy_share", lambda *args: busy)
+    monkeypatch.setattr("localspec.controllers.calibration.others_share", lambda spans: busy)
+    monkeypatch.setattr("localspec.controllers.calibration.SPAN_S", 0.0)
+
+
+def test_it_begins_with_the_answer_and_keeps_to_one_screen(
+    doctor: Doctor, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quiet(monkeypatch)
+    _, out, _ = doctor.text(tiny.quick.target, "--draft", "ngram", "--backend", "reference")
+    lines = out.splitlines()
+    assert lines[0] == tiny.quick.target.stem
+    assert lines[1].lstrip().startswith("✓ fits")
+    found = answers(out)
+    assert "yes: it needs" in found["fits"]
+    assert re.search("yes, by copying from the text|no: |not known", found["guesses"])
+    assert "not measured yet; localspec bench" in found["faster"]
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 23, out
+    assert "Break-even" not in out
+    assert "--details" in out
+
+
+def test_the_answer_says_what_bench_measured_and_nothing_else(
+    doctor: Doctor, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = (tiny.quick.target, "--draft", "ngram", "--backend", "reference")
+    _, found = doctor.json(*arguments)
+    engine = found["pair"]["cost"]["engine"]
+    assert found["pair"]["bench"] is None
+    measured = {"drafters": ["ngram"], "speedups": {"all": 1.2, "edit": 1.9, "chat": 1.04}, "n_questions": 12}
+    remember(tiny.quick.target, engine, measured | {"n_guesses": 40})
+    assert (
+        "edit ×1.90, chat ×1.04; not measured: code (localspec bench" in answers(doctor.text(*arguments)[1])["faster"]
+    )
+    assert doctor.json(*arguments)[1]["pair"]["bench"]["speedups"] == measured["speedups"]
+    remember(tiny.quick.target, engine, measured | {"n_guesses": 0})
+    assert "no: nothing was guessed" in answers(doctor.text(*arguments)[1])["faster"]
+    remember(tiny.quick.target, "another engine", measured | {"n_guesses": 40})
+    assert "nothing was guessed" in answers(doctor.text(*arguments)[1])["faster"]
+
+
+def test_beside_other_programs_nothing_measured_is_ticked(
+    doctor: Doctor, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quiet(monkeypatch, busy=0.45)
+    arguments = (tiny.quick.target, "--draft", "ngram", "--backend", "reference", "--calibrate")
+    _, out, _ = doctor.text(*arguments)
+    assert answers(out)["guesses"].startswith("! guesses not known: what was timed is in doubt, see load")
+    _, found = doctor.json(*arguments)
+    for section, name in (("cost", "one token"), ("machine", "bandwidth"), ("machine", "load")):
+        assert row(found, section, name)["status"] != "ok", name
+    assert "others used 45% of the CPU" in row(found, "cost", "one token")["text"]
+    assert (found["pair"]["cost"]["provisional"], found["pair"]["cost"]["others_share"]) == (True, 0.45)
+
+
+@pytest.mark.parametrize("busy", [0.0, 0.45])
+def test_the_engine_that_auto_takes(
+    doctor: Doctor, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, busy: float
+) -> None:
+    """It is ticked only on a quiet machine, and ``--calibrate`` measures it again, with the usual engine loaded."""
+    open_backend("ik-llama")
+    quiet(monkeypatch, busy=busy)
+    monkeypatch.setattr(engine_choice, "_versions", lambda: ["ik-llama 1", "llama-cpp 1"])
+    with engine_choice.engine_module("ik-llama").load(tiny.bpe) as model:
+        threads = model.n_threads
+    known = engine_choice.Comparison(
+        "25 Nov", {"ik-llama": 4000.0, "llama-cpp": 2000.0}, {"ik-llama": [4000.0] * 3, "llama-cpp": [2000.0] * 3}, 0.0
+    )
+    key = engine_choice._key(fingerprint(tiny.bpe), threads, "f16")
+    engine_choice._store().put(key, dataclasses.asdict(known))
+    _, found = doctor.json(tiny.bpe, "--draft", "none")
+    engines = row(found, "cost", "engines")
+    assert engines["status"] == ("info" if busy else "ok")
+    assert "auto takes llama-cpp" in engines["text"]
+    once = dataclasses.replace(known, rounds={"ik-llama": [4000.0], "llama-cpp": []}, others_share=0.45)
+    engine_choice._store().put(key, dataclasses.asdict(once))
+    monkeypatch.setattr(
+        "localspec.commands.doctor.costs.second_opinion", lambda *args: types.SimpleNamespace(waits=False)
+    )
+    _, found = doctor.json(tiny.bpe, "--draft", "none")
+    engines = row(found, "cost", "engines")
+    assert engines["status"] == "note"
+    assert "while others used 45% of the CPU: too uneven to choose by, so auto keeps ik-llama" in engines["text"]
+    doctor.json(tiny.bpe, "--draft", "none", "--calibrate")
+    assert engine_choice.compared(tiny.bpe, threads, "f16") is None
+
+
+def test_a_copy_that_an_engine_needs_is_said_here_and_nowhere_else(
+    doctor: Doctor, tiny: TinyFiles, capsys: pytest.CaptureFixture[str]
+) -> None:
+    open_backend("ik-llama")
+    arguments = [str(tiny.trap), "--backend", "ik-llama", "--draft", "none"]
+    _, out, _ = doctor.text(*arguments)
+    expected = f"{tiny.trap.name} is run from an 8-bit copy: ik-llama has a bug with Q4_1 files."
+    assert squeezed(out).count(expected) == 1
+    assert run(["generate", *arguments, "-p", "x", "--max-tokens", "2"]) == 0
+    assert "copy" not in capsys.readouterr().err
+
+
 # -- a pair ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_pair_that_works(doctor: Doctor, tiny: TinyFiles) -> None:
     pair = tiny.quick
-    status, out, err = doctor.text(pair.target, "--draft", pair.draft, "--draft", "ngram", "--backend", "reference")
+    arguments = (pair.target, "--draft", pair.draft, "--draft", "ngram", "--backend", "reference", "--details")
+    status, out, err = doctor.text(*arguments)
     assert status == 0, out
     for title in ("Machine", "Engines", "Models", "Cost of a target pass", "Break-even", "Predicted", "Recommendation"):
         assert any(line.startswith(title) for line in out.splitlines()), title
@@ -587,7 +707,7 @@ def test_piped_output(tiny: TinyFiles) -> None:
     pair = tiny.quick
     arguments = [str(pair.target), "--draft", str(pair.draft), "--draft", "ngram", "--backend", "reference"]
     result = subprocess.run(
-        [*PROGRAM, *arguments],
+        [*PROGRAM, *arguments, "--details"],
         env={**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "200", "FORCE_COLOR": "1"},
         capture_output=True,
         check=True,

@@ -1,0 +1,57 @@
+"""What ``bench`` last found out about a model here, by kind of question: for ``doctor``, which measures no answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from localspec.backends.trust import fingerprint
+from localspec.system.home import home
+from localspec.system.json_store import JsonStore
+from localspec.system.machine import cpu_name
+
+
+@dataclass(frozen=True, slots=True)
+class LastBench:
+    """Speed over plain decoding, as measured.
+
+    Attributes:
+        day: when, as people write it.
+        engine: with its version.
+        drafters: what drafted.
+        speedups: kind of question -> median over its questions; ``all`` is that of all.
+        n_questions: how many in all.
+        n_guesses: draft tokens sent.
+    """
+
+    day: str
+    engine: str
+    drafters: list[str]
+    speedups: dict[str, float]
+    n_questions: int
+    n_guesses: int
+
+
+def remember(path: Path, engine: str, found: Mapping[str, Any]) -> None:
+    """Keep what was found of a target's file; ``found`` has the fields of ``LastBench`` but the day."""
+    today = date.today()
+    _store().put(_key(path, engine), asdict(LastBench(f"{today.day} {today:%b}", engine, **found)))
+
+
+def last_bench(path: Path, engine: str) -> LastBench | None:
+    """What was found of a target's file on an engine of this version; None where nothing was."""
+    try:
+        return LastBench(**(_store().get(_key(path, engine)) or {}))
+    except TypeError:
+        return None
+
+
+def _store() -> JsonStore:
+    return JsonStore(home() / "benches", 1)
+
+
+def _key(path: Path, engine: str) -> dict[str, str]:
+    return {"machine": cpu_name(), "file": fingerprint(path), "engine": engine}

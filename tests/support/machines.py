@@ -1,0 +1,70 @@
+"""A machine with a made-up clock, whose CPUs others may use: for what measures passes and must not be misled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+
+import pytest
+
+from localspec.controllers import calibration
+from localspec.system.usage import CPUTimes
+
+
+class Machine:
+    """A clock that only passes move, and CPUs that others may use; it stands in for the module ``time``.
+
+    Args:
+        longer: how many times as long a pass takes, given its number and its width.
+        others: share of the CPUs that others use, given the number of the last pass.
+        slow: how many times as long everything takes.
+
+    Attributes:
+        slower: the same, of the engine that computes now.
+    """
+
+    def __init__(
+        self, longer: Callable[[int, int], float], others: Callable[[int], float] = lambda n: 0.0, slow: float = 1.0
+    ) -> None:
+        self._longer, self._others, self._slow = longer, others, slow
+        self.now, self.taken, self.n_passes, self.slower = 0.0, 0.0, 0, 1.0
+
+    def ms(self, width: int) -> float:
+        """What a pass takes where nobody disturbs it."""
+        return (40.0 + 2.5 * width) * self._slow * self.slower
+
+    def passes(self, width: int) -> None:
+        seconds = self.ms(width) / 1e3 * self._longer(self.n_passes, width)
+        self.now += seconds
+        self.taken += self._others(self.n_passes) * seconds * 2
+        self.n_passes += 1
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def cpu_times(self) -> CPUTimes:
+        return CPUTimes(self.now, self.taken, 0.0, 2)
+
+    def installed(self, patch: pytest.MonkeyPatch) -> Machine:
+        """Let calibration see this machine."""
+        patch.setattr(calibration, "time", self)
+        patch.setattr(calibration, "CPUTimes", SimpleNamespace(now=self.cpu_times))
+        return self
+
+
+class TimedContext:
+    """A memory whose passes move a machine's clock, and compute nothing."""
+
+    n_ctx = 256
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine, self.n_past = machine, 0
+
+    def truncate(self, n: int) -> None:
+        assert 0 <= n <= self.n_past
+        self.n_past = n
+
+    def decode(self, tokens: Sequence[int], logits: str = "all") -> None:
+        self.n_past += len(tokens)
+        assert self.n_past <= self.n_ctx
+        self._machine.passes(len(tokens))
