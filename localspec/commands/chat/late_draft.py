@@ -44,7 +44,7 @@ class LateDraft:
         changed: Callable[[], None] = lambda: None,
         corpora: Sequence[str] = (),
     ) -> None:
-        self.status = "the draft model follows"
+        self.status = "looking whether a draft model would help"
         self.notes: list[str] = []
         self.changed = changed
         self._llm, self._missing = llm, list(missing)
@@ -70,10 +70,10 @@ class LateDraft:
             if first is not None:
                 self._load("the head")
             if self._missing and self._llm.run(lambda pair: draft_gain(pair.times)) <= 1.0:
-                names = " ".join(entry.name for entry in self._missing)
+                names, size = " ".join(entry.name for entry in self._missing), sum(each.bytes for each in self._missing)
                 self.notes.append(
-                    "going on without a draft model, which by what passes take on this machine would add nothing; "
-                    f"localspec pull {names} fetches it all the same"
+                    f"the draft model ({size / 1e9:.1f} GB) would not make answers faster on this machine, so it was "
+                    f"not downloaded; to get it anyway: localspec pull {names}"
                 )
             else:
                 for entry in self._missing:
@@ -91,7 +91,7 @@ class LateDraft:
         def watch(what: str, done: int, total: int) -> None:
             if self._leaving.is_set():
                 raise Cancelled(f"{what}: stopped")
-            self._say(f"fetching draft {short_name(entry.name)}" + (f" {done / total:.0%}" if total else ""))
+            self._say(f"fetching the draft model {short_name(entry.name)}" + (f" {done / total:.0%}" if total else ""))
 
         sources.pull(entry, watch=watch)
 
