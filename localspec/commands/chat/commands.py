@@ -109,7 +109,7 @@ def _help(chat: Chat, argument: str) -> None:
     """The commands of a group, in the order in which they are used, or one; no group fills a small screen."""
     for name in GROUPS.get(argument) or [named(argument.removeprefix("/"))]:
         usage, help = f"/{name} {COMMANDS[name].usage}", COMMANDS[name].help
-        chat.screen.line(f"  {usage:<32} {help}")
+        chat.screen.line(f"  {usage:<34}  {help}")
     if argument:
         return
     chat.screen.line('Alt-Enter, a backslash at the end, or """ around all of them: several lines.')
@@ -339,7 +339,7 @@ COMMANDS: dict[str, Command] = {
     "help": Command("[NAME|guessing]", "this list", _help, lambda: ("guessing", *COMMANDS)),
     "quit": Command("", "leave (Ctrl-D does too)", _quit),
     "draft": Command(
-        "auto|none|ngram|MODEL … [only]", "who guesses; n-grams too, unless only", _draft, _models, several=True
+        "auto|none|ngram|MODEL … [only]", "who guesses, with n-grams unless only", _draft, _models, several=True
     ),
     "length": Command("auto|N", "how many tokens are guessed at a time", _length, lambda: ("auto",)),
     "project": Command("[PATH|none]", "a folder to copy guesses from, kept", _project, takes_path=True),
