@@ -266,7 +266,7 @@ class LLM(Tokenizing, AskingModel):
         self.run(lambda pair: pair.set_draft(specs, report))
 
     def explain(self) -> str:
-        """One sentence: why the runtime is, or is not, drafting now."""
+        """Why there is, or is not, drafting now: sentences for people, a line for each drafter."""
         return self._pair.explain(self.draft_length)
 
     # -- conversations -------------------------------------------------------------------------------------------

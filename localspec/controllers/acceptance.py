@@ -192,6 +192,9 @@ class SourceAcceptance:
     Each confidence bin holds a Beta estimate of P(accepted | confidence, all before it accepted), starting from the
     prior; evidence fades, so that a change of topic shows within tens of tokens. The histograms hold the shares of the
     bins among recent draft tokens, for each thing that one can come after.
+
+    Attributes:
+        has_drafted: whether a draft token was looked for in this text.
     """
 
     def __init__(self, prior: Prior) -> None:
@@ -206,7 +209,7 @@ class SourceAcceptance:
         self.typical = [list(histogram) for histogram in self.prior.histograms]
         self._n_certainties = CERTAINTY_PRIOR
         self._n_noticed = [HISTOGRAM_PRIOR] * len(self.histograms)
-        self._has_drafted = False
+        self.has_drafted = False
 
     def new_text(self) -> None:
         """A new answer begins."""
@@ -250,7 +253,7 @@ class SourceAcceptance:
 
     def notice(self, confidence: float, after: int = START) -> None:
         """Record the confidence of a draft token, sent to the target or not."""
-        self._has_drafted = True
+        self.has_drafted = True
         n = self._n_noticed[after] = min(self._n_noticed[after] + 1, HISTOGRAM_MEMORY)
         fade = 1.0 - 1.0 / n
         histogram = self.histograms[after]
@@ -273,7 +276,7 @@ class SourceAcceptance:
         if certainties:
             self._predict(certainties)
             # At once, where of this text nothing else is known.
-            fade = (1.0 - 1.0 / self.prior.drift) ** n_tokens if self._has_drafted else 0.0
+            fade = (1.0 - 1.0 / self.prior.drift) ** n_tokens if self.has_drafted else 0.0
         self._drift(fade)
 
     def _predict(self, certainties: Sequence[float]) -> None:

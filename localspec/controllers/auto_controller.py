@@ -179,14 +179,16 @@ class AutoController(Controller):
         self._learn_acceptance(round_)
         self._learn_costs(round_)
         if self._n_rounds % EXPLAIN_EVERY == 1:
-            self._reason = explain(self.estimates, self._find_the_unprofitable(), has_begun=True)
+            self._reason = self._explained(self._find_the_unprofitable(), has_begun=True)
         round_.reason = self._reason
         if self._n_rounds % SOLVE_EVERY == 0:
             self.estimates.solve_again()
 
     def explain(self) -> str:
-        has_begun = self.time_budget.n_tokens > 0
-        return explain(self.estimates, self._needs(), has_begun=has_begun)
+        return self._explained(self._needs(), has_begun=self.time_budget.n_tokens > 0)
+
+    def _explained(self, needs: dict[str, float], *, has_begun: bool) -> str:
+        return explain(self.estimates, needs, self.time_budget.for_drafts, has_begun=has_begun)
 
     def _learn_acceptance(self, round_: Round) -> None:
         draft, path = round_.draft, round_.verdict.accepted

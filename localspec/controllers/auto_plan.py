@@ -160,7 +160,7 @@ class AutoPlan:
         if pending > 1 and not self._gate.pays(source, pending, self._answer_room, self._index):
             estimates.set_lagging(source, True)
             return False
-        if not self._affords(estimates.draft_times[source](1 if self._is_reading else pending), _share(source)):
+        if not self._affords(estimates.draft_times[source](1 if self._is_reading else pending), share_of(source)):
             return False
         continuation = estimates.joined(source)
         worth = continuation.step(self._n, self._reach, self._after, estimates.rank(source))
@@ -179,7 +179,7 @@ class AutoPlan:
         """
         estimates = self.estimates
         runs_model = source in estimates.draft_times
-        if not self._affords(0.0, _share(source)):
+        if not self._affords(0.0, share_of(source)):
             return False
         if runs_model:
             return estimates.joined(source).send(self._n, self._reach, expected, after) > 0
@@ -206,6 +206,6 @@ class AutoPlan:
 
 
 @lru_cache(maxsize=64)
-def _share(source: str) -> float:
+def share_of(source: str) -> float:
     """Of what drafts may lose, what one of this source may."""
     return 1.0 if kind_of(source) == "model" else ONE_SHARE

@@ -88,5 +88,6 @@ class FixedController(Controller):
 
     def explain(self) -> str:
         if self.length == 0:
-            return "drafting is off: plain decoding was asked for"
-        return f"drafting {self.length} tokens a round, as asked; 'auto' would weigh their cost"
+            return "Guessing is off."
+        tokens = f"{self.length} token{'s' * (self.length > 1)}"
+        return f"Guessing {tokens} at a time, as asked; auto would weigh what they cost."

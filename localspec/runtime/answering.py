@@ -97,14 +97,16 @@ def answering(
         thinking,
     )
     yield from given(steps, take)
-    if widths and (seat.times is None or not seat.times.has_company):  # else its passes were those of others too
+    if seat.times is not None and seat.times.has_company:
+        stats.seconds_one_token = None  # its passes were those of others too
+    elif widths and not (pair.times.noisy or pair.times.quick):
         # As this answer's own passes went: the machine may have been slower, or faster, than in the long view.
         expected = sum(pair.times(width) for width in widths)
         stats.seconds_plain_token = pair.times(1) / expected * stats.seconds_verify
     assert seat.decides is not None  # the pair's last answer may be another one that shares its passes
     explanation = seat.decides.explain()
     if seat.times is not None and seat.times.mean_answers > 1.0:
-        explanation += f"; passes were shared by {seat.times.mean_answers:.1f} answers"
+        explanation += f"\nShared with other answers: on average {seat.times.mean_answers:.1f} at once."
     return Reply(
         "".join(text),
         [token.id for token in emitted],

@@ -225,7 +225,7 @@ class Pair:
         return Seat(self.state).controller(draft_length, params, drafters, predicted=predicted, thinks=thinks)
 
     def explain(self, draft_length: DraftLength) -> str:
-        """Why the last answer was, or the next one will be, drafted as it is: one sentence."""
+        """Why the last answer was, or the next one will be, drafted as it is: a line for each drafter."""
         if self._last is not None and self._last[0] == draft_length:
             return self._last[1].explain()
         return self.controller(draft_length).explain()

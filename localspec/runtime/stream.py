@@ -27,7 +27,7 @@ class Reply:
         model, draft, backend: what produced it.
         cancelled_by: ``caller`` (closed, dropped, its task cancelled) or ``deadline``, where it was cancelled.
         tokens: the tokens with their kinds, sources and, where asked for, log-probabilities.
-        explanation: one sentence of the controller: why it drafted as it did.
+        explanation: why there was drafting or not: sentences for people, a line for each drafter.
         seconds_waited: from the call until the engine turned to it.
         thinking: verified text of what the model thought before, its marks left out; ``text`` has none of it.
     """

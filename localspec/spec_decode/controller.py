@@ -67,4 +67,4 @@ class Controller(ABC):
 
     @abstractmethod
     def explain(self) -> str:
-        """One sentence: why the runtime is or is not drafting."""
+        """Why there is, or is not, drafting: sentences for people, a line for each drafter."""

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Literal
 
@@ -30,6 +31,12 @@ TokenKind = Literal["accepted", "recovered", "bonus", "plain", "forced"]
 Part = Literal["answer", "thinking", "mark"]
 """What a piece of text belongs to: the answer, the thinking before it, or a mark between the two that is not shown."""
 FinishReason = Literal["stop", "length", "cancelled"]
+
+FEWEST_PLAIN = 3
+"""One-token passes of an answer whose median says what plain decoding would take: one alone can be an outlier."""
+
+_INNER = ("seconds_plain_token", "seconds_one_token")
+"""Fields of ``SpecStats`` that are no statistics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,9 +244,13 @@ class SpecStats(Mapping[str, Any]):
     * ``num_ahead_hits``: rounds whose draft, or its beginning, was made while the target verified the one before;
       ``num_ahead_tokens``: draft tokens made so, ``num_ahead_tokens_used`` those of them that were sent.
     * ``tokens_per_second``: completion tokens / (seconds_draft + seconds_verify + seconds_other); prompt excluded.
-    * ``estimated_plain_tokens_per_second``: 1 / t(1), t(1) being the time of a one-token pass as this answer's own
-      passes went: what they took, by the cost model's ratio of their widths to one token. ``estimated_speedup`` is the
-      ratio of the two. None where t(1) is not known.
+    * ``estimated_plain_tokens_per_second``: 1 / t(1), t(1) being the median time of this answer's own one-token passes
+      if it has ``FEWEST_PLAIN`` of them, else ``seconds_plain_token``. ``estimated_speedup`` is the ratio of the two.
+      None where nothing was drafted, which is plain decoding, or where t(1) is not known.
+
+    Attributes:
+        seconds_plain_token: t(1) as known otherwise [s]; None where it is not.
+        seconds_one_token: of each pass over one token [s], sorted; None where the passes were other answers' too.
     """
 
     prompt_tokens: int = 0
@@ -258,6 +269,7 @@ class SpecStats(Mapping[str, Any]):
     seconds_other: float = 0.0
     time_to_first_token_s: float | None = None
     seconds_plain_token: float | None = None
+    seconds_one_token: list[float] | None = field(default_factory=list)
     by_source: dict[str, dict[str, int]] = field(default_factory=dict)
     num_ahead_hits: int = 0
     num_ahead_tokens: int = 0
@@ -290,6 +302,8 @@ class SpecStats(Mapping[str, Any]):
             self.num_ahead_hits += round_.ahead.hit
             self.num_ahead_tokens += round_.ahead.prepared
             self.num_ahead_tokens_used += round_.ahead.taken
+        if round_.width == 1 and not forced and self.seconds_one_token is not None:
+            insort(self.seconds_one_token, round_.ms_verify / 1e3)
         self.seconds_draft += round_.ms_draft / 1e3
         self.seconds_verify += round_.ms_verify / 1e3
         self.seconds_other += round_.ms_other / 1e3
@@ -297,10 +311,14 @@ class SpecStats(Mapping[str, Any]):
 
     @classmethod
     def total(cls, answers: Iterable[Mapping[str, Any]]) -> SpecStats:
-        """The figures of several answers together, with the same denominators; the time to the first token is none."""
-        total = cls()
-        plain_tokens, plain_seconds = 0, 0.0
-        for stats in answers:
+        """The figures of several answers together, with the same denominators; the time to the first token is none.
+
+        An answer without drafts is plain decoding, and counts as it went. Plain decoding is not known of all if it is
+        not known of each.
+        """
+        total = cls(seconds_one_token=None)
+        plain_seconds: float | None = 0.0
+        for stats in (each.as_dict() if isinstance(each, cls) else each for each in answers):
             for name, known in vars(total).items():
                 if isinstance(known, int | float):
                     setattr(total, name, known + (stats.get(name) or 0))
@@ -311,21 +329,31 @@ class SpecStats(Mapping[str, Any]):
                 sums = total.by_source.setdefault(source, {"num_draft_tokens": 0, "num_accepted_tokens": 0})
                 for name in sums:
                     sums[name] += counts.get(name, 0)
-            if speed := stats.get("estimated_plain_tokens_per_second"):
-                plain_tokens += stats.get("completion_tokens") or 0
-                plain_seconds += (stats.get("completion_tokens") or 0) / speed
-        total.seconds_plain_token = plain_seconds / plain_tokens if plain_tokens else None
+            name = "estimated_plain_tokens_per_second" if stats.get("num_draft_tokens") else "tokens_per_second"
+            if n_tokens := stats.get("completion_tokens") or 0:
+                speed = stats.get(name)
+                plain_seconds = plain_seconds + n_tokens / speed if speed and plain_seconds is not None else None
+        total.seconds_plain_token = plain_seconds / total.completion_tokens if plain_seconds else None
         return total
 
     @property
     def seconds_decode(self) -> float:
         return self.seconds_draft + self.seconds_verify + self.seconds_other
 
+    def _plain_speed(self) -> float | None:
+        """Estimated tokens per second of plain decoding."""
+        if not self.num_draft_tokens:
+            return None
+        own = self.seconds_one_token or []
+        seconds = own[(len(own) - 1) // 2] if len(own) >= FEWEST_PLAIN else self.seconds_plain_token
+        return 1.0 / seconds if seconds else None
+
     def as_dict(self) -> dict[str, Any]:
         speed = self.completion_tokens / self.seconds_decode if self.seconds_decode else 0.0
-        plain = 1.0 / self.seconds_plain_token if self.seconds_plain_token else None
+        plain = self._plain_speed()
         chosen = self.completion_tokens - self.num_forced_tokens
-        counted = {name: value for name, value in asdict(self).items() if name != "seconds_plain_token"}
+        counted = asdict(replace(self, seconds_one_token=None))  # without a copy of what can be long
+        counted = {name: value for name, value in counted.items() if name not in _INNER}
         return counted | {
             "acceptance_rate": self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0,
             "mean_acceptance_length": chosen / self.num_rounds if self.num_rounds else 0.0,

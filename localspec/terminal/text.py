@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from functools import lru_cache
@@ -91,6 +92,21 @@ def clip(text: str, cells: int) -> str:
             break
         kept.append(char)
     return "".join(kept) + "…" if cells > 0 else ""
+
+
+def wrapped(text: str, columns: int) -> list[str]:
+    """Lines of no more than so many cells, broken between words; a word that is longer stays whole."""
+    lines = []
+    for line in text.split("\n"):
+        row = ""
+        for word in re.findall(r" *[^ ]+| +$", line):
+            if row.strip() and width(row + word) > columns:
+                lines.append(row)
+                word = word.lstrip()
+                row = ""
+            row += word
+        lines.append(row)
+    return lines
 
 
 def width_is_certain(char: str) -> bool:

@@ -14,10 +14,9 @@ from localspec import LLM, SamplingParams
 from localspec.commands.chat.chat import Chat
 from localspec.commands.chat.commands import run_command
 from localspec.commands.chat.screen import ChatScreen
-from localspec.commands.chat.status import AnswerStatus
 from localspec.commands.chat.style import Style
 from localspec.commands.chat.views import TokensView
-from localspec.spec_decode.rounds import Draft, EmittedToken, Round, Span, Verdict
+from localspec.spec_decode.rounds import Draft, EmittedToken, Round, Span, SpecStats, Verdict
 from tests.commands.test_cli import localspec
 from tests.support.scripted_llm import ScriptedLLM, make_round, speak, think_round
 from tests.support.thinkers import write_thinker
@@ -52,7 +51,7 @@ def test_generate_says_that_nothing_but_thoughts_came(tmp_path: Path) -> None:
 @pytest.mark.parametrize("folded", [False, True])
 def test_thinking_is_dim_or_folded_away(folded: bool) -> None:
     file, nothing = io.StringIO(), Verdict(0, 0, "plain")
-    view = TokensView(file, AnswerStatus(["none"], 0), colour=True, folded=folded)
+    view = TokensView(file, SpecStats(), colour=True, folded=folded)
     said = [("musing", "thinking"), ("</think>", "mark"), ("said", "answer")]
     for i, (text, part) in enumerate(said):
         token = EmittedToken(i, "plain", text=text, thinking=part != "answer")

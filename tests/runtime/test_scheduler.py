@@ -100,7 +100,7 @@ def test_answers_are_those_alone(llm: LLM, alone: list[list[int]], monkeypatch: 
     assert [reply.token_ids for reply in replies] == alone
     assert max(map(len, passes.fed)) == N_PARALLEL
     assert sum(reply.stats["num_accepted_tokens"] for reply in replies) > 0
-    assert any("shared by" in reply.explanation for reply in replies)
+    assert any("Shared with other answers" in reply.explanation for reply in replies)
     check_nothing_is_left(llm)
 
 

@@ -22,7 +22,7 @@ def llm(tiny: TinyFiles, module_home: Path) -> Iterator[LLM]:
 
 
 def test_an_explanation_is_of_the_answer_that_it_comes_with(llm: LLM) -> None:
-    off = "drafting is off: plain decoding was asked for"
+    off = "Guessing is off."
     with Brake(llm, after=0) as brake:
         first = llm.rounds("la la lo la la lo", SHORT)
         second = llm.rounds("lo", LONG, drafters=[])  # begins last, and ends last

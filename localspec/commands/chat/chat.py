@@ -12,20 +12,24 @@ from localspec.commands.chat.attached import AttachedFile, with_files
 from localspec.commands.chat.kept_chats import make_room, new_file, stamp
 from localspec.commands.chat.saved_chat import AnswerRecord, save
 from localspec.commands.chat.screen import ChatScreen, no_echo
-from localspec.commands.chat.status import AnswerStatus
+from localspec.commands.chat.status import status_line
 from localspec.commands.chat.style import Style
-from localspec.commands.chat.views import only_thought
+from localspec.commands.chat.views import guessing, only_thought
 from localspec.commands.options import base_model_notes
 from localspec.errors import LocalspecError, SessionFileError, line_of
-from localspec.model_files.catalog import short_name
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.drafters.names import NGRAM
+from localspec.spec_decode.rounds import SpecStats
 from localspec.system.interrupts import on_interrupt
 from localspec.system.memory import process_bytes
 
 if TYPE_CHECKING:
     from localspec.commands.chat.late_draft import LateDraft
     from localspec.llm import LLM
+    from localspec.session import Message
+
+    Turn = tuple[list[Message], AnswerRecord]
+    """A question with its answer, and how that came about."""
 
 
 class Chat:
@@ -40,6 +44,7 @@ class Chat:
         last_files: those that went with the last question.
         prepared: what the next prompt's line holds already.
         keep_in: where the conversation is kept as it goes on; None if it is not. See ``keep_at``.
+        remembers: whether view and system prompt are remembered for later chats when they are changed.
         races: how many races were run, so that plain and speculative take turns in going first.
         think, thinking_budget: how questions are asked, see ``LLM.rounds``.
         leaving: set by ``/quit``.
@@ -61,6 +66,7 @@ class Chat:
         self.prepared = ""
         self.keep_in: Path | None = None
         self._kept_at: int | None = None
+        self.remembers = False
         self.races = 0
         self.think = "auto"
         self.thinking_budget: int | None = None
@@ -83,12 +89,13 @@ class Chat:
         """``ask`` with the attached files, which stay for the next message if no answer comes about."""
         return self.ask(with_files(text, self.attached), tuple(self.attached))
 
-    def ask(self, question: str, files: tuple[AttachedFile, ...] = ()) -> bool:
+    def ask(self, question: str, files: tuple[AttachedFile, ...] = (), instead: Turn | None = None) -> bool:
         """Ask, show the answer, and keep both; an error is reported and changes nothing.
 
         Args:
             question: what is asked.
             files: those whose text is in it; n-grams draft from them as from the beginning of the answer.
+            instead: a turn that the answer takes the place of; one that is whole stays if the answer is broken off.
 
         Returns:
             Whether an answer came about.
@@ -97,11 +104,12 @@ class Chat:
             KeyboardInterrupt: Ctrl-C without a terminal.
         """
         self.last_question, self.last_files = question, files
-        status = AnswerStatus(self.llm.draft_names, self.llm.draft_length, self.llm.plain_tokens_per_second)
-        view = self.screen.view(self.view, status)
+        stats = SpecStats()
+        view = self.screen.view(self.view, stats)
         before = list(self.session.messages)
         record = AnswerRecord()
         pieces: list[str] = []
+        failed = False
         try:
             drafts_from = [file.text for file in files if NGRAM in self.llm.draft_names]
             stream = self.session.rounds(
@@ -114,35 +122,57 @@ class Chat:
                 with no_echo(), stream, on_interrupt(stream.close):
                     view.wait("reading")
                     for round_ in stream:
-                        status.add(round_)
+                        stats.add(round_)
                         record.rounds.append(round_.as_event())
                         pieces.append(round_.text)
                         view.round(round_)
                     reply = stream.reply
                     record.finish_reason, record.stats = reply.finish_reason, dict(reply.stats)
             except KeyboardInterrupt:  # a second Ctrl-C: the engine is busy, and we do not wait for it
-                record.stats = status.stats.as_dict()
-                self.session = self.llm.session(params=self.session.params)
-                turn = [{"role": "user", "content": question}, {"role": "assistant", "content": "".join(pieces)}]
-                self.session.messages = [*before, *(turn if any(pieces) else [])]
+                self._keep_part(before, question, pieces, record, stats)
             finally:
                 view.finish()
         except BrokenPipeError:
             raise
         except Exception as error:  # whatever it is, it must not cost the conversation
+            failed = True
             self.screen.error(line_of(error))
-            return False
+            if any(pieces):
+                self._keep_part(before, question, pieces, record, stats)
         kept = len(self.session.messages) > len(before)
-        self.status = status.line(record.stats)
-        if kept:
+        if record.stats:
+            self.status = status_line(record.stats)
+        broken_off = record.finish_reason == "cancelled"
+        restored = instead is not None and broken_off and not (kept and instead[1].finish_reason == "cancelled")
+        if instead is not None and restored:
+            self.session.messages = [*before, *instead[0]]
+            self.records.append(instead[1])
+        elif kept:
             self.records.append(record)
             self.attached = [file for file in self.attached if file not in files]
         self.keep()
-        self._remark(record, kept, "".join(pieces))
-        self.read_ahead()
-        if self.screen.terminal and not self.screen.ansi:
+        if kept or not failed:
+            self._remark(record, kept, "".join(pieces), failed=failed, restored=restored)
+            self.read_ahead()
+        if self.status and self.screen.terminal and not self.screen.ansi:
             self.screen.note(f"({self.status})")
-        return kept
+        return kept and not failed
+
+    def _keep_part(
+        self, before: list[Message], question: str, pieces: list[str], record: AnswerRecord, stats: SpecStats
+    ) -> None:
+        """Have what was said of an answer that was broken off in a conversation of its own: the engine may go on."""
+        record.stats = stats.as_dict()
+        self.session = self.llm.session(params=self.session.params)
+        turn = [{"role": "user", "content": question}, {"role": "assistant", "content": "".join(pieces)}]
+        self.session.messages = [*before, *(turn if any(pieces) else [])]
+
+    def begin(self) -> None:
+        """A new conversation, asked in the same way; what is attached stays for its first message."""
+        self.session = self.llm.session(self.session.system, self.session.params)
+        self.records, self.last_question, self.last_files, self.status = [], None, (), ""
+        self.keep_at(new_file())
+        self.read_ahead()
 
     def save(self, path: Path, *, rounds: bool = True, **notes: Any) -> None:
         """Write the conversation, with how its answers came about.
@@ -183,13 +213,15 @@ class Chat:
             self.keep_in = None
             self.screen.note(f"note: this conversation is not saved: {line_of(error)}")
 
-    def _remark(self, record: AnswerRecord, kept: bool, text: str) -> None:
+    def _remark(self, record: AnswerRecord, kept: bool, text: str, *, failed: bool, restored: bool) -> None:
         """Say why the answer ends where it does, if that is not by itself, or why there is none."""
         if record.finish_reason == "cancelled":
-            if not self.screen.interactive:
+            if not (failed or self.screen.interactive):
                 raise KeyboardInterrupt
+            how = "broken off" if failed else "stopped"
             said = "what was said is kept" if kept else "nothing was said yet"
-            self.screen.note(f"[stopped; {said}; /retry asks again]")
+            said = "the answer before stays" if restored else said
+            self.screen.note(f"[{how}; {said}; /retry asks again]")
             return
         if said := only_thought(text, record.stats.get("thinking_tokens", 0)):
             shown = self.screen.terminal and not self.screen.folded
@@ -225,17 +257,17 @@ class Chat:
         coming = f"{self.late.status} · " if self.late is not None and self.late.status else ""
         if self.status:
             return coming + self.status
-        drafters = "+".join(map(short_name, self.llm.draft_names)) or "no draft"
-        return f"{coming}draft {self.llm.draft_length} · {drafters} · /help lists the commands"
+        who = "" if coming else guessing(self.llm.draft_names).removesuffix(".") + " · "
+        return f"{coming}{who}/help lists the commands"
 
 
 def header(llm: LLM, screen: ChatScreen, *, follows: bool = False) -> None:
-    """Say what was loaded, in three lines; ``follows`` if a draft model is still to come."""
-    drafters = (" + ".join(llm.draft_names) or "no draft") + (", and a draft model as soon as it is there" * follows)
+    """Say what was loaded, who guesses and what its text looks like; ``follows`` if a draft model may still come."""
     memory = f" · {process_bytes() / 1e9:.1f} GB" if process_bytes() >= 5e7 else ""  # weights included
     screen.line(f"{llm.model_name} · {llm.backend_name} · context {llm.n_ctx}{memory}", Style.HEAD)
-    screen.line(f"draft: {drafters}")
-    print(screen.legend(llm.draft_names), file=screen.file)
+    screen.line(guessing(llm.draft_names, follows=follows))
+    if legend := screen.legend(llm.draft_names, follows=follows):
+        print(legend, file=screen.file)
     for warning in [*llm.warnings, *base_model_notes(llm)]:
         screen.note(f"note: {warning}")
     screen.note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves")

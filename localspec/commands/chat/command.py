@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from localspec.commands.chat.chat import Chat, header
-from localspec.commands.chat.commands import complete, is_command, run_command, takes_path
+from localspec.commands.chat.commands import LEAVING, complete, is_command, run_command, takes_path
 from localspec.commands.chat.exchange import go_on_with
 from localspec.commands.chat.kept_chats import KeptChat, kept_chats, new_file
 from localspec.commands.chat.late_draft import LateDraft, may_be_drafted_for
 from localspec.commands.chat.line_prompt import PlainPrompt
 from localspec.commands.chat.project import with_project
-from localspec.commands.chat.screen import ChatScreen, no_echo
+from localspec.commands.chat.screen import ChatScreen
+from localspec.commands.chat.settings import ChatSettings, read_settings
+from localspec.commands.chat.views import VIEWS
 from localspec.commands.options import RunOptions, base_model_notes
 from localspec.model_files.catalog import Catalog, Entry
 from localspec.system.home import home
@@ -55,29 +56,37 @@ def chat_command(
     if latest is not None and options.model is None:
         options = replace(options, model=_model_of(latest))
     missing: list[Entry] | None = [] if interactive and options.draft_may_come_late else None
-    with Progress() as progress:
-        llm = options.open(progress.report, late=missing)
-    with llm, progress:
-        screen = ChatScreen(plain=not interactive)
-        defaults = llm.chat_defaults
-        system = options.system if options.system is not None else defaults.get("system")
-        chat = Chat(llm, screen, params=options.params(defaults), system=system)
-        chat.loaded = progress.clear
-        chat.think, chat.thinking_budget = think, thinking_budget
-        chat.keep_in = new_file() if keep and (interactive or resume) else None
-        begin = partial(_resume, chat, options, latest) if resume else None
-        if not interactive:
-            return _answer_lines(chat, begin)
-        # A terminal that is asked through prompt_toolkit never needs the system's echo: what is typed while the program
-        # is busy would be printed into its output, and again at the prompt.
-        with no_echo() if screen.ansi else nullcontext():
-            if missing is None or not (missing or may_be_drafted_for(llm)):
-                return _converse(chat, begin)
-            chat.late = LateDraft(llm, missing, corpora=options.corpora())
+    screen = ChatScreen(plain=not interactive)
+    with screen.held() as hold, Progress() as progress:
+
+        def report(what: str, fraction: float | None) -> None:
+            hold()  # not earlier: a question may be asked before anything is loaded
+            progress.report(what, fraction)
+
+        llm = options.open(report, late=missing)
+        hold()
+        with llm:
+            settings, problems = read_settings() if interactive else (ChatSettings(), [])
+            defaults = llm.chat_defaults
+            asked = (options.system, settings.system, defaults.get("system"))
+            system = next((text for text in asked if text is not None), None)
+            chat = Chat(llm, screen, params=options.params(defaults), system=system, view=settings.view or VIEWS[0])
+            chat.loaded, chat.remembers = progress.clear, interactive
+            chat.think, chat.thinking_budget = think, thinking_budget
+            chat.keep_in = new_file() if keep and (interactive or resume) else None
+            begin = partial(_resume, chat, options, latest) if resume else None
+            progress.clear()
+            if not interactive:
+                return _answer_lines(chat, begin)
+            if settings.system is not None and options.system is None:
+                problems.append(f"system prompt, as remembered: {settings.system or 'none'}")
+            if missing is not None and (missing or may_be_drafted_for(llm)):
+                chat.late = LateDraft(llm, missing, corpora=options.corpora())
             try:
-                return _converse(chat, begin)
+                return _converse(chat, begin, problems)
             finally:
-                chat.late.stop()
+                if chat.late is not None:
+                    chat.late.stop()
 
 
 def _model_of(kept: KeptChat) -> str | None:
@@ -126,10 +135,12 @@ def _lines() -> Iterator[str]:
         yield decode(line, f"line {number} of standard input").rstrip("\r\n")
 
 
-def _converse(chat: Chat, begin: Callable[[], None] | None = None) -> int:
-    """Prompt, answer, repeat; ``begin`` is called below the header."""
+def _converse(chat: Chat, begin: Callable[[], None] | None = None, notes: Sequence[str] = ()) -> int:
+    """Prompt, answer, repeat; below the header come some notes, and what ``begin`` shows."""
     ask = _asker(chat)
     header(chat.llm, chat.screen, follows=chat.late is not None)
+    for note in notes:
+        chat.screen.note(f"note: {note}")
     if begin is not None:
         begin()
     chat.read_ahead()
@@ -140,8 +151,8 @@ def _converse(chat: Chat, begin: Callable[[], None] | None = None) -> int:
         except EOFError:
             break
         try:
-            if line.startswith("/"):
-                run_command(chat, line)
+            if line.startswith("/") or line.rstrip() in LEAVING:
+                run_command(chat, line.rstrip())
             elif line.strip():
                 chat.say(line.strip())
         except KeyboardInterrupt:  # in a command, or twice during an answer
@@ -157,7 +168,7 @@ def _asker(chat: Chat) -> Callable[[], str]:
     if screen.ansi:
         from localspec.commands.chat.prompt import LineEditor
 
-        prompt = LineEditor(home() / "history", complete, takes_path, lambda: chat.toolbar, colour=screen.colour)
+        prompt = LineEditor(home() / "history", complete, takes_path, lambda: chat.toolbar, screen)
         if chat.late is not None:
             chat.late.changed = prompt.redraw
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from localspec.commands.chat.attached import without_files
 from localspec.commands.chat.exchange import attach, copy_answer, edit_message, load_from, save_to, sessions
 from localspec.commands.chat.project import drafters_with, keep_project, kept_project, named_project
+from localspec.commands.chat.settings import remember
 from localspec.commands.chat.style import Style
-from localspec.commands.chat.views import FORMER_VIEWS, VIEWS
+from localspec.commands.chat.views import FORMER_VIEWS, VIEWS, guessing
 from localspec.errors import UsageError, line_of
 from localspec.runtime.arguments import THINK, draft_specs, with_free
 from localspec.sampling.sampling import CHAT_SETTINGS, SamplingParams
@@ -49,23 +50,20 @@ class Command:
 
 
 def is_command(line: str) -> bool:
-    """Whether a line names a command that exists."""
-    return line.startswith("/") and (line[1:].split() or [""])[0] in COMMANDS
+    """Whether a line names a command that exists, or is a word that leaves."""
+    name = (line[1:].split() or [""])[0]
+    return line in LEAVING or (line.startswith("/") and (name in COMMANDS or name in ALIASES))
 
 
 def run_command(chat: Chat, line: str) -> bool:
-    """Run a line that starts with a slash; what goes wrong is reported in one line.
+    """Run a line that starts with a slash, or leaves; what goes wrong is reported in one line.
 
     Returns:
         Whether it worked.
     """
-    name, _, argument = line[1:].strip().partition(" ")
+    name, _, argument = line.removeprefix("/").strip().partition(" ")
     try:
-        if name not in COMMANDS:
-            close = get_close_matches(name, COMMANDS, n=1)
-            hint = f"did you mean /{close[0]}?" if close else "/help lists the commands"
-            raise UsageError(f"no command /{name}: {hint} (start the line with a space to send it as text)")
-        COMMANDS[name].run(chat, argument.strip())
+        COMMANDS[named(name)].run(chat, argument.strip())
     except BrokenPipeError:
         raise
     except Exception as error:  # whatever it is, it must not cost the conversation
@@ -74,11 +72,28 @@ def run_command(chat: Chat, line: str) -> bool:
     return True
 
 
+def named(name: str) -> str:
+    """The command of a name, of one of its other names, or of the beginning of one.
+
+    Raises:
+        UsageError: there is none, or there are several.
+    """
+    if name in COMMANDS or name in ALIASES:
+        return ALIASES.get(name, name)
+    begun = [each for each in (*COMMANDS, *ALIASES) if name and each.startswith(name)]
+    if len({ALIASES.get(each, each) for each in begun}) == 1:
+        return ALIASES.get(begun[0], begun[0])
+    close = begun or get_close_matches(name, (*COMMANDS, *ALIASES), n=1)
+    hint = f"did you mean /{' or /'.join(close)}?" if close else "/help lists the commands"
+    raise UsageError(f"no command /{name}: {hint} (start the line with a space to send it as text)")
+
+
 def complete(before: list[str]) -> Iterable[str]:
     """The words that can follow the words of a command so far."""
     if not before:
         return [f"/{name}" for name in COMMANDS]
-    command = COMMANDS.get(before[0][1:])
+    name = before[0][1:]
+    command = COMMANDS.get(ALIASES.get(name, name))
     return command.words() if command and (len(before) == 1 or command.several) else ()
 
 
@@ -91,11 +106,17 @@ def takes_path(name: str) -> bool:
 
 
 def _help(chat: Chat, argument: str) -> None:
-    for name, command in COMMANDS.items():
-        chat.screen.line(f"  {f'/{name} {command.usage}':<37} {command.help}")
+    """The commands of a group, in the order in which they are used, or one; no group fills a small screen."""
+    for name in GROUPS.get(argument) or [named(argument.removeprefix("/"))]:
+        usage, help = f"/{name} {COMMANDS[name].usage}", COMMANDS[name].help
+        chat.screen.line(f"  {usage:<34}  {help}")
+    if argument:
+        return
     chat.screen.line('Alt-Enter, a backslash at the end, or """ around all of them: several lines.')
     chat.screen.line("Tab completes, Ctrl-R searches what was typed before.")
-    print(chat.screen.legend(chat.llm.draft_names), file=chat.screen.file)
+    if legend := chat.screen.legend(chat.llm.draft_names):
+        print(legend, file=chat.screen.file)
+    chat.screen.line("/help guessing: how answers are guessed, and what it gains")
 
 
 def _view(chat: Chat, argument: str) -> None:
@@ -103,7 +124,19 @@ def _view(chat: Chat, argument: str) -> None:
     if argument and argument not in VIEWS:
         raise UsageError(f"no view {argument!r}: there are {', '.join(VIEWS)}")
     chat.view = argument or chat.view
-    chat.screen.note(f"view: {chat.view}")
+    chat.screen.note(f"view: {chat.view}{_remembered(chat, 'view', argument) if argument else ''}")
+
+
+def _remembered(chat: Chat, name: str, value: str | None) -> str:
+    """Remember a setting for later chats; what to say of that."""
+    if not chat.remembers:
+        return ""
+    try:
+        remember(name, value)
+    except UsageError as error:
+        chat.screen.error(f"only for this chat: {error}")
+        return ""
+    return " (also in later chats)"
 
 
 def _stats(chat: Chat, argument: str) -> None:
@@ -119,9 +152,7 @@ def _stats(chat: Chat, argument: str) -> None:
 
 
 def _why(chat: Chat, argument: str) -> None:
-    explanation = chat.llm.explain()
-    chains = chat.llm.run(lambda pair: pair.why_chains)
-    chat.screen.prose(f"{explanation}; drafts do not branch: {chains}" if chains else explanation)
+    chat.screen.line(chat.llm.explain())
 
 
 def _race(chat: Chat, argument: str) -> None:
@@ -145,7 +176,7 @@ def _draft(chat: Chat, argument: str) -> None:
             chat.loaded()
         chat.show_news()
     chat.status = ""
-    chat.screen.note(f"draft: {' + '.join(chat.llm.draft_names) or 'none'}")
+    chat.screen.note(guessing(chat.llm.draft_names))
 
 
 def _project(chat: Chat, argument: str) -> None:
@@ -163,14 +194,14 @@ def _project(chat: Chat, argument: str) -> None:
             chat.loaded()
         chat.show_news()
     kept = kept_project()
-    chat.screen.note(f"project: {kept or 'none'}; draft: {' + '.join(chat.llm.draft_names) or 'none'}")
+    chat.screen.note(f"project: {kept or 'none'}. {guessing(chat.llm.draft_names)}")
 
 
 def _length(chat: Chat, argument: str) -> None:
     if argument:
         chat.llm.draft_length = argument
     chat.status = ""
-    chat.screen.note(f"draft length: {chat.llm.draft_length}")
+    chat.screen.note(f"guesses at a time: {chat.llm.draft_length}")
 
 
 def _set(chat: Chat, argument: str) -> None:
@@ -178,7 +209,12 @@ def _set(chat: Chat, argument: str) -> None:
     if value:
         chat.params = set_parameter(chat.params, name, value)
     for each in [name] if name else CHAT_SETTINGS:
-        chat.screen.note(f"{each} {getattr(chat.params, _known(each))!r}")
+        chat.screen.note(f"{each} {_value(getattr(chat.params, _known(each)))}")
+
+
+def _value(value: Any) -> str:
+    """A parameter's value as it is typed."""
+    return " ".join(map(repr, value)) or "none" if isinstance(value, tuple) else "none" if value is None else str(value)
 
 
 def set_parameter(params: SamplingParams, name: str, value: str) -> SamplingParams:
@@ -231,9 +267,19 @@ def _think(chat: Chat, argument: str) -> None:
 
 
 def _system(chat: Chat, argument: str) -> None:
+    word, kept = argument.lower(), ""
     if argument:
-        chat.session.system = None if argument.lower() == "none" else argument
-    chat.screen.note(f"system prompt: {chat.session.system or 'none'}")
+        text = chat.llm.chat_defaults.get("system") if word == "default" else "" if word == "none" else argument
+        chat.session.system = text
+        kept = _remembered(chat, "system", None if word == "default" else text)
+    chat.screen.note(f"system prompt: {chat.session.system or 'none'}{kept}")
+
+
+def _new(chat: Chat, argument: str) -> None:
+    said = bool(chat.records)
+    chat.begin()
+    before = "; /sessions lists the one before" if said and chat.keep_in is not None else ""
+    chat.screen.note(f"a new conversation begins{before}")
 
 
 def _undo(chat: Chat, argument: str) -> None:
@@ -250,16 +296,13 @@ def _retry(chat: Chat, argument: str) -> None:
     question = chat.last_question
     if question is None:
         raise UsageError("there is no question to ask again")
-    before, record = chat.session.messages[-2:], chat.records[-1:]
-    if not record or before[0]["content"] != question:
+    turn, record = chat.session.messages[-2:], chat.records[-1:]
+    if not record or turn[0]["content"] != question:
         chat.ask(question, chat.last_files)
         return
     chat.session.undo()
     chat.records.pop()
-    if not chat.ask(question, chat.last_files):  # the answer that there was is better than none
-        chat.session.messages += before
-        chat.records += record
-        chat.keep()
+    chat.ask(question, chat.last_files, instead=(turn, record[0]))
 
 
 def _quit(chat: Chat, argument: str) -> None:
@@ -279,27 +322,39 @@ def _models() -> Iterable[str]:
     return ["auto", "none", "ngram", "head", "mtp", "early-exit", ONLY, *Catalog.load()]
 
 
-COMMANDS = {
-    "view": Command("|".join(VIEWS), "how answers are shown", _view, lambda: VIEWS),
-    "draft": Command(
-        "auto|none|ngram|MODEL … [only]", "who guesses; n-grams too, unless only", _draft, _models, several=True
-    ),
-    "project": Command("[PATH|none]", "a folder to copy guesses from, kept", _project, takes_path=True),
-    "length": Command("auto|N", "how many tokens a draft has", _length, lambda: ("auto",)),
-    "set": Command("[NAME [VALUE]]", "sampling parameters", _set, lambda: CHAT_SETTINGS),
-    "stats": Command("", "figures, and how far guesses reached", _stats),
-    "why": Command("", "why it is, or is not, drafting", _why),
-    "race": Command("", "the last question plain and speculative", _race),
-    "think": Command("[on|off|auto|show|hide|N]", "thinking before answers", _think, lambda: _THINK),
-    "system": Command("[TEXT|none]", "the system prompt", _system),
-    "undo": Command("", "take the last turn back", _undo),
+COMMANDS: dict[str, Command] = {
+    "new": Command("", "begin a new conversation", _new),
     "retry": Command("", "ask the last question again", _retry),
+    "undo": Command("", "take the last turn back", _undo),
+    "view": Command("|".join(VIEWS), "how answers are shown", _view, lambda: VIEWS),
     "file": Command("[PATH|none]", "a file for the next message", attach, takes_path=True),
-    "edit": Command("[TEXT]", "write in $EDITOR (Ctrl-X Ctrl-E too)", edit_message),
+    "edit": Command("[TEXT]", "write in $EDITOR (or Ctrl-X Ctrl-E)", edit_message),
     "copy": Command("[N]", "copy the answer, or its Nth code block", copy_answer),
+    "system": Command("[TEXT|none|default]", "the system prompt", _system, lambda: ("none", "default")),
+    "set": Command("[NAME [VALUE]]", "sampling parameters", _set, lambda: CHAT_SETTINGS),
+    "think": Command("[on|off|auto|show|hide|N]", "thinking before answers", _think, lambda: _THINK),
+    "sessions": Command("[N|forget]", "the kept chats; go on with the Nth", sessions, lambda: ("forget",)),
     "save": Command("FILE", "keep the chat in a file", save_to, takes_path=True),
     "load": Command("FILE", "go on with a saved chat", load_from, takes_path=True),
-    "sessions": Command("[N|forget]", "the kept chats; go on with the Nth", sessions, lambda: ("forget",)),
-    "help": Command("", "this list", _help),
+    "help": Command("[NAME|guessing]", "this list", _help, lambda: ("guessing", *COMMANDS)),
     "quit": Command("", "leave (Ctrl-D does too)", _quit),
+    "draft": Command(
+        "auto|none|ngram|MODEL … [only]", "who guesses, with n-grams unless only", _draft, _models, several=True
+    ),
+    "length": Command("auto|N", "how many tokens are guessed at a time", _length, lambda: ("auto",)),
+    "project": Command("[PATH|none]", "a folder to copy guesses from, kept", _project, takes_path=True),
+    "stats": Command("", "figures, and how far guesses reached", _stats),
+    "why": Command("", "who guesses now, and why not", _why),
+    "race": Command("", "the last question, plain and with guesses", _race),
 }
+
+ALIASES = {"clear": "new", "reset": "new", "exit": "quit", "bye": "quit", "q": "quit", "?": "help"}
+"""Other names of commands, which other programs have for them."""
+
+LEAVING = ("exit", "quit")
+"""Lines that leave without a slash."""
+
+_GUESSING = ("draft", "length", "project", "stats", "why", "race")
+
+GROUPS = {"": tuple(name for name in COMMANDS if name not in _GUESSING), "guessing": _GUESSING}
+"""Names of commands as ``/help`` shows them together, by what follows it."""

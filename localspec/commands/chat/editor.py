@@ -10,7 +10,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from localspec.commands.chat.screen import with_echo
 from localspec.errors import UsageError
 from localspec.system.interrupts import interrupts_left_to_others
 
@@ -30,7 +29,7 @@ def edit(text: str) -> tuple[str, str | None]:
     with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
         file.write(text)
     try:
-        with with_echo(), interrupts_left_to_others():
+        with interrupts_left_to_others():
             status = subprocess.call([*command, name])
     except OSError as error:
         path.unlink()

@@ -9,11 +9,10 @@ from localspec.commands.chat.attached import read_file, without_files
 from localspec.commands.chat.clipboard import copy
 from localspec.commands.chat.editor import edit
 from localspec.commands.chat.kept_chats import forget_all, kept_chats, new_file
-from localspec.commands.chat.saved_chat import load
-from localspec.commands.chat.style import Style
+from localspec.commands.chat.saved_chat import first_and_number, load
 from localspec.commands.chat.views import FORMER_VIEWS, VIEWS
 from localspec.errors import UsageError
-from localspec.terminal.text import clip, terminal_size
+from localspec.terminal.text import clip, on_one_line, terminal_size
 
 if TYPE_CHECKING:
     from localspec.commands.chat.chat import Chat
@@ -21,8 +20,18 @@ if TYPE_CHECKING:
 
 def save_to(chat: Chat, argument: str) -> None:
     path = _path(argument, "save")
+    before = first_and_number(path)
+    ours = next((message["content"] for message in chat.session.messages if message["role"] == "user"), None)
+    if before is not None and before[0] != ours:
+        question = clip(on_one_line(without_files(before[0])), 40)
+        raise UsageError(f"{path} holds another conversation ({question}): choose another name")
     chat.save(path)
-    chat.screen.note(f"saved to {path}")
+    turns = "" if before is None else f", in place of what was saved there before ({_turns(before[1])})"
+    chat.screen.note(f"saved to {path}{turns}")
+
+
+def _turns(n: int) -> str:
+    return f"{n} turn{'s' if n != 1 else ''}"
 
 
 def load_from(chat: Chat, argument: str) -> None:
@@ -45,13 +54,15 @@ def go_on_with(chat: Chat, path: Path) -> None:
     chat.last_question, chat.last_files, chat.status = None, (), ""
     model = session.notes.get("model", chat.llm.model_name)
     others = "" if model == chat.llm.model_name else f", said with {model}"
-    chat.screen.note(f"loaded {len(records)} turn{'s' if len(records) != 1 else ''}{others}")
+    chat.screen.note(f"loaded {_turns(len(records))}{others}")
     if records:
         question, answer = (message["content"] for message in session.messages[-2:])
         chat.last_question = question
         if chat.screen.terminal:
-            chat.screen.line(f"> {without_files(question)}", Style.PROMPT)
+            chat.screen.question(without_files(question))
             chat.screen.answer(answer, chat.view)
+            if records[-1].stats and records[-1].finish_reason == "cancelled":
+                chat.screen.note("[broken off; /retry asks again]")
     chat.read_ahead()
 
 
@@ -71,7 +82,7 @@ def sessions(chat: Chat, argument: str) -> None:
         return
     columns, _ = terminal_size()
     for i, each in enumerate(kept, 1):
-        turns = f"{each.n_turns} turn{'s' if each.n_turns != 1 else ''}"
+        turns = _turns(each.n_turns)
         head = f"{'*' if each.path == chat.keep_in else ' '}{i:>3}  "
         facts = f"{each.when}  {turns:>9}  "
         if columns >= 2 * len(head + facts):
@@ -115,7 +126,8 @@ def edit_message(chat: Chat, argument: str) -> None:
     if not chat.screen.terminal:
         raise UsageError("/edit needs a terminal")
     chat.prepared = argument  # not lost if there is no editor
-    chat.prepared, problem = edit(argument)
+    with chat.screen.lent():
+        chat.prepared, problem = edit(argument)
     if problem:
         chat.screen.error(problem)
     if not chat.screen.ansi:  # there is no line that could hold it

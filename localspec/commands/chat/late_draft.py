@@ -47,7 +47,7 @@ class LateDraft:
         changed: Callable[[], None] = lambda: None,
         corpora: Sequence[str] = (),
     ) -> None:
-        self.status = "the draft model follows"
+        self.status = "looking whether a draft model would help"
         self.notes: list[str] = []
         self.changed = changed
         self._llm, self._missing = llm, list(missing)
@@ -107,7 +107,7 @@ class LateDraft:
         def watch(what: str, done: int, total: int) -> None:
             if self._leaving.is_set():
                 raise Cancelled(f"{what}: stopped")
-            self._say(f"fetching draft {short_name(entry.name)}" + (f" {done / total:.0%}" if total else ""))
+            self._say(f"fetching the draft model {short_name(entry.name)}" + (f" {done / total:.0%}" if total else ""))
 
         sources.pull(entry, watch=watch)
 

@@ -20,6 +20,7 @@ from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.styles import Style
 
 from localspec.commands.chat.line_prompt import is_open, unquoted
+from localspec.commands.chat.screen import ChatScreen
 from localspec.terminal.text import clip
 
 PROMPT = "> "
@@ -91,7 +92,7 @@ class LineEditor:
         words: the words that can follow the words of a command so far.
         takes_path: whether a path follows a command.
         toolbar: the status line.
-        colour: whether colours may be used.
+        screen: where a line is shown once it is complete: wrapped between words, which the editor cannot do.
     """
 
     def __init__(
@@ -100,13 +101,14 @@ class LineEditor:
         words: Callable[[list[str]], Iterable[str]],
         takes_path: Callable[[str], bool],
         toolbar: Callable[[], str],
-        *,
-        colour: bool,
+        screen: ChatScreen,
     ) -> None:
         # The answer to a cursor position request arrives as input, where it ends up in the text if we are not reading.
         os.environ.setdefault("PROMPT_TOOLKIT_NO_CPR", "1")
 
+        self._screen = screen
         self._session: PromptSession[str] = PromptSession(
+            erase_when_done=True,
             history=open_history(history),
             completer=_CommandCompleter(words, takes_path),
             complete_while_typing=False,
@@ -116,7 +118,7 @@ class LineEditor:
             key_bindings=_bindings(),
             prompt_continuation=lambda width, line, wrapped: "" if wrapped else ". ",
             style=Style.from_dict({"status": "dim", "prompt": "bold ansiblue"}),
-            color_depth=None if colour else ColorDepth.DEPTH_1_BIT,
+            color_depth=None if screen.colour else ColorDepth.DEPTH_1_BIT,
         )
 
         def status() -> StyleAndTextTuples:
@@ -141,7 +143,16 @@ class LineEditor:
             KeyboardInterrupt: Ctrl-C; ``had_text`` tells whether it threw something away.
         """
         message: Any = [("class:prompt", PROMPT)]
-        return unquoted(self._session.prompt(message, default=text))
+        try:
+            line = self._session.prompt(message, default=text)
+        except KeyboardInterrupt:
+            if self.had_text:
+                self._screen.question(self._session.default_buffer.text)
+            raise
+        finally:
+            self._screen.mark_pastes()  # the editor has just ended that
+        self._screen.question(line)
+        return unquoted(line)
 
     def redraw(self) -> None:
         """Show the status line anew; from any thread."""

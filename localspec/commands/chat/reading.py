@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from localspec.commands.chat.markdown import MarkdownLines, blocks, code_blocks, open_code
-from localspec.commands.chat.status import AnswerStatus
+from localspec.commands.chat.status import status_line
 from localspec.commands.chat.style import Painter, Style
 from localspec.commands.chat.views import View
-from localspec.spec_decode.rounds import Round
+from localspec.spec_decode.rounds import Round, SpecStats
 from localspec.terminal.text import clip, terminal_size, visible
 
 _ERASE_LINE, _ERASE_BELOW = "\x1b[K", "\x1b[J"
@@ -37,7 +37,7 @@ class ReadingView(View):
 
     Args:
         file: the terminal.
-        status: of the answer, shown below it.
+        stats: of the answer; the status is shown below it.
         colour: whether colours may be used.
         unicode: whether lines can be drawn.
         folded: whether what is thought is left out.
@@ -47,7 +47,7 @@ class ReadingView(View):
     def __init__(
         self,
         file: TextIO,
-        status: AnswerStatus,
+        stats: SpecStats,
         *,
         colour: bool,
         unicode: bool,
@@ -55,7 +55,7 @@ class ReadingView(View):
         size: Callable[[], tuple[int, int]] = terminal_size,
     ) -> None:
         self._file = file
-        self._status = status
+        self._stats = stats
         self._draw = MarkdownLines(colour, unicode)
         self._paint = Painter(ansi=True, colour=colour)
         self._folded = folded
@@ -111,7 +111,7 @@ class ReadingView(View):
     def _region(self, columns: int) -> list[str]:
         lines = self._dim(self._thought.rstrip("\n"), columns)
         if self._folded and self._thinks:
-            lines.append(self._paint(f"thinking, {self._status.stats.thinking_tokens} tokens …", Style.NOTE))
+            lines.append(self._paint(f"thinking, {self._stats.thinking_tokens} tokens …", Style.NOTE))
         for i, block in enumerate(blocks(self._text)):  # several where the last line is not whole
             between = self._between if i == 0 and not self._n_printed else i > 0
             lines += [""] * between
@@ -152,7 +152,7 @@ class ReadingView(View):
         columns, height = self._size()
         out = [_HIDE_CURSOR, *(f"{line}{_ERASE_LINE}\r\n" for line in printed)]
         if height >= MIN_LINES:
-            status = self._paint(clip(self._status.line(), columns - 1), Style.NOTE)
+            status = self._paint(clip(status_line(self._stats.as_dict()), columns - 1), Style.NOTE)
             rows = [*region, status]
             out += [_NO_WRAP, "\r\n".join(f"{row}{_ERASE_LINE}" for row in rows), _ERASE_BELOW, _WRAP]
             out.append(f"\r\x1b[{len(rows) - 1}A" if len(rows) > 1 else "\r")

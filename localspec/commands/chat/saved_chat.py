@@ -79,6 +79,17 @@ def load(llm: LLM, path: Path) -> tuple[Session, list[AnswerRecord]]:
     return session, records
 
 
+def first_and_number(path: Path) -> tuple[str, int] | None:
+    """The first question of a chat in a file, and how many it has; None where there is no such file, or no question."""
+    try:
+        with path.open("rb") as file:
+            text = read_text(file, str(path)) or {}
+        asked = [message["content"] for message in text["messages"] if message["role"] == "user"]
+    except (SessionFileError, OSError, LookupError, TypeError, ValueError):  # what is no chat is not written over
+        return None
+    return (str(asked[0]), len(asked)) if asked else None
+
+
 def _is_whole(record: AnswerRecord) -> bool:
     known = record.finish_reason in ("stop", "length", "cancelled") and isinstance(record.stats, dict)
     return known and isinstance(record.rounds, list) and all(isinstance(event, dict) for event in record.rounds)

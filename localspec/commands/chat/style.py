@@ -22,8 +22,8 @@ class Style(Enum):
     """Accepted draft tokens that were copied from files the user named."""
     STATES = ("1;4", "35")
     """Accepted draft tokens of a head, or of the target's own first layers."""
-    REJECTED = ("2;9", "31")
-    """Rejected draft tokens: dim and struck through."""
+    REJECTED = ("9", "91")
+    """Rejected draft tokens: struck through, and in a red that can be read on dark and light."""
     NOTE = ("2", "")
     THINKING = ("2;3", "")
     """What is thought before an answer: dim and slanted."""

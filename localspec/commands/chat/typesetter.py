@@ -21,7 +21,8 @@ TAIL_LINES = 2
 class Typesetter:
     """Writes one answer.
 
-    Prose is wrapped between words at the edge of the screen; code blocks, tables and indented lines are left to the
+    Prose is wrapped between words at the edge of the screen: a word is printed when it is complete, and is part of the
+    tail until then, so nothing that was printed is ever moved. Code blocks, tables and indented lines are left to the
     terminal, so that copying them gives back the text.
 
     Args:
@@ -41,8 +42,9 @@ class Typesetter:
         self._out: list[str] = []
         self._style = Style.TARGET
         self._column = 0
-        self._word: list[Segment] = []
-        self._word_column = 0
+        self._word: list[Segment] = []  # characters of a word that may go on
+        self._word_cells = 0
+        self._is_long = False  # whether a word that takes more than a row goes on, which the terminal breaks
         self._line = ""
         self._fenced = False
         self._certain = True
@@ -52,87 +54,95 @@ class Typesetter:
     # -- text that stays -----------------------------------------------------------------------------------------
 
     def write(self, text: str, style: Style = Style.TARGET) -> None:
-        """Add text for good; it appears with the next ``flush``."""
+        """Add text for good; it appears with the next ``flush``, a word that may go on with the next ``tail``."""
         self._drop_tail()
         for char in visible(text):
             if char == "\n":
                 self._newline()
             elif char == "\t":
                 self._line += char
+                self._end_word()
                 for _ in range(8 - self._column % 8):
                     self._put_space(style)
+            elif char == " ":
+                self._line += char
+                self._end_word()
+                self._put_space(style)
             else:
                 self._line += char
-                if char == " ":
-                    self._put_space(style)
-                else:
-                    self._put(char, style)
+                self._certain = self._certain and width_is_certain(char)
+                self._put(char, style)
+
+    def _put(self, char: str, style: Style) -> None:
+        """Add a character to the word that it belongs to; where there are no words, print it."""
+        cells = char_width(char)
+        fits = self._word_cells + cells <= self._columns
+        if self._wraps and not self._is_long and fits and (cells == 1 or (cells == 0 and self._word)):
+            self._word.append((char, style))
+            self._word_cells += cells
+            return
+        is_long = self._is_long or not fits
+        self._end_word()
+        self._is_long = is_long
+        self._print(char, style)
+
+    def _end_word(self) -> None:
+        """Print the word that was held back, on the next row if it does not fit into this one."""
+        word, self._word = self._word, []
+        self._make_room()
+        self._word_cells, self._is_long = 0, False
+        for char, style in word:
+            self._print(char, style)
+
+    def _make_room(self) -> None:
+        """Begin a row if the word that is held back does not fit into this one."""
+        if self._word_cells and self._column and self._column + self._word_cells > self._columns:
+            self._begin_row()
+
+    def _begin_row(self) -> None:
+        self._set_style(Style.TARGET)
+        self._out.append("\r\n")
+        self._column = 0
+
+    def _print(self, char: str, style: Style) -> None:
+        cells = char_width(char)
+        if self._column + cells > self._columns:
+            if (self._wraps and not self._is_long) or not self._certain:
+                self._begin_row()
+            else:
+                self._column = 0  # the terminal breaks the line, and knows that it is one line
+        self._set_style(style)
+        self._out.append(char)
+        self._column += cells
+        self._on_fresh_row = False
+
+    def _put_space(self, style: Style) -> None:
+        if self._wraps and (self._column >= self._columns or self._on_fresh_row):
+            return  # the line break stands for it
+        self._print(" ", style)
 
     def _newline(self) -> None:
+        self._end_word()
         if self._line.lstrip().startswith(("```", "~~~")):
             self._fenced = not self._fenced
         if self._on_fresh_row:  # the line filled its row to the last cell and the cursor has moved on already
             self._on_fresh_row = False
         else:
-            self._set_style(Style.TARGET)
-            self._out.append("\r\n")
+            self._begin_row()
         self._line, self._column, self._certain = "", 0, True
-        self._start_word()
 
     @property
     def _wraps(self) -> bool:
         """Whether the current line is prose."""
-        verbatim = self._fenced or self._line.startswith(("```", "~~~", "|", "    ", "\t"))
-        return not verbatim and self._certain
-
-    def _put_space(self, style: Style) -> None:
-        if self._column >= self._columns and self._wraps:
-            self._start_word()  # the line break stands for it
-            return
-        self._put(" ", style)
-        self._start_word()
-
-    def _put(self, char: str, style: Style) -> None:
-        cells = char_width(char)
-        self._certain = self._certain and width_is_certain(char)
-        if self._column + cells > self._columns:
-            self._break_line(cells)
-        self._set_style(style)
-        self._out.append(char)
-        self._column += cells
-        self._word.append((char, style))
-        self._on_fresh_row = False
-
-    def _break_line(self, cells: int) -> None:
-        word, length = self._word, self._column - self._word_column
-        if self._wraps and self._word_column > 0 and length + cells <= self._columns:
-            self._set_style(Style.TARGET)
-            if self._word_column < self._column:
-                self._out.append(f"\r\x1b[{self._word_column}C\x1b[K")
-            self._out.append("\r\n")
-            for char, style in word:
-                self._set_style(style)
-                self._out.append(char)
-            self._column = length
-        elif self._certain:
-            self._column = 0  # the terminal breaks the line, and knows that it is one line
-        else:
-            self._set_style(Style.TARGET)
-            self._out.append("\r\n")
-            self._column = 0
-        self._word_column = 0
+        return not (self._fenced or self._line.startswith(("```", "~~~", "|", "    ", "\t")))
 
     def _leave_edge(self) -> None:
         """Printing in the last cell leaves the cursor waiting at the edge, where saving it is not portable."""
-        if self._wraps and self._word and self._word_column > 0:
-            self._break_line(0)
+        if self._wraps and not self._is_long:
+            self._begin_row()
         else:
             self._out.append(" \r")  # the space makes the terminal wrap; what follows overwrites it
-            self._column, self._on_fresh_row = 0, True
-            self._start_word()
-
-    def _start_word(self) -> None:
-        self._word, self._word_column = [], self._column
+        self._column, self._on_fresh_row = 0, True
 
     def _set_style(self, style: Style) -> None:
         if style is not self._style:
@@ -144,16 +154,17 @@ class Typesetter:
     def tail(self, segments: Iterable[Segment], status: str) -> None:
         """Show segments after the text and a status line below, until the next ``write``."""
         self._drop_tail()
-        self._columns, self._lines = self._size()
+        self._resize()
         if self._lines < TAIL_LINES + 2:
             return
+        self._make_room()
         self._set_style(Style.TARGET)
         if self._column >= self._columns:
             self._leave_edge()
         room = TAIL_LINES * self._columns - self._column - 1
         shown: list[Segment] = []
         used = 0
-        for text, style in segments:
+        for text, style in [*self._word, *segments]:
             flat = clip(on_one_line(text), room - used)
             used += width(flat)
             shown.append((flat, style))
@@ -166,6 +177,15 @@ class Typesetter:
         # Saved again, because in some terminals a restored position is used up.
         self._out.append(f"{_RESTORE}{_SAVE}\x1b[{down}B\r{line}{_RESTORE}")
         self._has_tail = True
+
+    def _resize(self) -> None:
+        """Ask for the size. What was printed is the terminal's; a row that has become too long is ended."""
+        self._columns, self._lines = self._size()
+        if self._column > self._columns:
+            if self._wraps:
+                self._begin_row()
+            else:
+                self._column = (self._column - 1) % self._columns + 1
 
     def _drop_tail(self) -> None:
         if self._has_tail:
@@ -183,6 +203,7 @@ class Typesetter:
     def finish(self) -> None:
         """Erase the tail and end the last line."""
         self._drop_tail()
+        self._resize()
         if self._column or self._line:
             self._newline()
         self.flush()

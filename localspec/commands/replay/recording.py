@@ -209,7 +209,7 @@ def _round(event: Any) -> dict[str, Any]:
         "ms": [number(event, f"ms_{part}") or 0.0 for part in ("draft", "verify", "other")],
         "ms_verify_expected": number(event, "ms_verify_expected"),
         "tokens_expected": number(event, "tokens_expected"),
-        "reason": on_one_line(get(event, "reason", str, "")),
+        "reason": visible(get(event, "reason", str, "")),
     }
 
 
@@ -267,4 +267,7 @@ def _stats(rounds: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> dic
     counted.seconds_draft, counted.seconds_verify, counted.seconds_other = seconds
     figures: dict[str, Any] = {name: value for name, value in counted.items() if isinstance(value, int | float)}
     figures |= dict.fromkeys(_UNCOUNTED)
-    return figures | {name: stated for name in figures if (stated := number(given, name)) is not None}
+    figures |= {name: stated for name in figures if (stated := number(given, name)) is not None}
+    if not figures["num_draft_tokens"]:  # plain decoding: older recordings compare it with an estimate of itself
+        figures["estimated_plain_tokens_per_second"] = figures["estimated_speedup"] = None
+    return figures

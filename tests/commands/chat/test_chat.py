@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from localspec.commands.chat.chat import Chat
-from localspec.commands.chat.commands import COMMANDS, complete, is_command, run_command, set_parameter
+from localspec.commands.chat.commands import (
+    COMMANDS,
+    GROUPS,
+    complete,
+    is_command,
+    named,
+    run_command,
+    set_parameter,
+)
 from localspec.commands.chat.figures import histogram
 from localspec.commands.chat.saved_chat import AnswerRecord
 from localspec.commands.chat.screen import ChatScreen
 from localspec.commands.chat.status import status_line
-from localspec.commands.chat.style import Painter, Style, token_style
-from localspec.commands.chat.views import TextView, round_line
+from localspec.commands.chat.style import Style, token_style
+from localspec.commands.chat.views import TextView, guessing, plain_parts, round_parts, rows_of
 from localspec.errors import PromptTooLong, UsageError
 from localspec.model_files.catalog import short_name
 from localspec.sampling.sampling import SamplingParams
@@ -271,9 +281,10 @@ def test_race_names_who_ran_first_and_takes_turns() -> None:
     first = it.out
     it.run("/race")
     second = it.out
-    assert [options["speculate"] for options in it.llm.options[1:]] == [False, True, True, False]
+    order = [False, True, True, False, True, False, False, True]  # each twice, the second time in the other order
+    assert [options["speculate"] for options in it.llm.options[1:]] == order
     assert "plain (ran first)" in first
-    assert "speculative (ran first)" in second
+    assert "with guesses (ran first)" in second
     assert "same text: all" in first
     assert first.count("same words here") == 2
     assert len(it.chat.records) == 1
@@ -284,7 +295,7 @@ def test_both_sides_of_a_race_think_as_the_answers_do() -> None:
     it.chat.think, it.chat.thinking_budget = "off", 9
     it.chat.ask("q")
     it.run("/race")
-    assert [(options["think"], options["thinking_budget"]) for options in it.llm.options] == [("off", 9)] * 3
+    assert [(options["think"], options["thinking_budget"]) for options in it.llm.options] == [("off", 9)] * 5
 
 
 def test_both_sides_of_a_race_get_the_same_dice() -> None:
@@ -322,6 +333,12 @@ def test_settings() -> None:
     assert it.run("/set top_k 40")
     assert it.run("/set seed none")
     assert it.run(r"/set stop \n\n")
+    it.out  # noqa: B018
+    assert it.run("/set")
+    shown = it.errors
+    assert "seed none\n" in shown
+    assert r"stop '\n\n'" in shown
+    assert not set("()") & set(shown)
     assert (it.chat.params.top_k, it.chat.params.seed, it.chat.params.stop) == (40, None, ("\n\n",))
     for line in ("/set temprature 1", "/set top_k many", "/set temperature nan", "/set top_k 1.5", "/length -1"):
         assert not it.run(line), line
@@ -343,6 +360,55 @@ def test_an_unknown_command_names_the_nearest() -> None:
     assert is_command("/view rounds")
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        *(("clear", "new"), ("reset", "new"), ("exit", "quit"), ("bye", "quit"), ("q", "quit"), ("?", "help")),
+        *(("vi", "view"), ("h", "help"), ("un", "undo"), ("by", "quit"), ("cl", "new")),
+    ],
+)
+def test_other_names_and_beginnings_of_commands(typed: str, meant: str) -> None:
+    assert named(typed) == meant
+
+
+@pytest.mark.parametrize("typed", ["s", "re", "e", "", "nonsense", "viewer"])
+def test_what_is_no_command_or_several_is_not_run(typed: str) -> None:
+    it = Scripted()
+    assert not it.run(f"/{typed}")
+    assert it.errors.count("\n") == 1
+
+
+def test_what_a_beginning_could_mean_is_named() -> None:
+    it = Scripted()
+    it.run("/re")
+    assert "did you mean /retry or /reset?" in it.errors
+
+
+@pytest.mark.parametrize("line", ["exit", "quit", "/exit", "/bye", "/q", "/quit"])
+def test_a_word_that_leaves_is_no_question(line: str) -> None:
+    it = Scripted()
+    assert is_command(line)
+    assert it.run(line)
+    assert it.chat.leaving
+    assert not is_command(f" {line}")
+
+
+def test_a_new_conversation_is_asked_in_the_same_way(isolated_home: Path) -> None:
+    it = Scripted("a1", "a2")
+    it.chat.keep_in = isolated_home / "chats" / "a.chat"
+    it.run("/system be brief")
+    it.run("/set top_k 7")
+    it.chat.ask("q1")
+    it.errors  # noqa: B018
+    assert it.run("/new")
+    assert "/sessions lists the one before" in it.errors
+    assert not it.run("/undo")
+    it.chat.ask("q2")
+    assert [m["content"] for m in it.llm.asked[-1]] == ["be brief", "q2"]
+    assert it.chat.params.top_k == 7
+    assert len(list((isolated_home / "chats").iterdir())) == 2
+
+
 def test_completion() -> None:
     assert "/race" in complete([])
     assert list(complete(["/view"])) == ["tokens", "reading", "rounds", "plain"]
@@ -351,12 +417,18 @@ def test_completion() -> None:
     assert list(complete(["/nonsense"])) == []
 
 
-def test_help_names_every_command_within_80_columns() -> None:
+def test_help_is_in_groups_that_fit_a_small_screen() -> None:
     it = Scripted()
-    it.run("/help")
-    text = it.out
-    assert all(f"/{name} " in text for name in COMMANDS)
-    assert all(width(line) <= 80 for line in text.splitlines())
+    shown = {}
+    for group in GROUPS:
+        it.run(f"/help {group}")
+        shown[group] = it.out.splitlines()
+        assert len(shown[group]) <= 20
+        assert all(width(line) <= 80 for line in shown[group])
+    assert all(any(f"/{name} " in line for line in chain(*shown.values())) for name in COMMANDS)
+    assert shown[""][0].startswith("  /new ")
+    it.run("/help race")
+    assert it.out.count("\n") == 1
 
 
 def test_text_with_escapes_from_a_model_is_not_altered_in_a_pipe() -> None:
@@ -365,42 +437,86 @@ def test_text_with_escapes_from_a_model_is_not_altered_in_a_pipe() -> None:
     assert it.out == "a\x1b[31mb\n"
 
 
-PLAIN = Painter(ansi=False, colour=False)
+def text_of(rows: list[list[tuple[str, Style]]]) -> list[str]:
+    return ["".join(text for text, _ in row) for row in rows]
 
 
 def test_round_line_shows_every_guess_and_its_fate() -> None:
     round_ = make_round(4, [("def", "model", True), (" f", "ngram", True), ("(x", "ngram", False)], "(a")
-    line = round_line(round_, 80, PLAIN)
+    (line,) = text_of(rows_of(round_parts(round_), 80))
     assert "2/3" in line
     assert "model+ngram" in line
     assert "✓def✓ f✗(x →(a" in line
-    assert "\x1b" not in line
-    assert "+def+ f-(x >(a" in round_line(round_, 80, PLAIN, unicode=False)
-    assert "plain" in round_line(make_round(0, [], "x"), 80, PLAIN)
-    for columns in range(40, 80):
-        assert width(round_line(round_, columns, PLAIN)) <= columns
-    struck = round_line(round_, 80, Painter(ansi=True, colour=False))
-    assert "\x1b[2;9m(x\x1b[0m" in struck
+    assert "+def+ f-(x >(a" in text_of([round_parts(round_, unicode=False)])[0]
+    assert "plain" in text_of([round_parts(make_round(0, [], "x"))])[0]
+    for columns in range(20, 80):
+        rows = text_of(rows_of(round_parts(round_), columns))
+        assert max(map(width, rows)) <= columns
+        assert "".join("".join(rows).split()) == "".join(line.split())  # nothing is left out
+    assert ("(x", Style.REJECTED) in round_parts(round_)
 
 
 def test_round_line_shows_branches() -> None:
     round_ = make_round(0, [("a", "model", True), ("b", "model", False), ("c", "model", True)], "d")
     round_.draft = Draft(list(round_.draft), [-1, 0, 0])
     round_.verdict = replace(round_.verdict, n_accepted=2, path=(0, 2))
-    assert "✓a✗b |✓c" in round_line(round_, 80, PLAIN)
+    assert "✓a✗b |✓c" in text_of([round_parts(round_)])[0]
 
 
-def test_status_line_fits_a_narrow_screen() -> None:
-    stats = {
-        "tokens_per_second": 20.61,
-        "estimated_plain_tokens_per_second": 18.02,
-        "num_draft_tokens": 10,
-        "acceptance_rate": 0.8,
-    }
-    name = "ngram+" + short_name("qwen2.5-coder-0.5b-instruct-q4_k_m")
-    line = status_line(stats, name, "~2.5")
-    assert line == "20.6 tok/s · plain ~18.0 · accepted 80% · draft ~2.5 · ngram+qwen2.5-coder-0.5b"
-    assert len(line) < 80
+def test_plain_rounds_in_a_row_share_a_line_with_all_of_their_text() -> None:
+    words = [f"word{i} " for i in range(34)]
+    words[9] = "end\n"
+    rounds = [make_round(51 + i, [], word) for i, word in enumerate(words)]
+    rows = text_of(rows_of(plain_parts(rounds), 60))
+    assert rows[0].startswith("  52-85 plain, 34 tokens  word0 word1 ")
+    assert any(row.endswith("end↵") for row in rows)
+    assert " ".join(rows).replace("↵", "").split()[4:] == "".join(words).split()
+    assert max(map(width, rows)) <= 60
+
+
+def test_the_rounds_view_has_an_answer_once() -> None:
+    it = Scripted()
+    it.llm.answers = [[*(make_round(i, [], f"plain{i} ") for i in range(40)), *speak("a b c d e f")]]
+    it.run("/view rounds")
+    it.out  # noqa: B018
+    it.chat.ask("q")
+    lines = it.out.splitlines()
+    assert lines[0].startswith("   1-40 plain, 40 tokens  plain0 plain1")
+    assert sum(line.count("plain39") for line in lines) == 1
+    assert len(lines) < 12
+    assert sum(line.count("WRONG") for line in lines) == 1
+
+
+def test_the_status_is_plain_until_something_was_guessed() -> None:
+    stats = SpecStats()
+    assert status_line(stats.as_dict()) == ""
+    for i in range(4):
+        stats.add(make_round(i, [], "x", ms=100.0))
+    assert status_line(stats.as_dict()) == "10.0 tok/s · nothing guessed (plain decoding)"
+    stats.add(make_round(4, [("a", "ngram", True), ("b", "ngram", True), ("c", "ngram", False)], "d", ms=85.0))
+    assert status_line(stats.as_dict()) == "14.0 tok/s · ×1.4 · 2 of 3 guesses right"
+
+
+def test_without_a_basis_the_status_has_no_speed_up() -> None:
+    stats = SpecStats()
+    for i in range(4):
+        stats.add(make_round(i, [("a", "model", True)], "x"))
+    assert "×" not in status_line(stats.as_dict())
+    assert stats["estimated_speedup"] is None
+    assert "4 of 4 guesses right" in status_line(stats.as_dict())
+
+
+@pytest.mark.parametrize(
+    ("names", "follows", "said"),
+    [
+        ([], False, "Guessing is off."),
+        (["ngram"], True, "Guessing from the text itself; looking whether a draft model would help."),
+        (["ngram", "corpus:~/src"], False, "Guessing from the text itself, from ~/src."),
+        (["head", "qwen2.5-coder-0.5b-instruct-q4_k_m"], False, "Guessing with head, with qwen2.5-coder-0.5b."),
+    ],
+)
+def test_who_guesses_is_one_sentence(names: list[str], follows: bool, said: str) -> None:
+    assert guessing(names, follows=follows) == said
 
 
 @pytest.mark.parametrize(
@@ -436,5 +552,20 @@ def test_tokens_of_heads_have_a_style_and_where_there_is_one_a_place_in_the_lege
     assert token_style("bonus", "head") is Style.TARGET
     screen = ChatScreen(plain=True)
     screen.ansi = True
-    assert "head's" in screen.legend(["ngram", "early-exit:2"])
-    assert "head's" not in screen.legend(["ngram", "head-of-state"])
+    assert "by head" in screen.legend(["ngram", "early-exit:2"])
+    assert "by head" not in screen.legend(["ngram", "head-of-state"])
+    assert "by draft model" in screen.legend(["ngram", "head-of-state"])
+    assert "by draft model" not in screen.legend(["ngram"])
+    assert "by draft model" in screen.legend(["ngram"], follows=True)
+    assert screen.legend([]) == ""
+
+
+@pytest.mark.parametrize("columns", [24, 34, 50, 80])
+def test_the_legend_is_broken_between_kinds_only(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    screen = ChatScreen(plain=True)
+    screen.ansi = True
+    rows = re.sub("\x1b\\[[0-9;]*m", "", screen.legend(["ngram", "corpus:x", "head", "m"])).split("\n")
+    assert all(width(row) <= columns for row in rows)
+    kinds = [kind.strip() for row in rows for kind in row.split("·") if kind.strip()]
+    assert kinds == ["guessed by draft model", "by head", "copied", "from your files", "wrong guess", "the model's own"]

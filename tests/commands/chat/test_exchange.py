@@ -278,7 +278,7 @@ def test_a_conversation_is_gone_on_with(open_chat: Open, isolated_home: Path) ->
     assert kept.stat().st_mode & 0o077 == 0
     second = open_chat("--continue", "--max-tokens", "5")
     screen = second.wait(lambda s: "loaded 1 turn" in s and READY.removeprefix("· ") in s)
-    assert screen.index("target's own") < screen.index("loaded 1 turn") < screen.index("> first question")
+    assert screen.index("the model's own") < screen.index("loaded 1 turn") < screen.index("> first question")
     second.type("second question")
     second.wait("[cut short: max_tokens is 5")
     assert [turn["user"] for turn in saved_turns(kept)] == ["first question", "second question"]

@@ -120,8 +120,8 @@ def test_the_chat_answers_while_the_draft_is_fetched(
     late = chat.late = LateDraft(llm, [DRAFT])
     assert fetching.half.wait(SOON)
     header(llm, chat.screen, follows=True)
-    assert "and a draft model as soon as it is there" in capsys.readouterr().out
-    assert late.status == "fetching draft some-draft 50%"
+    assert "looking whether a draft model would help." in capsys.readouterr().out
+    assert late.status == "fetching the draft model some-draft 50%"
     assert late.status in chat.toolbar
     assert chat.ask("x")
     assert late.status in chat.toolbar

@@ -12,8 +12,7 @@ import pytest
 from localspec.commands.chat import reading
 from localspec.commands.chat.markdown import MarkdownLines, blocks, code_blocks, whole
 from localspec.commands.chat.reading import ReadingView
-from localspec.commands.chat.status import AnswerStatus
-from localspec.spec_decode.rounds import Round
+from localspec.spec_decode.rounds import Round, SpecStats
 from localspec.terminal.text import visible
 from tests.support.scripted_llm import make_round, think_round
 
@@ -62,8 +61,8 @@ class Terminal:
         self._stream = pyte.Stream(self.screen)
         self.file, self.written = io.StringIO(), ""
         look = {"colour": True, "unicode": True} | look
-        self.status = AnswerStatus(["d"], 3)
-        self.view = ReadingView(self.file, self.status, size=lambda: (self.columns, self.lines), **look)
+        self.stats = SpecStats()
+        self.view = ReadingView(self.file, self.stats, size=lambda: (self.columns, self.lines), **look)
         self.view.wait("reading")
         self.all_lines()
 
@@ -72,7 +71,7 @@ class Terminal:
         return self.show(make_round(0, [], text))
 
     def show(self, round_: Round) -> list[str]:
-        self.status.add(round_)
+        self.stats.add(round_)
         self.view.round(round_)
         return self.all_lines()
 
@@ -131,7 +130,7 @@ def test_the_status_is_below_and_the_text_above_it_is_all_there(monkeypatch: pyt
     terminal = Terminal(60, 20, monkeypatch)
     shown = terminal.say("A paragraph with **bo")
     assert [line for line in shown if line][:1] == ["A paragraph with **bo"]
-    assert "draft 3 · d" in [line for line in shown if line][1]
+    assert "nothing guessed" in [line for line in shown if line][1]
     shown = terminal.say("ld** words")
     assert [line for line in shown if line][:1] == ["A paragraph with bold words"]
 

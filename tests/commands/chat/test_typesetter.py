@@ -10,11 +10,10 @@ from pathlib import Path
 import pyte
 import pytest
 
-from localspec.commands.chat.status import AnswerStatus
 from localspec.commands.chat.style import Style
 from localspec.commands.chat.typesetter import Typesetter
 from localspec.commands.chat.views import TokensView
-from localspec.spec_decode.rounds import Draft
+from localspec.spec_decode.rounds import Draft, SpecStats
 from localspec.terminal.text import clip, on_one_line, visible, width
 from tests.support.scripted_llm import make_round
 from tests.support.tmux import Tmux
@@ -155,7 +154,7 @@ def test_a_line_that_ends_at_the_edge_is_followed_by_no_empty_one() -> None:
 
 def test_a_window_too_low_for_a_tail_shows_none() -> None:
     paper = Paper(lines=3)
-    paper.setter.write("text")
+    paper.setter.write("text that")
     paper.setter.tail([(GHOST, Style.REJECTED)], "status")
     paper.setter.flush()
     assert paper.text() == "text"
@@ -185,8 +184,7 @@ def test_view_shows_the_rejected_guess_in_place_of_what_replaced_it() -> None:
     screen = pyte.Screen(80, 24)
     terminal = pyte.Stream(screen)
     file = io.StringIO()
-    status = AnswerStatus(["d"], "auto")
-    view = TokensView(file, status, colour=True)
+    view = TokensView(file, SpecStats(), colour=True)
 
     def show() -> str:
         terminal.feed(file.getvalue())
@@ -208,7 +206,7 @@ def test_view_shows_the_rejected_guess_in_place_of_what_replaced_it() -> None:
 
 def test_view_shows_rejected_branches_apart() -> None:
     screen, file = pyte.Screen(80, 24), io.StringIO()
-    view = TokensView(file, AnswerStatus(["d"], "auto"), colour=True)
+    view = TokensView(file, SpecStats(), colour=True)
     round_ = make_round(0, [("one ", "model", True), ("two", "model", False), ("2", "model", False)], "three ")
     round_.draft = Draft(list(round_.draft), [-1, 0, 0])
     view.round(round_)

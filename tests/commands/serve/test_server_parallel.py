@@ -307,7 +307,7 @@ def test_the_figures_say_how_many_run_and_wait(server: Server, llm: LLM) -> None
     server.wait_idle()
     assert figures()[0]["parallel"]["running"] == 0
     explained = [json.loads(answer)["localspec"]["explanation"] for answer in answers]
-    assert any("shared by" in each for each in explained)
+    assert any("Shared with other answers" in each for each in explained)
 
 
 def test_the_figures_say_what_the_rows_of_shared_passes_were_for(

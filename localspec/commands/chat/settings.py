@@ -1,0 +1,127 @@
+"""What a person sets once for all chats, in a file that may be edited: ``config.toml`` in LOCALSPEC_HOME."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from localspec.commands.chat.views import FORMER_VIEWS, VIEWS
+from localspec.errors import UsageError
+from localspec.system.files import write_atomically
+from localspec.system.home import home
+
+
+@dataclass(frozen=True, slots=True)
+class ChatSettings:
+    """What is remembered between chats.
+
+    Attributes:
+        view: how answers are shown; None is as usual.
+        system: the system prompt; empty is none, None the model's own.
+    """
+
+    view: str | None = None
+    system: str | None = None
+
+
+_NAMES = tuple(field.name for field in fields(ChatSettings))
+
+
+def settings_file() -> Path:
+    """The file, which need not be there."""
+    return home() / "config.toml"
+
+
+def read_settings() -> tuple[ChatSettings, list[str]]:
+    """What the file says, and a line for each thing in it that cannot be used."""
+    path = settings_file()
+    try:
+        found = tomllib.loads(_text(path))
+    except UsageError as error:
+        return ChatSettings(), [str(error)]
+    except ValueError as error:
+        return ChatSettings(), [f"{path} is not used, it is not TOML: {error}"]
+    good: dict[str, Any] = {}
+    problems = []
+    for name, value in found.items():
+        if name not in _NAMES:
+            problems.append(f"{path}: there is no setting {name!r:.40}; there are {', '.join(_NAMES)}")
+        elif not isinstance(value, str):
+            problems.append(f"{path}: {name} must be a text, not {json.dumps(value, default=str):.40}")
+        elif name == "view" and FORMER_VIEWS.get(value, value) not in VIEWS:
+            problems.append(f"{path}: there is no view {value!r:.40}; there are {', '.join(VIEWS)}")
+        else:
+            good[name] = FORMER_VIEWS.get(value, value) if name == "view" else value
+    return ChatSettings(**good), problems
+
+
+def remember(name: str, value: str | None) -> None:
+    """Write a setting into the file; the rest of it stays as it is.
+
+    Args:
+        name: of the setting.
+        value: None removes it.
+
+    Raises:
+        UsageError: the file cannot be read, understood or written; it stays as it was.
+    """
+    path = settings_file()
+    text = _text(path)
+    try:
+        wanted = tomllib.loads(text)
+        wanted.pop(name, None)
+        line = ""
+        if value is not None:
+            wanted[name] = value
+            line = f"{name} = {json.dumps(value, ensure_ascii=False)}\n".replace("\x7f", "\\u007f")
+        changed = _with_line(text, name, line)
+        if tomllib.loads(changed) != wanted:
+            raise ValueError(f"its line of {name} is not found; edit it by hand")
+        data = changed.encode()
+    except ValueError as error:
+        raise UsageError(f"{path} cannot be changed: {error}") from None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with write_atomically(path, private=True) as file:
+            file.write(data)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+    except ValueError:
+        raise UsageError(f"{path} is not UTF-8 text") from None
+
+
+def _with_line(text: str, name: str, line: str) -> str:
+    """A TOML text with another line for a name outside of all tables, which is added where there is none."""
+    lines = text.splitlines(keepends=True)
+    start = end = next((i for i, each in enumerate(lines) if each.lstrip().startswith("[")), len(lines))
+    for i in range(start):
+        if re.match(rf"\s*[\"']?{name}[\"']?\s*=", lines[i]):
+            ends = (j for j in range(i + 1, len(lines) + 1) if _is_whole("".join(lines[i:j])))
+            start, end = i, next(ends, i + 1)
+            break
+    if start and not lines[start - 1].endswith("\n"):
+        lines[start - 1] += "\n"
+    return "".join([*lines[:start], line, *lines[end:]])
+
+
+def _is_whole(text: str) -> bool:
+    """Whether a text is TOML by itself: a value may go on over lines."""
+    try:
+        found: Mapping[str, Any] = tomllib.loads(text)
+    except ValueError:
+        return False
+    return len(found) == 1
