@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -37,6 +38,7 @@ from localspec.commands.serve.service import Service
 from localspec.errors import LocalspecError
 from localspec.runtime.saved_chats import CONVERSATIONS
 from localspec.system.home import home
+from localspec.system.usage import CPUTimes
 
 PAGE = Path(__file__).parent / "page"
 
@@ -188,6 +190,7 @@ class _WhatIsThere:
             "uptime_s": round(time.time() - service.started, 3),
             "queue": {"running": llm.busy, "waiting": llm.queue_length, "limit": llm.max_queue},
             "parallel": llm.parallel_info(),
+            "cpu": dataclasses.asdict(CPUTimes.now()),
         }
         if client.sees_others:
             stats["explanation"] = llm.explain()

@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from localspec.commands.serve.conversations import ConversationStore, as_markdown
+from localspec.commands.serve.conversations import FINISHES, ConversationStore, as_markdown
 from localspec.commands.serve.errors import invalid
 from localspec.commands.serve.fields import Fields
 from localspec.commands.serve.requests import MAX_COUNT, MAX_MESSAGES
 from localspec.commands.serve.service import Service
 
 PATH = "/v1/localspec/conversations"
-MAX_FILES, MAX_SETTINGS, MAX_TITLE = 32, 64, 200  # more than a person uses; sizes are bounded by the store
+MAX_FILES, MAX_SETTINGS, MAX_TITLE, MAX_VERSIONS = 32, 64, 200, 1000  # more than a person uses; the store bounds sizes
+MAX_DEPTH = 100  # of versions within versions
 _STAMPS = ("id", "revision", "title", "created", "updated")
 
 
@@ -67,7 +69,7 @@ class ConversationApi:
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
         if name is None:
-            kept = await asyncio.to_thread(self._store.create, content)
+            kept = await asyncio.to_thread(self._store.create, content, fields.text("id"))
         else:
             revision = fields.integer("revision", 1, MAX_COUNT)
             if revision is None:
@@ -82,14 +84,11 @@ def conversation_of(fields: Fields) -> dict[str, Any]:
     Raises:
         ApiError: it is no conversation.
     """
-    messages = [
-        _message(Fields(item, f"messages[{i}]")) for i, item in enumerate(fields.items("messages", MAX_MESSAGES))
-    ]
-    if not messages:
-        raise invalid("messages must not be empty", "messages")
+    messages = _messages(fields.get("messages"), "messages")
     settings = fields.get("settings") or {}
     simple = isinstance(settings, dict) and all(
-        isinstance(value, str | int | float | bool) for value in settings.values()
+        isinstance(value, str | int | float | bool) and value not in (math.inf, -math.inf)
+        for value in settings.values()
     )
     if not simple or len(settings) > MAX_SETTINGS or len(json.dumps(settings)) > 1 << 16:
         raise fields.wrong("settings", f"at most {MAX_SETTINGS} names with a string, a number, true or false")
@@ -97,15 +96,31 @@ def conversation_of(fields: Fields) -> dict[str, Any]:
     return {"title": title, "system": fields.text("system") or "", "settings": settings, "messages": messages}
 
 
-def _message(fields: Fields) -> dict[str, Any]:
+def _messages(value: Any, path: str, depth: int = 0) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not 0 < len(value) <= MAX_MESSAGES:
+        raise invalid(f"{path} must be a list of 1 to {MAX_MESSAGES} messages", path)
+    return [_message(Fields(item, f"{path}[{i}]"), depth) for i, item in enumerate(value)]
+
+
+def _message(fields: Fields, depth: int) -> dict[str, Any]:
     message: dict[str, Any] = {"role": fields.required_text("role"), "content": fields.required_text("content")}
     fields.choice("role", ("user", "assistant"))
     if reasoning := fields.text("reasoning_content"):
         message["reasoning_content"] = reasoning
+    if fields.has("finish"):
+        message["finish"] = fields.choice("finish", FINISHES)
     files = []
     for i, item in enumerate(fields.items("files", MAX_FILES)):
         file = Fields(item, fields.path(f"files[{i}]"))
         files.append(
             {"name": file.required_text("name"), "text": file.required_text("text"), "edit": file.flag("edit")}
         )
-    return message | ({"files": files} if files else {})
+    if files:
+        message["files"] = files
+    if versions := fields.items("versions", MAX_VERSIONS):
+        if depth == MAX_DEPTH:
+            raise fields.wrong("versions", f"nested at most {MAX_DEPTH} deep")
+        paths = [fields.path(f"versions[{i}]") for i in range(len(versions))]
+        message["versions"] = [_messages(*each, depth + 1) for each in zip(versions, paths, strict=True)]
+        message["version"] = fields.integer("version", 0, len(versions)) or 0
+    return message

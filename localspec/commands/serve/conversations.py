@@ -16,10 +16,13 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from localspec.commands.serve.errors import ApiError
+from localspec.commands.serve.errors import ApiError, invalid
 from localspec.system.files import private_folder, write_atomically
 
 FORMAT = 1
+FINISHES = ("stop", "length", "cancelled", "broken")
+"""How an answer ended: by itself, at its longest, stopped by a person, or broken off (by a server that went away, a page
+that was closed in the middle; also what an answer has that is still being made)."""
 _LOCK_SECONDS = 10.0  # a write takes milliseconds; a server that was stopped with Ctrl-Z holds its lock for ever
 _ID = re.compile(r"[0-9a-f]{16}")
 _FIELDS: dict[str, type | tuple[type, ...]] = {
@@ -48,7 +51,9 @@ class ConversationStore:
     """A folder of conversations. Several servers may share it.
 
     A conversation is a mapping with ``id``, ``revision`` (one more with every change), ``created`` and ``updated``
-    [seconds since 1970], and what the client sent: ``title``, ``system``, ``settings``, ``messages``.
+    [seconds since 1970], and what the client sent: ``title``, ``system``, ``settings``, ``messages``. A message of the
+    user may have ``versions``: what else stood in its place and after it, each a list of messages, one that begins
+    with an answer having the same question; ``version`` says as which of them all this one came.
 
     Args:
         folder: where the files lie; made when first needed.
@@ -88,17 +93,26 @@ class ConversationStore:
         except (OSError, ValueError, RecursionError):
             raise ApiError(500, "the file of this conversation is damaged", code="conversation_damaged") from None
 
-    def create(self, content: Mapping[str, Any]) -> dict[str, Any]:
+    def create(self, content: Mapping[str, Any], name: str | None = None) -> dict[str, Any]:
         """Keep a new one.
 
+        Args:
+            content: what is kept.
+            name: its id, 16 hexadecimal digits, where the client has chosen it: so it may ask again after an answer
+                that it did not get, without making a second one.
+
         Raises:
-            ApiError: a limit is reached (413, 507), or the disk refuses (507).
+            ApiError: there is one of that id (409), a limit is reached (413, 507), or the disk refuses (507).
         """
+        if name is not None and not _ID.fullmatch(name):
+            raise invalid("id must be 16 hexadecimal digits, in lower case", "id")
         with self._writing():
             present = list(self._files())
+            if name is not None and self._path(name) in present:
+                raise _changed()
             if len(present) >= self.limits.conversations:
                 raise _full(f"{self.limits.conversations} conversations are kept, which is the most; delete some")
-            stamps = {"id": secrets.token_hex(8), "revision": 1, "created": time.time()}
+            stamps = {"id": name or secrets.token_hex(8), "revision": 1, "created": time.time()}
             return self._write({**content, **stamps})
 
     def replace(self, name: str, revision: int, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,8 +129,7 @@ class ConversationStore:
         with self._writing():
             old = self.get(name)
             if old["revision"] != revision:
-                message = "this conversation has been changed elsewhere since it was opened"
-                raise ApiError(409, message, code="conversation_changed")
+                raise _changed()
             stamps = {"id": name, "revision": revision + 1, "created": old["created"]}
             return self._write({**content, **stamps})
 
@@ -184,8 +197,9 @@ class ConversationStore:
             whole = _read(path)
         except (OSError, ValueError, RecursionError):
             return False
-        texts = [whole["title"], *(message["content"] for message in whole["messages"])]
-        texts += [file["name"] for message in whole["messages"] for file in message.get("files", ())]
+        messages = list(_all_messages(whole["messages"]))
+        texts = [whole["title"], *(message["content"] for message in messages)]
+        texts += [file["name"] for message in messages for file in message.get("files", ())]
         text = "\n".join(texts).casefold()
         return all(word in text for word in words)
 
@@ -200,6 +214,8 @@ def as_markdown(conversation: Mapping[str, Any]) -> str:
         who = "You" if message["role"] == "user" else "Answer"
         parts.append(f"## {who}" + (f" (with {names})" if names else ""))
         parts.append(message["content"])
+        if message.get("finish") == "broken":
+            parts.append("*(The answer broke off here.)*")
     return "\n\n".join(parts).rstrip() + "\n"
 
 
@@ -226,8 +242,19 @@ def _finite(text: str) -> float | None:
 def _is_message(message: Any) -> bool:
     if not _has_fields(message, {"role": str, "content": str}):
         return False
-    files = message.get("files", [])
-    return isinstance(files, list) and all(_has_fields(file, {"name": str, "text": str}) for file in files)
+    files, versions = message.get("files", []), message.get("versions", [])
+    if not isinstance(files, list) or not isinstance(versions, list) or not isinstance(message.get("version", 0), int):
+        return False
+    has_files = all(_has_fields(file, {"name": str, "text": str}) for file in files)
+    return has_files and all(isinstance(each, list) and each and all(map(_is_message, each)) for each in versions)
+
+
+def _all_messages(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Those of other versions too."""
+    for message in messages:
+        yield message
+        for version in message.get("versions", ()):
+            yield from _all_messages(version)
 
 
 def _has_fields(value: Any, fields: Mapping[str, type | tuple[type, ...]]) -> bool:
@@ -239,6 +266,11 @@ def _size(path: Path) -> int:
         return os.path.getsize(path)
     except OSError:
         return 0  # deleted just now
+
+
+def _changed() -> ApiError:
+    message = "this conversation has been changed elsewhere since it was opened"
+    return ApiError(409, message, code="conversation_changed")
 
 
 def _missing() -> ApiError:

@@ -6,11 +6,12 @@ export function useKey(value) {
   key = value;
 }
 
-/* status 401: a key is needed; 429: too many are waiting. */
+/* status 0: the server does not answer; 401: a key is needed; 429: too many are waiting. code: the server's word for it. */
 export class ApiError extends Error {
-  constructor(message, status = 0) {
+  constructor(message, status = 0, code = "") {
     super(message);
     this.status = status;
+    this.code = code;
   }
 }
 
@@ -24,13 +25,13 @@ async function request(path, options = {}) {
     throw new ApiError("The server does not answer. Is it still running?");
   }
   if (response.ok) return response;
-  let message = `The server answered with status ${response.status}.`;
+  let message = `The server answered with status ${response.status}.`, code = "";
   try {
-    message = (await response.json()).error.message;
+    ({message, code} = (await response.json()).error);
   } catch {
     // Not JSON, or not the server's: the status says it.
   }
-  throw new ApiError(message, response.status);
+  throw new ApiError(message, response.status, code);
 }
 
 export async function serverStats() {
@@ -44,7 +45,7 @@ async function send(method, path, body = null, signal = undefined) {
 
 const KEPT = "/v1/localspec/conversations";
 
-/* What the server keeps. The content of a conversation: title, system, settings, messages. */
+/* What the server keeps. The content of a conversation: title, system, settings, messages; a new one has its id already. */
 export const conversations = {
   list: async (query) => (await request(`${KEPT}?q=${encodeURIComponent(query)}`)).json(),
   get: async (id) => (await request(`${KEPT}/${encodeURIComponent(id)}`)).json(),
@@ -57,7 +58,8 @@ export const conversations = {
 /* Answers messages. Yields {round}, {reasoning}, {text}, {finish} and {stats, explanation}, as they come.
 
    settings: speculate, draftLength ("auto" or a number), think ("on" or "off"), temperature, topP, topK, minP,
-   repeatPenalty, seed, maxTokens, prediction (a text that the answer is likely to repeat); undefined leaves it to the server.
+   repeatPenalty, seed, maxTokens, prediction (a text that the answer is likely to repeat), resumed (the last message is the
+   beginning of the answer); undefined leaves it to the server.
    Aborting the signal stops the engine within a round. */
 export async function* answer(messages, settings, signal) {
   const body = {
@@ -73,6 +75,7 @@ export async function* answer(messages, settings, signal) {
     repeat_penalty: settings.repeatPenalty,
     seed: settings.seed,
     prediction: settings.prediction && {type: "content", content: settings.prediction},
+    ...(settings.resumed ? {continue_final_message: true, add_generation_prompt: false} : {}),
     localspec: settings.speculate ? {draft_length: settings.draftLength} : {off: true},
   };
   const response = await send("POST", "/v1/chat/completions", body, signal);
@@ -83,7 +86,7 @@ export async function* answer(messages, settings, signal) {
       continue;
     }
     const chunk = JSON.parse(data);
-    if (chunk.error) throw new ApiError(chunk.error.message);
+    if (chunk.error) throw new ApiError(chunk.error.message, 500, chunk.error.code);
     if (chunk.localspec?.round) yield {round: chunk.localspec.round};
     if (chunk.localspec?.stats) yield chunk.localspec;
     for (const choice of chunk.choices || []) {

@@ -2,18 +2,21 @@
 
 import {answer} from "./api.js";
 import {fileList, prediction, readText} from "./files.js";
-import {following} from "./tokens.js";
+import {showProblem} from "./settings.js";
+import {follow, following} from "./tokens.js";
 import {Turn} from "./turns.js";
-import {$, alertIn} from "./words.js";
+import {chosen, merged, turnsOf, withVersion} from "./versions.js";
+import {$, alertIn, offerUndo} from "./words.js";
 
 export class Chat {
-  /* settings(): how to decode, now. failed(error): hears of errors first; true if it dealt with them. changed(): the
-     conversation has changed; resolves once it is kept. */
-  constructor(settings, figures, failed, changed) {
+  /* settings(): how to decode, now. failed(error): hears of errors first; true if it dealt with them. kept: hears of all
+     that is to be kept: changed(), going() while an answer comes, typed(). */
+  constructor(settings, figures, failed, kept) {
     this.settings = settings;
     this.figures = figures;
     this.failed = failed;
-    this.changed = changed;
+    this.kept = kept;
+    this.context = null; // tokens that the server's context holds
     this.turns = [];
     this.files = []; // that go with the next question
     this.running = null; // the AbortController of the answer that is being made
@@ -21,7 +24,11 @@ export class Chat {
     this.actions = {
       edit: (turn, content) => this.again(turn, content),
       regenerate: (turn) => this.again(turn, turn.content),
+      resume: (turn) => this.resume(turn),
+      choose: (turn, version) => this.choose(this.turns.indexOf(turn), version),
+      typed: () => kept.typed(),
     };
+    follow($("talk"));
     $("ask").addEventListener("submit", (event) => {
       event.preventDefault();
       this.ask();
@@ -74,84 +81,150 @@ export class Chat {
       $("question").focus();
     };
     $("attached").replaceChildren(...(this.files.length ? [fileList(this.files, remove)] : []));
+    this.kept.typed();
+  }
+
+  /* What is typed and not sent: the question, its files, and a question that is being edited. */
+  get draft() {
+    const edited = this.turns.findIndex((turn) => turn.box);
+    return {text: $("question").value, files: this.files, ...(edited < 0 ? {} : {edited, edit: this.turns[edited].box.value})};
+  }
+
+  set draft({text = "", files = [], edited, edit}) {
+    $("question").value = text;
+    this.turns[edited]?.edit(edit);
+    this.files = files;
+    this.showFiles();
   }
 
   ask() {
     const question = $("question").value.trim();
-    if (!question || this.running) return;
+    if (!question || this.running || showProblem($("chat-alert"))) return;
     const turn = new Turn(question, this.files, this.actions);
     $("question").value = "";
     this.files = [];
     this.showFiles();
-    this.finished = this.answered(turn, this.turns.length, () => {
+    this.finished = this.answered(turn, [...this.nodes, turn.node], () => {
       $("question").value = [question, $("question").value].filter(Boolean).join("\n");
       this.files = [...turn.files, ...this.files];
       this.showFiles();
     });
   }
 
-  /* Answers the question of a turn, or another in its place, once more; what followed goes. False while busy. */
+  /* Answers the question of a turn, or another in its place, once more, as another version. False while busy. */
   again(turn, content) {
-    if (this.running) return false;
-    const at = this.turns.indexOf(turn);
-    this.finished = this.answered(new Turn(content, turn.files, this.actions), at, () => {});
+    if (this.running || showProblem($("chat-alert"))) return false;
+    const n = this.turns.indexOf(turn), at = turn.at;
+    const next = new Turn(content, turn.files, this.actions);
+    const undo = () => content !== turn.content && this.turns[n].edit(content);
+    this.finished = this.answered(next, withVersion(this.nodes, n, next.node), undo).then((answered) => {
+      if (answered) offerUndo(`What stood here is kept as version ${at + 1}.`, () => !this.running && this.choose(n, at));
+    });
     return true;
   }
 
-  /* Lets a turn be answered, as the n-th. If nothing came of it, all is as it was before, and undo() is called. */
-  async answered(turn, n, undo) {
+  /* Goes on with an answer that was broken off, stopped, or reached its limit. */
+  resume(turn) {
+    if (this.running || showProblem($("chat-alert"))) return;
+    if (turn.reasoning && !turn.text) this.again(turn, turn.content); // thoughts cannot be gone on with
+    else this.finished = this.answered(turn, this.nodes);
+  }
+
+  /* Shows another version of the n-th turn. */
+  choose(n, version) {
+    if (this.running) return;
+    this.take(chosen(this.nodes, n, version));
+    this.show();
+    this.turns[n].element.scrollIntoView({block: "nearest"});
+    this.kept.changed();
+  }
+
+  /* Takes in what another tab has made of this conversation. */
+  merge(messages) {
+    this.take(merged(this.nodes, turnsOf(messages)));
+    this.show();
+  }
+
+  get nodes() {
+    return this.turns.map((turn) => turn.node);
+  }
+
+  /* nodes: turns as in versions.js; those that are on the page already are used again. */
+  take(nodes) {
+    const busy = this.running && this.turns.find((turn) => !turn.finish);
+    this.turns = nodes.map((node, i) => {
+      const turn = node.turn || (busy && busy === this.turns[i] ? busy : Turn.kept(node, this.actions));
+      turn.stand(node.others, node.at);
+      return turn;
+    });
+  }
+
+  /* Lets a turn among nodes be answered, or its answer be gone on with. If nothing came of it, all is as it was before, and
+     undo() is called. Resolves to whether something came. */
+  async answered(turn, nodes, undo = () => {}) {
     alertIn($("chat-alert"), "");
-    const before = this.turns;
-    this.turns = [...before.slice(0, n), turn];
-    const {system, ...settings} = this.settings();
-    const messages = [
-      ...(system ? [{role: "system", content: system}] : []),
-      ...this.turns.flatMap((each) => each.messages).slice(0, -1),
-    ];
+    offerUndo("");
+    const [before, end, length] = [this.nodes, turn.finish, turn.text.length];
+    this.enter(new AbortController());
+    if (end) turn.reopen();
+    this.take(nodes);
     this.show();
     $("talk").scrollTop = $("talk").scrollHeight;
-    this.enter(new AbortController());
-    this.figures.start(this.plainSpeed);
+    this.kept.changed(); // what is sent is kept before it is answered
+    const {system, ...settings} = this.settings();
+    const n = this.turns.indexOf(turn), resumed = Boolean(turn.text);
+    const messages = [
+      ...(system ? [{role: "system", content: system}] : []),
+      ...this.turns.slice(0, n + 1).flatMap((each) => each.messages),
+    ].slice(0, resumed ? undefined : -1);
+    this.figures.start();
     const write = (writing) => following($("talk"), writing);
     let error = null;
     try {
-      for await (const event of answer(messages, {...settings, prediction: prediction(turn.files)}, this.running.signal)) {
+      for await (const event of answer(messages, {...settings, resumed, prediction: prediction(turn.files)}, this.running.signal)) {
         write(() => turn.take(event));
         if (event.text) turn.draw(write);
         if (event.round) this.figures.show(turn.tally, event.round);
-        if (event.stats) this.figures.finish(event.stats, event.explanation);
+        if (event.stats) this.figures.finish(turn.tally, event.stats, event.explanation);
+        this.kept.going();
       }
     } catch (thrown) {
       if (thrown.name === "AbortError") turn.finish = "cancelled";
       else error = thrown;
     }
+    if (error) turn.finish = turn.text.length > length ? "broken" : end || "broken";
     write(() => turn.end());
-    if (error && !turn.text && !turn.reasoning) {
-      this.turns = before;
+    const came = turn.text.length > length || Boolean(turn.reasoning);
+    const isNew = !before.some((each) => each.turn === turn);
+    if (!came && isNew && (error || turn.others.length)) { // an earlier version is better than an empty one
+      this.take(before);
       this.show();
       undo();
     }
-    if (error && !this.failed(error)) alertIn($("chat-alert"), error.message);
-    if (this.turns !== before) await this.changed(); // who sees the answer as done may close the page at once
-    this.enter(null);
+    if (error && !this.failed(error)) alertIn($("chat-alert"), this.advice(error, turn));
+    write(() => this.enter(null));
+    this.kept.changed();
+    return came;
+  }
+
+  /* What an error says, and what to do. */
+  advice(error, turn) {
+    if (error.code !== "context_length_exceeded") return error.message;
+    const needed = Number(/ has (\d+) tokens/.exec(error.message)?.[1]);
+    const what = needed ? `This has ${needed} tokens, and the context holds ${this.context}, answer included` : error.message;
+    const files = {0: this.turns.length ? "begin a new chat" : "shorten the question", 1: "remove the file"};
+    const size = needed ? 2 ** Math.ceil(Math.log2(needed + 512)) : "with more tokens"; // 512: for the answer
+    return `${what}: ${files[turn.files.length] || "remove files"}, or start the server with --ctx ${size}.`;
   }
 
   stop() {
     this.running?.abort();
   }
 
-  get records() {
-    return this.turns.flatMap((turn) => turn.record);
-  }
-
   /* Shows another conversation, of messages as they are kept; none begins a new one. */
   open(messages) {
     this.turns = [];
-    for (const [i, message] of messages.entries()) {
-      if (message.role !== "user") continue;
-      const next = messages[i + 1];
-      this.turns.push(Turn.kept(message, next?.role === "assistant" ? next : null, this.actions));
-    }
+    this.take(turnsOf(messages));
     alertIn($("chat-alert"), "");
     this.show();
     this.enter(null);

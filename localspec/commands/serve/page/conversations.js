@@ -1,19 +1,29 @@
-/* The conversations that the server keeps: the list, and what can be done with the open one. */
+/* The conversations that the server keeps: the list, and what can be done with the open one. What the server has not taken
+   yet is kept in this browser until it does. */
 
 import {conversations as server} from "./api.js";
-import {$, alertIn, count, element} from "./words.js";
+import {allTabs, newId, thisTab, typed} from "./browser.js";
+import {merged, messagesOf, turnsOf} from "./versions.js";
+import {$, alertIn, count, element, offerUndo} from "./words.js";
 
 const TITLE = 60; // characters of the first question
 const PAUSE = 200; // milliseconds without a key until a search begins
+const EVERY = 2000; // milliseconds between two savings of an answer that comes
+const AGAIN = 3000; // milliseconds until a server that did not answer is tried again
+const TRIES = 5; // at a conversation that others change all the time
 
 export class Conversations {
-  /* form: settings.read() and settings.write(values), what is kept with a conversation of how it is led. */
+  /* form: settings.form, what is kept with a conversation of how it is led. */
   constructor(form, failed) {
     this.form = form;
     this.failed = failed;
-    this.present = null; // {id, revision, title, …} of the open one, as the server has it
-    this.deleted = null;
-    this.saved = Promise.resolve(); // once what was to be saved is
+    this.chat = null; // once it is there
+    this.present = null; // {id, revision, title, …} of the open one, as the server has it; of one that it has not, revision is 0
+    this.tab = newId(); // several may have a conversation open
+    this.changes = this.kept = 0; // number of the last change, and of the last one that the server has
+    this.saved = Promise.resolve(); // once what was to be saved is, or cannot be
+    this.saving = 0;
+    this.pace = 0; // milliseconds that saving takes
     $("new-chat").addEventListener("click", () => this.begin());
     $("search").addEventListener("input", () => {
       clearTimeout(this.pausing);
@@ -22,7 +32,6 @@ export class Conversations {
     $("title").addEventListener("change", () => this.rename());
     $("title").addEventListener("keydown", (event) => event.key === "Enter" && $("title").blur());
     $("delete").addEventListener("click", () => this.delete());
-    $("undo").addEventListener("click", () => this.undo());
     $("deleted-close").addEventListener("click", () => {
       $("deleted").hidden = true;
       $("question").focus();
@@ -36,14 +45,63 @@ export class Conversations {
       event.preventDefault();
       entry.focus();
     });
+    document.addEventListener("input", () => this.typed());
+    addEventListener("pagehide", () => {
+      this.typed();
+      if (this.isUnsaved) this.hold();
+    });
+    document.addEventListener("visibilitychange", () => {
+      if (!document.hidden) this.look();
+      else if (this.isUnsaved) this.changed();
+    });
   }
 
-  /* Shows what is kept; opens what the address names. */
-  async start(chat) {
+  // -- what is typed and not sent
+
+  get name() {
+    return this.present?.id || "new";
+  }
+
+  /* Something was typed, set or attached. */
+  typed() {
+    if (!this.chat || this.recalling) return;
+    const {files, ...draft} = this.chat.draft;
+    const before = this.opened ? {} : typed.get(`typed.${this.name}`); // in a turn that is not there yet
+    typed.set(`typed.${this.name}`, {...before, ...draft, form: this.form.typed});
+    const known = typed.get(`files.${this.name}`) || [];
+    if (JSON.stringify(known) !== JSON.stringify(files)) typed.set(`files.${this.name}`, files.length ? files : null);
+  }
+
+  /* Puts back what was typed for the open conversation. settings: those it was kept with, for a browser that knows none. */
+  recall(settings = null) {
+    this.recalling = true; // it is no typing
+    const {form, ...draft} = typed.get(`typed.${this.name}`) || {};
+    if (form) this.form.typed = form;
+    else if (settings) this.form.write(settings);
+    this.chat.draft = {...draft, files: typed.get(`files.${this.name}`) || []};
+    this.recalling = false;
+  }
+
+  forget(id) {
+    for (const kind of ["typed", "files"]) typed.set(`${kind}.${id}`, null);
+  }
+
+  // -- the list
+
+  /* Puts back what was typed before the server has said a word: it may want a key first. */
+  prepare(chat) {
     this.chat = chat;
+    const id = location.hash.slice(1);
+    if (id) this.present = {id, revision: 0, title: ""};
+    this.recall();
+  }
+
+  /* Saves what pages that are gone left unsaved, shows what is kept, opens what the address names. */
+  async start() {
     await this.list();
-    const name = location.hash.slice(1);
-    if (name) await this.open(name);
+    await this.rescue();
+    if (this.present && !this.opened) await this.open(this.present.id);
+    this.opened = true;
   }
 
   async attempt(work) {
@@ -62,12 +120,16 @@ export class Conversations {
       const {data} = await server.list(query);
       if (query !== $("search").value) return; // somebody has typed on
       $("list").replaceChildren(...data.map((each) => this.entry(each)));
-      $("list-note").textContent = data.length ? "" : query ? "None has all of these words." : "None yet.";
       this.here = true;
+      this.note(data.length ? "" : query ? "None has all of these words." : "None yet.");
     } catch (error) {
       this.here = error.status !== 403; // a server that other computers reach keeps none
-      $("list-note").textContent = error.status === 401 ? "" : error.message;
+      this.note(error.status === 401 ? "" : error.message);
     }
+  }
+
+  note(words) {
+    $("list-note").textContent = words;
   }
 
   entry({id, title, updated, messages}) {
@@ -79,8 +141,8 @@ export class Conversations {
   }
 
   mark(present) {
-    this.present = present;
-    $("title").value = present?.title || "";
+    this.present = present && {id: present.id, revision: present.revision, title: present.title};
+    if (document.activeElement !== $("title") || !present) $("title").value = present?.title || "";
     for (const id of ["title", "delete", "export-markdown", "export-json"]) $(id).disabled = !present;
     history.replaceState(null, "", present ? `#${present.id}` : location.pathname);
   }
@@ -94,79 +156,232 @@ export class Conversations {
   async begin() {
     await this.settle();
     this.mark(null);
+    this.changes = this.kept = 0;
     this.chat.open([]);
+    const form = this.form.typed; // goes on as it is
+    this.recall();
+    this.form.typed = form;
+    this.typed();
     document.body.classList.remove("list-open");
     await this.list();
     $("question").focus();
   }
 
   async open(id) {
-    await this.settle();
+    if (this.opened) await this.settle();
     await this.attempt(async () => {
-      const kept = await server.get(id);
+      let kept = this.unsaved(id);
+      try {
+        if (!kept) kept = await server.get(id);
+      } catch (error) {
+        if (error.status === 404 && !this.opened) this.mark(null); // what is typed stays
+        throw error;
+      }
       this.mark(kept);
-      this.form.write({...kept.settings, system: kept.system});
+      this.changes = this.kept = 0;
       this.chat.open(kept.messages);
+      this.recall({...kept.settings, system: kept.system});
+      this.opened = true;
       document.body.classList.remove("list-open");
     });
     await this.list();
   }
 
-  /* Keeps the open conversation as it is now; one after the other, since each must know the revision before it. */
-  save() {
-    const {system = "", ...settings} = this.form.read();
-    const messages = this.chat.records;
-    this.saved = this.saved.then(async () => {
-      if (this.here === false) return;
-      const title = this.present?.title || messages[0].content.split("\n")[0].slice(0, TITLE);
-      await this.attempt(() => this.keep({title, system, settings, messages}));
-      await this.list();
-    });
-    return this.saved;
+  // -- saving
+
+  /* The open conversation has changed. */
+  changed() {
+    this.changes += 1;
+    if (!this.present) {
+      if (!this.chat.turns.length) return;
+      this.mark({id: newId(), revision: 0, title: this.chat.turns[0].content.split("\n")[0].slice(0, TITLE)});
+      this.forget("new");
+      this.typed();
+    }
+    this.hold();
+    this.save();
   }
 
-  async keep(content) {
+  /* An answer goes on: the part that is there is saved now and then. */
+  going() {
+    this.timer ||= setTimeout(() => {
+      this.timer = 0;
+      if (!this.chat.running || !this.present) return;
+      this.changes += 1;
+      this.save();
+    }, Math.max(EVERY, 10 * this.pace));
+  }
+
+  get isUnsaved() {
+    return this.present && (this.changes !== this.kept || this.chat.running);
+  }
+
+  /* Saves, one after the other, since each must know the revision before it. */
+  save() {
+    this.saving += 1;
+    const work = () => this.put().finally(() => (this.saving -= 1));
+    return (this.saved = this.saving > 1 ? this.saved.then(work) : work());
+  }
+
+  async put() {
+    if (!this.present || this.changes === this.kept || this.here === false) return;
+    const {id, revision} = this.present, upTo = this.changes, began = performance.now();
     try {
-      this.mark(this.present ? await server.replace(this.present, content) : await server.create(content));
+      await this.deliver({
+        state: () => ({...this.present, ...this.content()}),
+        merge: (theirs) => this.chat.merge(theirs),
+        took: (stamps) => this.took(stamps),
+      });
+      this.kept = upTo;
+      if (this.changes === upTo) this.release(id);
+      if (!revision || !this.chat.running) await this.list();
     } catch (error) {
-      if (error.status !== 409 && error.status !== 404) throw error;
-      // Another tab has changed or deleted it: neither version is lost.
-      this.mark(await server.create({...content, title: `${content.title} (from another tab)`}));
+      this.trouble(error);
+    }
+    this.pace = performance.now() - began;
+  }
+
+  /* The server has it; null: no longer, since it has refused its only question, which is in its box again. */
+  took(stamps) {
+    if (stamps) return this.mark(stamps);
+    const {id} = this.present;
+    if (this.chat.turns.length) return this.mark({...this.present, revision: 0}); // it was asked again
+    this.mark(null);
+    this.typed();
+    this.forget(id);
+  }
+
+  content() {
+    const {system, ...settings} = this.form.read();
+    const title = $("title").value.trim() || this.present.title;
+    return {title, system, settings, messages: messagesOf(this.chat.nodes)};
+  }
+
+  /* Lets the server take a conversation, with what others have made of it meanwhile. state(): it as it is now; merge(theirs):
+     takes their messages in; took(stamps): the server has it. */
+  async deliver({state, merge, took}) {
+    let revision = null;
+    for (let n = 1; ; n++) {
+      const whole = {...state(), ...(revision === null ? {} : {revision})};
+      try {
+        if (whole.messages.length) took(await (whole.revision ? server.replace(whole, whole) : server.create(whole)));
+        else {
+          if (whole.revision) await server.delete(whole.id);
+          took(null); // the server has refused its only question, which is in its box again
+        }
+        return;
+      } catch (error) {
+        if (error.status === 404 && whole.revision) revision = 0; // it was deleted: it is made anew
+        else if (error.status === 409 && n < TRIES) {
+          const theirs = await server.get(whole.id);
+          merge(theirs.messages);
+          revision = theirs.revision;
+        } else throw error;
+      }
     }
   }
 
-  async rename() {
+  /* Looks whether another tab has gone on with what is open here. */
+  async look() {
+    if (!this.present?.revision || this.chat.running || this.saving) return;
+    const {id, revision} = this.present;
+    try {
+      const kept = await server.get(id);
+      if (this.present?.id !== id || this.present.revision !== revision || kept.revision === revision || this.chat.running) return;
+      this.chat.merge(kept.messages);
+      this.mark(kept);
+    } catch {
+      // It is deleted, or the server is away: what is shown stays.
+    }
+  }
+
+  // -- what the server has not taken yet
+
+  /* Where it is kept: of a server that keeps none, no longer than the tab. */
+  get box() {
+    return this.here === false ? thisTab : allTabs;
+  }
+
+  hold() {
+    const content = this.content();
+    return this.box.set(`unsaved.${this.present.id}.${this.tab}`, content.messages.length ? {...this.present, ...content} : null);
+  }
+
+  release(id) {
+    this.box.set(`unsaved.${id}.${this.tab}`, null);
+  }
+
+  /* The server has not taken it. */
+  trouble(error) {
+    if (this.failed(error)) return;
+    const held = !this.present || this.hold() ? "kept in this browser until it is" : "not kept, since this browser has no room for it";
+    if (error.status && error.status < 500) return alertIn($("chat-alert"), `This is not saved: ${error.message}. It is ${held}.`);
+    this.note(`${error.message} What is not saved yet is ${held}.`);
+    clearTimeout(this.again);
+    this.again = setTimeout(() => this.save().then(() => this.rescue()), AGAIN);
+  }
+
+  /* What was left unsaved of a conversation, by whichever page. */
+  unsaved(id) {
+    const states = [thisTab, allTabs].flatMap((box) => box.names(`unsaved.${id}.`).map((name) => box.get(name))).filter(Boolean);
+    return states.length ? {...states[0], messages: messagesOf(states.map((state) => turnsOf(state.messages)).reduce(merged))} : null;
+  }
+
+  /* Saves what other pages, or other conversations of this one, have left unsaved. */
+  async rescue() {
+    if (this.here === false) return;
+    let saved = false;
+    for (const [box, name] of [thisTab, allTabs].flatMap((box) => box.names("unsaved.").map((name) => [box, name]))) {
+      let state = box.get(name);
+      if (!state || (this.opened && name === `unsaved.${this.present?.id}.${this.tab}`)) continue;
+      const before = JSON.stringify(state);
+      const merge = (theirs) => (state = {...state, messages: messagesOf(merged(turnsOf(state.messages), turnsOf(theirs)))});
+      try {
+        await this.deliver({state: () => state, merge, took: () => {}});
+        if (JSON.stringify(box.get(name)) === before) box.set(name, null);
+        saved = true;
+      } catch (error) {
+        this.trouble(error);
+      }
+    }
+    if (saved) await this.list();
+  }
+
+  // -- what can be done with the open one
+
+  rename() {
     const title = $("title").value.trim();
     if (!this.present || !title) return this.mark(this.present);
     this.present = {...this.present, title};
-    return this.save();
+    this.changed();
   }
 
   async delete() {
     const gone = this.present;
     await this.settle();
     if (!gone || gone.id !== this.present?.id) return;
-    const deleted = await this.attempt(async () => {
-      const kept = await server.get(gone.id);
-      await server.delete(gone.id);
-      this.deleted = kept;
+    let kept = {...this.present, ...this.content()};
+    const deleted = this.here === false || await this.attempt(async () => {
+      try {
+        kept = await server.get(gone.id);
+        await server.delete(gone.id);
+      } catch (error) {
+        if (error.status !== 404) throw error; // it never was there, or somebody was faster
+      }
     });
     if (!deleted) return;
+    const draft = typed.get(`typed.${gone.id}`);
+    for (const box of [thisTab, allTabs]) for (const name of box.names(`unsaved.${gone.id}.`)) box.set(name, null);
+    this.forget(gone.id);
+    this.present = null;
     await this.begin();
-    $("deleted-title").textContent = `“${gone.title}” is deleted.`;
-    $("deleted").hidden = false;
+    offerUndo(`“${gone.title}” is deleted.`, () => this.attempt(async () => {
+      if (this.here === false) this.box.set(`unsaved.${gone.id}.${this.tab}`, kept);
+      else await server.create(kept);
+      typed.set(`typed.${gone.id}`, draft);
+      await this.open(gone.id);
+    }));
     $("undo").focus();
-  }
-
-  async undo() {
-    $("undo").disabled = true; // a second click would bring back a second one
-    const undone = await this.attempt(async () => {
-      const {id} = await server.create(this.deleted);
-      await this.open(id);
-    });
-    $("undo").disabled = false;
-    $("deleted").hidden = undone; // else it can be tried again: there is no other copy
-    $(undone ? "question" : "undo").focus();
   }
 
   async export(kind) {

@@ -8,7 +8,7 @@ import {Figures} from "./figures.js";
 import {Race} from "./race.js";
 import {form, prepareForm, settings} from "./settings.js";
 import {drawLegend} from "./tokens.js";
-import {$, alertIn} from "./words.js";
+import {$, alertIn, count, drafterName} from "./words.js";
 
 function failed(error) {
   if (error.status !== 401) return false;
@@ -19,20 +19,24 @@ function failed(error) {
 
 const figures = new Figures();
 const kept = new Conversations(form, failed);
-const chat = new Chat(settings, figures, failed, () => kept.save());
+prepareForm();
+const chat = new Chat(settings, figures, failed, kept);
 const race = new Race(settings, failed);
+kept.prepare(chat);
 
 async function introduce() {
   try {
     const stats = await serverStats();
-    const draft = stats.drafters.join(" + ") || "no draft";
-    $("engine").textContent = [stats.model, stats.backend, draft, `context ${stats.context}`].join(" · ");
+    const sources = [...new Set(stats.drafters.map(drafterName))];
+    const guesses = sources.length ? `guesses: ${sources.join(", ")}` : "no guesses";
+    $("engine").textContent = [stats.model, stats.backend, guesses, `context ${count(stats.context, "token")}`].join(" · ");
+    $("engine").title = stats.drafters.join(", ");
     document.title = `${stats.model} · localspec`;
     $("think-field").hidden = !stats.thinks;
     figures.isShared = stats.parallel.parallel > 1;
-    chat.plainSpeed = stats.plain_tokens_per_second;
+    chat.context = stats.context;
     $("key-form").hidden = true;
-    await kept.start(chat);
+    await kept.start();
   } catch (error) {
     if (!failed(error)) alertIn($("chat-alert"), error.message);
   }
@@ -100,7 +104,6 @@ document.addEventListener("keydown", (event) => {
   }
 });
 
-prepareForm();
 copyOnClick($("talk"));
 drawLegend($("legend"));
 introduce();

@@ -17,7 +17,7 @@ function mathsInLine(state, silent) {
   const {src, pos, posMax} = state;
   const [open, close] = MATHS.find(([mark]) => src.startsWith(mark, pos)) || [];
   if (!open) return false;
-  const end = src.indexOf(close, pos + open.length);
+  const end = next(state, close, pos + open.length);
   if (end <= pos + open.length || end + close.length > posMax) return false;
   const tex = src.slice(pos + open.length, end);
   const price = open === "$" && (/^\s|\s$|\n/.test(tex) || /\d/.test(src[end + 1] || "")); // "from $5 to $10"
@@ -27,19 +27,35 @@ function mathsInLine(state, silent) {
   return true;
 }
 
+/* Where a mark next stands in a paragraph, from a place on; Infinity where it does not. What was searched once is
+   remembered with the paragraph: of a thousand marks that open and never close, each would search to the end. */
+function next(state, mark, from) {
+  const known = (state.marks ??= {})[mark];
+  if (known && known.from <= from && from <= known.at) return known.at;
+  const at = state.src.indexOf(mark, from);
+  return (state.marks[mark] = {from, at: at < 0 ? Infinity : at}).at;
+}
+
 function mathsBlock(state, first, last, silent) {
-  const line = (n) => state.src.slice(state.bMarks[n] + state.tShift[n], state.eMarks[n]);
-  const close = {"$$": "$$", "\\[": "\\]"}[line(first).trim()];
+  const line = (n) => state.src.slice(state.bMarks[n] + state.tShift[n], state.eMarks[n]).trim();
+  const close = {"$$": "$$", "\\[": "\\]"}[line(first)];
   if (!close) return false;
+  // As above: lines in which this nesting has been searched in vain are not searched again.
+  const searched = (state.env.searched ??= {}), where = `${close} ${state.level} ${state.blkIndent}`;
+  if (searched[where]?.from <= first && first < searched[where].to) return false;
   let end = first + 1;
-  while (end < last && line(end).trim() !== close) end++;
-  if (end === last && !state.env.more) return false; // nobody has closed it, and nobody will
+  while (end < last && line(end) !== close && (state.isEmpty(end) || state.sCount[end] >= state.blkIndent)) end++;
+  const closed = end < last && line(end) === close;
+  if (!closed && !state.env.more) {
+    searched[where] = {from: first, to: end};
+    return false; // nobody has closed it, and nobody will
+  }
   if (!silent) {
     const token = state.push("maths_block", "", 0);
     token.content = state.getLines(first + 1, end, state.blkIndent, false).trimEnd();
-    token.map = [first, Math.min(end + 1, last)];
+    token.map = [first, closed ? end + 1 : end];
   }
-  state.line = Math.min(end + 1, last);
+  state.line = closed ? end + 1 : end;
   return true;
 }
 

@@ -1,9 +1,14 @@
 /* The race: one prompt, answered plainly and with guesses, one after the other, and shown from the same start. */
 
-import {answer} from "./api.js";
+import {answer, serverStats} from "./api.js";
+import {typed} from "./browser.js";
 import {Tally, roundMs} from "./figures.js";
+import {showProblem} from "./settings.js";
 import {AnswerText, following} from "./tokens.js";
-import {$, alertIn, count, decimal, seconds} from "./words.js";
+import {$, alertIn, count, decimal, percent, seconds, times} from "./words.js";
+
+const HEATS = 2; // of which each begins one
+const BUSY = 0.15; // share of the CPUs' time that others use, from which on it is said
 
 const still = matchMedia("(prefers-reduced-motion: reduce)");
 
@@ -17,6 +22,8 @@ export class Race {
     this.plain = new Racer("plain-racer");
     this.speculative = new Racer("speculative-racer");
     this.racers = [this.plain, this.speculative];
+    $("race-prompt").value = typed.get("race")?.text ?? $("race-prompt").value;
+    $("race-prompt").addEventListener("input", () => typed.set("race", {text: $("race-prompt").value}));
     $("race-form").addEventListener("submit", (event) => {
       event.preventDefault();
       this.run();
@@ -32,33 +39,45 @@ export class Race {
 
   async run() {
     const prompt = $("race-prompt").value.trim();
-    if (!prompt || this.running) return;
-    const order = this.races++ % 2 ? [this.speculative, this.plain] : [this.plain, this.speculative];
-    const [first, second] = order;
+    if (!prompt || this.running || showProblem($("race-alert"))) return;
+    let order = this.races++ % 2 ? [this.speculative, this.plain] : [this.plain, this.speculative];
     const {system, ...chosen} = this.settings();
     const messages = [...(system ? [{role: "system", content: system}] : []), {role: "user", content: prompt}];
     const settings = {...chosen, seed: chosen.seed ?? Math.floor(Math.random() * 2 ** 31)}; // both get the same dice
-    for (const racer of this.racers) racer.reset();
-    first.place("runs first");
-    second.place("waits for its turn");
     $("verdict").textContent = "";
     alertIn($("race-alert"), "");
     const stopping = new AbortController();
     this.enter(stopping);
+    const heats = [];
     try {
-      await this.record(first, messages, settings, stopping.signal, () => {});
-      second.place("runs now");
-      first.place("ran first, shown again");
-      first.rewind();
-      await this.record(second, messages, settings, stopping.signal, (ms) => first.showUntil(ms));
-      for (const racer of order) racer.place(racer === first ? "ran first" : "ran second");
-      $("verdict").textContent = verdict(this.plain, this.speculative);
-      await this.play(second.ms, stopping.signal);
+      const before = await cpu();
+      do {
+        await this.heat(order, messages, settings, stopping.signal, heats.length);
+        heats.push(this.racers.map(({ms, total, guesses, ids}) => ({ms, tokens: total, guesses, ids})));
+        order = order.toReversed();
+      } while (heats.length < HEATS && heats[0].some(({guesses}) => guesses));
+      const others = othersShare(before, await cpu());
+      $("verdict").textContent = [verdict(heats), difference(...heats.at(-1).map(({ids}) => ids)), busy(others)].filter(Boolean).join(" ");
+      await this.play(order[0].ms, stopping.signal);
     } catch (error) {
-      if (error.name === "AbortError") $("verdict").textContent = "The race was stopped.";
+      if (error.name === "AbortError") $("verdict").textContent = [heats.length ? verdict(heats) : "", "The race was stopped."].filter(Boolean).join(" ");
       else if (!this.failed(error)) alertIn($("race-alert"), error.message);
     }
     this.enter(null);
+  }
+
+  /* One run of each, in that order. */
+  async heat(order, messages, settings, signal, n) {
+    const [first, second] = order, round = n ? ", second turn" : "";
+    for (const racer of order) racer.reset();
+    first.place(`runs first${round}`);
+    second.place("waits for its turn");
+    await this.record(first, messages, settings, signal, () => {});
+    second.place(`runs now${round}`);
+    first.place("ran first, shown again");
+    first.rewind();
+    await this.record(second, messages, settings, signal, (ms) => first.showUntil(ms));
+    for (const racer of order) racer.place((racer === first ? "ran first" : "ran second") + round);
   }
 
   /* One side's run, live. */
@@ -165,6 +184,10 @@ class Racer {
     return this.rounds.reduce((sum, round) => sum + round.emitted.length, 0);
   }
 
+  get guesses() {
+    return this.rounds.reduce((sum, round) => sum + round.draft.length, 0);
+  }
+
   get ids() {
     return this.rounds.flatMap((round) => round.emitted.map((token) => token.id));
   }
@@ -190,12 +213,38 @@ class Racer {
   }
 }
 
-/* What came of it, in words. */
-function verdict(plain, speculative) {
-  const speeds = [plain, speculative].map((racer) => (1000 * racer.total) / racer.ms);
-  if (!speeds.every(Number.isFinite) || !speeds[0]) return "There are no tokens to compare.";
-  const ratio = `Speculative ran at ×${decimal(speeds[1] / speeds[0], 2)} of plain: ${decimal(speeds[1])} against ${decimal(speeds[0])} tokens a second.`;
-  return `${ratio} ${difference(plain.ids, speculative.ids)}`;
+/* What came of it, in words. heats: for each the figures of the plain run and of the speculative one. */
+function verdict(heats) {
+  const ratios = heats.map(([plain, speculative]) => speculative.tokens / speculative.ms / (plain.tokens / plain.ms));
+  if (!ratios.every(Number.isFinite) || !ratios.every(Boolean)) return "There are no tokens to compare.";
+  if (!heats.some(([, speculative]) => speculative.guesses)) {
+    return "Nothing was guessed, so both did the same work; the difference is noise.";
+  }
+  const [plain, speculative] = [0, 1].map((side) => {
+    const sum = (what) => heats.reduce((total, heat) => total + heat[side][what], 0);
+    return (1000 * sum("tokens")) / sum("ms");
+  });
+  const speeds = `${decimal(speculative)} against ${decimal(plain)} tokens a second`;
+  const each = ratios.map(times).join(" and ");
+  if (ratios.length < HEATS) return `Speculative ran at ${each} of plain in the first turn: ${speeds}.`;
+  if (ratios.some((ratio) => ratio > 1) !== ratios.every((ratio) => ratio > 1)) {
+    return `No difference that this race could tell: by turn, speculative ran at ${each} of plain.`;
+  }
+  return `Speculative ran at ${times(speculative / plain)} of plain: ${speeds}; by turn ${each}.`;
+}
+
+/* Counters of the CPU's time; null where the server gives none. */
+async function cpu() {
+  return (await serverStats()).cpu || null;
+}
+
+function othersShare(before, after) {
+  if (!before || !after || after.at <= before.at) return 0;
+  return (after.busy - before.busy - (after.own - before.own)) / ((after.at - before.at) * after.n_cpus);
+}
+
+function busy(share) {
+  return share < BUSY ? "" : `Other programs, this browser among them, used ${percent(Math.min(1, share))} of the CPU meanwhile, which can change all of this.`;
 }
 
 function difference(plain, speculative) {

@@ -1,17 +1,17 @@
-/* Rounds as text: every token in the style of its origin, every rejected guess struck through where it was made. */
+/* Rounds as text: every token in the style of its origin, every wrong guess struck through where it was made. */
 
 import {element, percent, slot, sourceName} from "./words.js";
 
 const OWN = {
-  recovered: "the target's own, in place of a rejected guess",
-  bonus: "the target's own, after all guesses were accepted",
-  plain: "the target's own; nothing was guessed",
+  recovered: "the model's own, in place of a wrong guess",
+  bonus: "the model's own next token, after guesses that were all right",
+  plain: "the model's own; nothing was guessed",
   forced: "put there to end the thinking, whose budget was spent",
 };
 
 const thought = (token) => (token.thinking ? ".thought" : "");
 const inLine = (text) => text.replace(/\n/g, "↵").replace(/\t/g, "⇥");
-const expectation = (guess) => (guess ? `, expected to be right with ${percent(guess.expected)}` : "");
+const expectation = (guess) => (guess ? `; ${percent(guess.expected)} likely to be, it was thought` : "");
 
 /* The text of an answer, in a box. */
 export class AnswerText {
@@ -30,14 +30,14 @@ export class AnswerText {
     const own = round.emitted.filter((token) => token.kind !== "accepted");
     const kept = round.draft.filter((guess) => guess.accepted);
     accepted.forEach((token, i) => {
-      const title = `guess of the ${sourceName(token.source)}, accepted${expectation(kept[i])}`;
+      const title = `guess (${sourceName(token.source)}), right${expectation(kept[i])}`;
       this.put(element(`span.token.accepted.s${slot(token.source)}${thought(token)}`, {title}, token.text));
     });
     round.draft.forEach((guess, i) => {
       if (guess.accepted) return;
       const parent = guess.parent ?? i - 1;  // a draft that branches says what each guess comes after
-      const fate = parent >= 0 && !round.draft[parent].accepted ? "behind a wrong one, dropped" : "rejected";
-      const title = `guess of the ${sourceName(guess.source)}, ${fate}${expectation(guess)}`;
+      const fate = parent >= 0 && !round.draft[parent].accepted ? "dropped, as the one before it was wrong" : "wrong";
+      const title = `guess (${sourceName(guess.source)}), ${fate}${expectation(guess)}`;
       this.put(element("del.token.rejected", {title, "aria-hidden": "true"}, (parent === i - 1 ? "" : "⑂") + inLine(guess.text)));
     });
     for (const token of own) {
@@ -67,17 +67,24 @@ export function following(scroller, write) {
   if (follows) scroller.scrollTop = scroller.scrollHeight;
 }
 
+/* The same when the box becomes smaller: an alert below it takes its room. */
+export function follow(scroller) {
+  let atEnd = true;
+  scroller.addEventListener("scroll", () => (atEnd = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 24));
+  new ResizeObserver(() => atEnd && (scroller.scrollTop = scroller.scrollHeight)).observe(scroller);
+}
+
 export function drawLegend(list) {
   const entries = [
-    ["accepted s0", "draft model's guess, accepted"],
-    ["accepted s1", "n-gram's guess, accepted; recycled ones too"],
-    ["accepted s2", "grammar's guess, accepted"],
-    ["accepted s3", "guess of a head, or of the model's own layers, accepted"],
-    ["accepted s4", "copy from files, accepted"],
-    ["rejected", "guess, rejected"],
-    ["recovered", "target's own, in its place"],
-    ["bonus", "target's own, on top of the guesses"],
-    ["plain", "target's own; nothing guessed"],
+    ["accepted s0", "guess of a draft model, right"],
+    ["accepted s1", "guess copied from the text, right; or an earlier token"],
+    ["accepted s2", "guess of the grammar, right"],
+    ["accepted s3", "guess of a head, or of the model's own layers, right"],
+    ["accepted s4", "guess copied from files, right"],
+    ["rejected", "wrong guess, rejected"],
+    ["recovered", "the model's own, in its place"],
+    ["bonus", "the model's own next token"],
+    ["plain", "the model's own; nothing guessed"],
   ];
   for (const [style, text] of entries) {
     const tag = style === "rejected" ? "del" : "span";

@@ -9,14 +9,18 @@ import {count, element} from "./words.js";
 const ENDS = {
   length: "the answer reached its limit",
   cancelled: "stopped",
+  broken: "broken off",
 };
 
 export class Turn {
-  /* actions: edit(turn, content) and regenerate(turn). */
+  /* actions: edit(turn, content), regenerate(turn), resume(turn), choose(turn, version), and typed() when an edit ends. */
   constructor(content, files, actions) {
     this.content = content;
     this.files = files;
     this.actions = actions;
+    this.others = []; // what else stood in its place, and its number among that: see versions.js
+    this.at = 0;
+    this.box = null; // in which the question is edited
     this.tally = new Tally();
     this.text = this.reasoning = "";
     this.finish = null;
@@ -30,7 +34,13 @@ export class Turn {
     const box = element("div.answer", {dir: "auto"});
     this.answer = new AnswerText(box);
     this.line = element("p.turn-figures", {}, "reading …");
+    this.version = element("span", {role: "status"});
+    this.versions = element("span.versions", {hidden: ""},
+      this.button("‹", "Earlier version", "earlier", () => actions.choose(this, this.at - 1)), this.version,
+      this.button("›", "Later version", "later", () => actions.choose(this, this.at + 1)));
     this.buttons = element("div.actions", {},
+      this.versions,
+      this.button("Continue", "Continue the answer", "continue", () => actions.resume(this)),
       this.button("Copy", "Copy the answer", "copy-answer"),
       this.button("Edit", "Edit the question", "edit", () => this.edit()),
       this.button("Regenerate", "Regenerate the answer", "regenerate", () => actions.regenerate(this)));
@@ -40,10 +50,10 @@ export class Turn {
     this.showQuestion();
   }
 
-  /* One that was kept; of its rounds, nothing was. */
-  static kept(question, answer, actions) {
+  /* One that was kept, as in versions.js; of its rounds, nothing was. */
+  static kept({question, answer}, actions) {
     const turn = new Turn(question.content, question.files || [], actions);
-    turn.take({text: answer?.content, reasoning: answer?.reasoning_content});
+    turn.take({text: answer.content, reasoning: answer.reasoning_content, finish: answer.finish || "stop"});
     turn.end();
     turn.answer.box.append(turn.text);
     turn.answer.box.title = "Kept as text: which tokens it was made of is known only while the page stays open";
@@ -61,24 +71,40 @@ export class Turn {
     return [{role: "user", content: composed(this.content, this.files)}, {role: "assistant", content: this.text}];
   }
 
-  /* What is kept of it. */
-  get record() {
-    const question = {role: "user", content: this.content, ...(this.files.length ? {files: this.files} : {})};
-    const answer = {role: "assistant", content: this.text, ...(this.reasoning ? {reasoning_content: this.reasoning} : {})};
-    return [question, answer];
+  /* What is kept of it, as in versions.js. What is not ended yet is broken off, unless it is kept again. */
+  get node() {
+    const finish = this.finish || "broken";
+    return {
+      question: {role: "user", content: this.content, ...(this.files.length ? {files: this.files} : {})},
+      answer: {
+        role: "assistant", content: this.text, ...(this.reasoning ? {reasoning_content: this.reasoning} : {}),
+        ...(finish in ENDS ? {finish} : {}),
+      },
+      others: this.others, at: this.at, turn: this,
+    };
+  }
+
+  stand(others, at) {
+    [this.others, this.at] = [others, at];
+    this.versions.hidden = !others.length;
+    this.version.textContent = `${at + 1}/${others.length + 1}`;
+    this.versions.querySelector(".earlier").disabled = at === 0;
+    this.versions.querySelector(".later").disabled = at === others.length;
   }
 
   showQuestion() {
+    this.box = null;
     this.question.replaceChildren(element("p", {}, this.content));
     if (this.files.length) this.question.append(fileList(this.files));
   }
 
-  /* Puts the question into a box of its own; what is sent from there takes the place of all that followed. */
-  edit() {
-    const box = element("textarea", {rows: "3", "aria-label": "The question, to be edited"});
-    box.value = this.content;
+  /* Puts the question into a box of its own; what is sent from there, and what follows it, is another version. */
+  edit(draft = this.content) {
+    const box = this.box = element("textarea", {rows: "3", "aria-label": "The question, to be edited"});
+    box.value = draft;
     const done = () => {
       this.showQuestion();
+      this.actions.typed();
       this.buttons.querySelector(".edit").focus();
     };
     const send = () => {
@@ -92,9 +118,16 @@ export class Turn {
       if (event.key === "Enter") send();
       else done();
     });
-    this.question.replaceChildren(box, element("div.buttons", {}, this.button("Cancel", "Cancel the edit", "cancel", done),
+    this.question.replaceChildren(element("p", {hidden: ""}, this.content), box, element("div.buttons", {}, this.button("Cancel", "Cancel the edit", "cancel", done),
       this.button("Send", "Send the edited question", "primary", send)));
     box.focus();
+  }
+
+  /* The answer is gone on with. */
+  reopen() {
+    this.finish = null;
+    this.line.textContent = "reading …";
+    this.showEnd();
   }
 
   take(event) {
@@ -134,5 +167,10 @@ export class Turn {
       this.reasoning && !this.text.trim() ? "no answer came after the thoughts" : "",
     ];
     this.line.textContent = notes.filter(Boolean).join(" · ");
+    this.showEnd();
+  }
+
+  showEnd() {
+    this.element.classList.toggle("unfinished", this.finish in ENDS);
   }
 }

@@ -12,11 +12,11 @@ export function element(name, attributes = {}, ...children) {
   return made;
 }
 
-/* Each kind of drafter: what people call it, and the number of its style, an underline and a hue. */
+/* Each kind of source of guesses: what people call it, and the number of its style, an underline and a hue. */
 const DRAFTERS = {
   model: ["draft model", 0],
-  ngram: ["n-gram", 1],
-  recycled: ["recycled tokens", 1],
+  ngram: ["copy from the text", 1],
+  recycled: ["earlier tokens", 1],
   grammar: ["grammar", 2],
   head: ["head", 3],
   mtp: ["model's own MTP layer", 3],
@@ -27,13 +27,30 @@ const OTHER = 3;
 const kind = (source) => source?.replace(/\d+$/, ""); // the second draft model is model2, the third corpus corpus3
 export const sourceName = (source) => DRAFTERS[kind(source)]?.[0] || source;
 export const slot = (source) => DRAFTERS[kind(source)]?.[1] ?? OTHER;
+/* The same of a drafter as the server names it: a draft model by its file, others with their settings, "early-exit:4". */
+export const drafterName = (name) => DRAFTERS[kind(name.split(":")[0])]?.[0] || DRAFTERS.model[0];
 
 export const percent = (share) => `${(100 * share).toFixed(0)} %`;
 export const seconds = (ms) => `${(ms / 1000).toFixed(ms < 100_000 ? 2 : 0)} s`;
 export const decimal = (number, digits = 1) => number.toFixed(digits);
+export const times = (ratio) => `×${decimal(ratio, 2)}`;
 export const count = (n, noun) => `${n.toLocaleString("en")} ${noun}${n === 1 ? "" : "s"}`;
 
 export function alertIn(box, message) {
   box.hidden = !message;
   box.textContent = message;
+}
+
+/* Says above the conversation what was done, with a button that undoes it; nothing takes the note away. undo(): a note of
+   false, or a promise of it, stays. */
+export function offerUndo(words, undo = null) {
+  $("deleted-title").textContent = words;
+  $("deleted").hidden = !words;
+  $("undo").onclick = async () => {
+    $("undo").disabled = true; // a second click would undo it twice
+    const undone = (await undo()) !== false;
+    $("undo").disabled = false;
+    $("deleted").hidden = undone;
+    $(undone ? "question" : "undo").focus();
+  };
 }
