@@ -159,7 +159,7 @@ def answer_form(json_schema: str | None, grammar: str | None) -> dict[str, Any]:
 
 def _read(path: str, option: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")  # as Windows' editors and PowerShell write it
     except OSError as error:
         raise UsageError(f"{option} {path} cannot be read: {error.strerror or error}") from None
     except ValueError:

@@ -79,7 +79,9 @@ class ArgumentTypes(Untyped):
         if not found:
             return self.typed(word, schema)
         fits = any(
-            _among(value, values) for kinds, values in self._alternatives(schema) for kind, value in found.items()
+            _among(value, values)
+            for kinds, values in self._alternatives(schema)
+            for kind, value in found.items()
             if kinds is None or kind in kinds
         )
         asked = not fits and "null" not in found and self.takes_strings(schema)
@@ -110,7 +112,9 @@ class ArgumentTypes(Untyped):
         left[0] -= 1
         if not isinstance(schema, Mapping) or depth > _MAX_DEPTH or left[0] < 0:
             return [{}]
-        parts = next((schema[name] for name in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(name), list)), [])
+        parts: list[Schema] = next(
+            (schema[name] for name in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(name), list)), []
+        )
         if isinstance(schema.get("$ref"), str):
             parts = [self._referred(schema["$ref"])]
         says = any(name in schema for name in _SAYING)

@@ -37,14 +37,17 @@ class DeltaReader:
     Args:
         tools: functions that may be called; empty reads no calls.
         begun: the beginning of the answer that the model was given, where a call is forced.
+        parallel: whether there may be several calls.
         wants_tokens: whether tokens are collected.
 
     Attributes:
         calls: reads the tool calls.
     """
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]], begun: str = "", *, wants_tokens: bool = False) -> None:
-        self.calls = ToolCallReader(tools)
+    def __init__(
+        self, tools: Sequence[Mapping[str, Any]], begun: str = "", *, parallel: bool = True, wants_tokens: bool = False
+    ) -> None:
+        self.calls = ToolCallReader(tools, parallel=parallel)
         self.calls.push(begun)
         self._wants_tokens = wants_tokens
         self._waiting: deque[tuple[int, EmittedToken]] = deque()
@@ -56,9 +59,9 @@ class DeltaReader:
         self._n_released += sum(len(span.text) for span in round_.spans)
         return self._delta(self.calls.push(round_.text), self._released(round_), round_.thinking)
 
-    def finish(self) -> Delta:
-        """What was still waiting when the answer ended."""
-        return self._delta(self.calls.finish(), [])
+    def finish(self, *, cut: bool) -> Delta:
+        """What was still waiting when the answer ended; ``cut``: before its end."""
+        return self._delta(self.calls.finish(cut=cut), [])
 
     def _delta(self, pieces: Sequence[Piece], tokens: list[EmittedToken], thinking: str = "") -> Delta:
         text = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))

@@ -41,7 +41,8 @@ SHARED = (*_NUMBERS, "seed", "top_k", "repeat_last_n", "logit_bias", "grammar", 
           "thinking_budget")  # fmt: skip
 """Fields that other APIs have under the same names, or that we add to all of them."""
 
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+MAX_TOOL_NAME = 128  # the Model Context Protocol's and Anthropic's; OpenAI's is 64
+_NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_TOOL_NAME}}}")
 _LOCALSPEC_FIELDS = ("draft", "draft_length", "off", "priority")
 
 
@@ -304,9 +305,8 @@ def _tools(fields: Fields) -> ToolUse:
         tool.choice("type", ("function",))
         function = tool.object("function")
         if function is None or not _NAME.fullmatch(function.required_text("name")):
-            raise invalid(
-                f"tools[{i}].function needs a name of letters, digits, _ . and -", f"tools[{i}].function.name"
-            )
+            path = f"tools[{i}].function.name"
+            raise invalid(f"{path} must be 1 to {MAX_TOOL_NAME} letters, digits, _ . and -", path)
         function.text("description")
         function.object("parameters")
         tools.append(dict(item) | {"type": "function"})

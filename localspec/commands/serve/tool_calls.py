@@ -1,19 +1,5 @@
 """A model's tool calls, read out of its text as it comes.
 
-Models were trained to write calls in many ways. A mark says that calls follow; what follows it has one of a few forms, and
-each is read once, whichever mark it stands behind:
-
-=========================================================  ======================================================
-``{"name": …, "arguments": {…}}``, several, or a list      Hermes, Qwen 2.5 and 3, SmolLM, Granite, Phi-4-mini, Llama 3,
-                                                           Mistral, Command-R, Nemotron, and our fallback
-``name[ARGS]{…}``, ``name<｜tool▁sep｜>{…}``               Mistral, DeepSeek, Kimi K2, gpt-oss
-``<function=name><parameter=…>…``, ``<invoke name="…">``   Qwen3-Coder, Seed-OSS, MiniMax, DeepSeek V3.2
-``<function=name>{…}</function>``                          Llama 3.1, Functionary
-``name <arg_key>…</arg_key><arg_value>…</arg_value>``      GLM-4.5
-``[name(key="value")]``                                    LFM2, Llama 4, Olmo 3, Gemma 3
-``call:name{key:<|"|>value<|"|>}``                         Gemma 4, FunctionGemma
-=========================================================  ======================================================
-
 Without a mark, an answer is a call where it begins with one, bare or in a code block, to a tool that was offered.
 Arguments have the types that the tool's schema asks for. Text that turns out to be no call is given back as it was, and
 what may still become a call waits.
@@ -30,6 +16,7 @@ from itertools import groupby
 from typing import Any
 
 from localspec.commands.serve.argument_types import ArgumentTypes
+from localspec.commands.serve.call_marks import MARKS, SEPARATORS, TAGS, Mark, Tags
 from localspec.commands.serve.call_values import (
     WORD,
     EndOfText,
@@ -72,74 +59,8 @@ class CallArguments:
 Piece = TextPiece | CallStart | CallArguments
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """What calls stand behind.
-
-    Attributes:
-        closers: what may end them; an answer may also just go on, or end.
-        each: what a single call may begin with, and end with, where there are several behind one mark.
-        sure: nothing but a call is written so; else it has to be one of a tool that was offered.
-        header: what ends the words between a call's name and its arguments.
-    """
-
-    closers: tuple[str, ...] = ()
-    each: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    sure: bool = True
-    header: str = ""
-
-
-def _deepseek(name: str) -> tuple[str, ...]:
-    """A mark of DeepSeek's, in the ways in which models that were distilled from it write it."""
-    return tuple(f"<{bar}{name.replace('_', gap)}{bar}>" for bar in "｜|" for gap in ("▁", "_", " "))
-
-
-_DEEPSEEK = Mark(_deepseek("tool_calls_end"), (_deepseek("tool_call_begin"), _deepseek("tool_call_end")))
-_KIMI = Mark(
-    ("<|tool_calls_section_end|>", "<|tool_call_section_end|>"), (("<|tool_call_begin|>",), ("<|tool_call_end|>",))
-)
 _BARE = Mark(sure=False)
-
-MARKS: Mapping[str, Mark] = {
-    "<tool_call>": Mark(("</tool_call>",)),
-    "<|tool_call|>": Mark(("<|/tool_call|>", "</tool_call>")),
-    "<|tool_call>": Mark(("<tool_call|>",)),
-    "<|tool_call_start|>": Mark(("<|tool_call_end|>",)),
-    "<tool_calls>": Mark(("</tool_calls>",), sure=False),
-    "<tools>": Mark(("</tools>",), sure=False),
-    "<function_call>": Mark(("</function_call>",), sure=False),
-    "<function_calls>": Mark(("</function_calls>",), sure=False),
-    "<TOOLCALL>": Mark(("</TOOLCALL>",)),
-    "<minimax:tool_call>": Mark(("</minimax:tool_call>",)),
-    "<seed:tool_call>": Mark(("</seed:tool_call>",)),
-    "<function=": Mark(("</tool_call>",), sure=False),
-    "[TOOL_CALLS]": Mark(),
-    "<|python_tag|>": Mark(),
-    "<|python_start|>": Mark(("<|python_end|>",)),
-    "<|START_ACTION|>": Mark(("<|END_ACTION|>",)),
-    "<|tools_prefix|>": Mark(("<|tools_suffix|>",)),
-    "<|action_start|><|plugin|>": Mark(("<|action_end|>",)),
-    "<start_function_call>": Mark(("<end_function_call>",)),
-    "functools[": Mark(("]",), sure=False),
-    "```tool_code\n": Mark(("```",), sure=False),
-    "```tool_call\n": Mark(("```",), sure=False),
-    "Action: ```json\n": Mark(("```",), sure=False),
-    "Action:```json\n": Mark(("```",), sure=False),
-    **{f"<｜DSML｜{name}>": Mark((f"</｜DSML｜{name}>",)) for name in ("function_calls", "tool_calls")},
-    **dict.fromkeys((*_deepseek("tool_calls_begin"), *_DEEPSEEK.each[0]), _DEEPSEEK),
-    **dict.fromkeys(("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>", *_KIMI.each[0]), _KIMI),
-    **{f"<|channel|>{name} to=": Mark(("<|call|>",), header="<|message|>") for name in ("commentary", "analysis")},
-    "to=functions.": Mark(("<|call|>",), sure=False, header="<|message|>"),
-}
-
-_SEPARATORS = ("[ARGS]", "<|tool_call_argument_begin|>", *_deepseek("tool_sep"))
-
-MARKERS = (
-    *(text for opener in MARKS for text in re.findall(r"<[^<]*>|\[\w+\]", opener) if text != "<|channel|>"),
-    *(text for mark in MARKS.values() for text in (*mark.closers, *mark.each[1]) if len(text) > 3),
-    *(*_SEPARATORS, "[CALL_ID]", '<|"|>', "<escape>"),
-)
-"""Tokens that have no text of their own in some vocabularies, but are read here."""
+"""No mark."""
 
 _OPENERS = tuple(sorted(MARKS, key=len, reverse=True))
 _OPENER = re.compile("|".join(map(re.escape, _OPENERS)))
@@ -155,31 +76,6 @@ _HEADER = re.compile(r"[^<{]+")
 _CALLED = ("name", "function", "tool_name")
 _GIVEN = ("arguments", "parameters", "args")
 _BESIDE = ("id", "type", "index", "tool_call_id")
-
-
-@dataclass(frozen=True, slots=True)
-class Tags:
-    """A way of writing arguments as text between tags.
-
-    Attributes:
-        key: what begins an argument, up to its name.
-        value_ends: what ends it.
-        ends: what ends the call; "" where that is what ends the mark.
-        lines: whether values stand on lines of their own.
-    """
-
-    key: str
-    value_ends: str
-    ends: str = ""
-    lines: bool = False
-
-
-_TAGS = {
-    "<function=": Tags("<parameter=", "</parameter>", "</function>", lines=True),
-    '<invoke name="': Tags('<parameter name="', "</parameter>", "</invoke>"),
-    '<｜DSML｜invoke name="': Tags('<｜DSML｜parameter name="', "</｜DSML｜parameter>", "</｜DSML｜invoke>"),
-    "<arg_key>": Tags("<arg_key>", "</arg_value>"),
-}
 
 
 class ToolCallReader:
@@ -494,7 +390,7 @@ class ToolCallReader:
         if (yield from source.one_of("[CALL_ID]")):
             yield from source.run(_IDENTIFIER)
             yield from source.spaces()
-        if (yield from source.one_of(*_SEPARATORS)):
+        if (yield from source.one_of(*SEPARATORS)):
             sure = True
             yield from source.spaces()
             raw = (yield from source.run(_NAME)) or raw  # DeepSeek R1: function<sep>name
@@ -502,11 +398,7 @@ class ToolCallReader:
         name = self._function(raw)
         fence = yield from source.one_of("```json", "```")
         yield from source.spaces()
-        if name not in self._functions and not (sure and mark.sure):
-            if not (yield from source.one_of("<arg_key>")):
-                raise NoCall
-            yield from self._tagged_arguments(mark, "<arg_key>", name, begun=True)
-        elif (yield from source.peek()) == "{":
+        if sure and (yield from source.peek()) == "{":
             self._start(name, mark)
             yield from self._arguments(name)
             self._done()
@@ -514,12 +406,12 @@ class ToolCallReader:
                 yield from source.spaces()
                 if (yield from source.one_of("```")):
                     source.record()
-        elif not self._cut and mark.closers and (yield from source.ahead(mark.closers)):
+        elif (yield from source.one_of("<arg_key>")):
+            yield from self._tagged_arguments(mark, "<arg_key>", name, begun=True)
+        elif name in self._functions and mark.closers and not self._cut and (yield from source.ahead(mark.closers)):
             self._start(name, mark)
             self._give("{}")
             self._done()
-        elif (yield from source.one_of("<arg_key>")):
-            yield from self._tagged_arguments(mark, "<arg_key>", name, begun=True)
         else:
             raise NoCall
 
@@ -571,14 +463,14 @@ class ToolCallReader:
             yield from self._arguments(name)
             self._done()
             yield from source.spaces()
-            if (yield from source.one_of(_TAGS[opener].ends)):
+            if (yield from source.one_of(TAGS[opener].ends)):
                 source.record()
         else:
             yield from self._tagged_arguments(mark, opener, name)
 
     def _tagged_arguments(self, mark: Mark, opener: str, name: str, *, begun: bool = False) -> Reading:
         """Arguments between tags; ``begun``: what begins the first has been read."""
-        source, tags, types = self._source, _TAGS[opener], self._types(name)
+        source, tags, types = self._source, TAGS[opener], self._types(name)
         n = 0
         while True:
             if not begun:
@@ -622,7 +514,7 @@ class ToolCallReader:
         """A value up to what ends it. The value itself may hold such a text: what follows an end has to fit."""
         source = self._source
         following = (tags.key, tags.ends) if tags.ends else (tags.key, *mark.closers)
-        ends = (tags.value_ends,)
+        ends: tuple[str, ...] = (tags.value_ends,)
         if tags.lines:
             yield from source.one_of("\n")
             # Some models forget to end a value.

@@ -10,10 +10,11 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from localspec.commands.serve.tool_calls import MARKS, CallArguments, CallStart, TextPiece, ToolCallReader
+from localspec.commands.serve.call_marks import MARKS
+from localspec.commands.serve.tool_calls import CallArguments, CallStart, TextPiece, ToolCallReader
 
 Call = tuple[str, dict[str, Any]]
 
@@ -104,8 +105,8 @@ FORMATS: dict[str, Callable[[list[Call]], str]] = {
     "Qwen3-Coder without the outer mark": joined("", tagged, "\n", "\n</tool_call>"),
     "Seed-OSS": joined("<seed:tool_call>\n", tagged, "\n", "\n</seed:tool_call>"),
     "Functionary": joined("", lambda name, args: f"<function={name}>{json.dumps(args)}</function>", "", ""),
-    "Llama 3": joined("", lambda *call: json_call(*call, key="parameters"), "; ", ""),
-    "Llama 3, marked": joined("<|python_tag|>", lambda *call: json_call(*call, key="parameters"), "; ", ""),
+    "Llama 3": joined("", lambda name, args: json_call(name, args, "parameters"), "; ", ""),
+    "Llama 3, marked": joined("<|python_tag|>", lambda name, args: json_call(name, args, "parameters"), "; ", ""),
     "Llama 4": joined("<|python_start|>[", python, ", ", "]<|python_end|>"),
     "Llama 3.2, in Python's notation": joined("[", python, ", ", "]"),
     "Gemma 3": joined("```tool_code\n", python, "\n", "\n```"),
@@ -147,7 +148,7 @@ FORMATS: dict[str, Callable[[list[Call]], str]] = {
         "\n]<|END_ACTION|>",
     ),
     "Command-R": joined(
-        "Action: ```json\n[\n", lambda *call: json_call(*call, "parameters", "tool_name"), ",\n", "\n]\n```"
+        "Action: ```json\n[\n", lambda name, args: json_call(name, args, "parameters", "tool_name"), ",\n", "\n]\n```"
     ),
     "Kimi K2": joined(
         "<|tool_calls_section_begin|>",
@@ -301,7 +302,8 @@ def read(text: str, cuts: list[int], *, cut: bool = False, parallel: bool = True
     bounds = [0, *sorted(cuts), len(text)]
     pieces = [piece for a, b in pairwise(bounds) for piece in reader.push(text[a:b])]
     pieces += reader.finish(cut=cut)
-    said, calls, ids = "", [], set()
+    said, ids = "", set()
+    calls: list[list[str]] = []
     for piece in pieces:
         if isinstance(piece, TextPiece):
             said += piece.text
@@ -347,7 +349,9 @@ def test_every_way_of_writing_calls(name: str, calls: list[Call]) -> None:
 
 VALUES = {
     "city": st.text(st.characters(codec="utf-8", exclude_characters="\r"), max_size=8)
-    | st.sampled_from(["007", "12", "true", "null", "</tool_call>", '"quoted" } ]', "it's", "\\n \\ \n", "<parameter="]),
+    | st.sampled_from(
+        ["007", "12", "true", "null", "</tool_call>", '"quoted" } ]', "it's", "\\n \\ \n", "<parameter="]
+    ),
     "days": st.integers(-(10**6), 10**18),
     "exact": st.booleans(),
     "places": st.lists(st.sampled_from(["a", "1", "it's", 'b "c"', "ü"]), max_size=3),
@@ -370,6 +374,7 @@ def test_any_calls_come_back_however_the_text_is_cut(
     name: str, calls: list[Call], before: str, data: st.DataObject
 ) -> None:
     before = before if name in MARKED else ""
+    assume("Gemma" not in name or not any(quote in raw(calls) for quote in ("|", "<escape>")))  # its quotes
     text = before + FORMATS[name](calls)
     said, found = read(text, [])
     assert said == before.rstrip()
@@ -405,7 +410,7 @@ def test_what_is_no_call_is_text(text: str) -> None:
 
 
 _SCRAPS = [*MARKS, "</tool_call>", '{"name": "', "weather", "now", '"arguments": ', "{}", "<parameter=city>", "(", ")"]
-_SCRAPS += ["[", "]", "[ARGS]", "<arg_key>", "</arg_key>", '"', "'", ",", ":", "}", "\n", " ", "x", "\\", "```", "=", "1"]
+_SCRAPS += ["[ARGS]", "<arg_key>", "</arg_key>", "```", *"[]\"',:}\n x\\=1"]
 
 
 @settings(max_examples=300, deadline=None)
@@ -488,6 +493,8 @@ STRINGS: list[Any] = [
 DEFINITIONS = {"Text": {"type": "string"}, "Zip": {"enum": ["007", "123", "true", "1e5", "-0", "[1]"]}}
 ENUM: Any = {"enum": ["1", "auto", 2, True, None]}
 INTEGER: Any = {"type": "integer"}
+ANYTHING: list[Any] = [{}, None, True, {"description": "x"}, {"type": "strange"}, 3, []]
+NOWHERE: list[Any] = [{}, {"$ref": "#/nowhere"}, {"$ref": "https://example.org"}]
 TYPED: list[tuple[Any, str, Any]] = [
     *((schema, word, word) for schema in STRINGS for word in ("007", "123", "true", "1e5", "-0")),
     *((schema, "[1]", "[1]") for schema in STRINGS),
@@ -519,8 +526,8 @@ TYPED: list[tuple[Any, str, Any]] = [
     ({"anyOf": [{"type": "string"}, {"type": "array"}]}, '["a"]', ["a"]),
     ({"anyOf": [{"type": "string"}, {"type": "array"}]}, "a", "a"),
     ({"anyOf": [INTEGER, {"type": "boolean"}]}, "true", True),
-    *((anything, "123", 123) for anything in ({}, None, True, {"description": "x"}, {"type": "strange"}, 3, [])),
-    *((anything, "007", "007") for anything in ({}, {"$ref": "#/nowhere"}, {"$ref": "https://example.org"})),
+    *((anything, "123", 123) for anything in ANYTHING),
+    *((anything, "007", "007") for anything in NOWHERE),
 ]
 
 
