@@ -16,19 +16,26 @@ class Delta:
     """What came since the last one.
 
     Attributes:
-        text: verified text that is no tool call.
+        pieces: verified text, and beginnings and arguments of tool calls, in their order.
         thinking: what was thought before it.
-        calls: beginnings and arguments of tool calls.
         tokens: tokens whose text has been released, calls included, thinking not.
     """
 
-    text: str = ""
+    pieces: Sequence[Piece] = ()
     thinking: str = ""
-    calls: list[CallStart | CallArguments] = field(default_factory=list)
     tokens: list[EmittedToken] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.text or self.thinking or self.calls or self.tokens)
+        return bool(self.pieces or self.thinking or self.tokens)
+
+    @property
+    def text(self) -> str:
+        """All that is no tool call."""
+        return "".join(piece.text for piece in self.pieces if isinstance(piece, TextPiece))
+
+    @property
+    def calls(self) -> list[CallStart | CallArguments]:
+        return [piece for piece in self.pieces if not isinstance(piece, TextPiece)]
 
 
 class DeltaReader:
@@ -57,15 +64,11 @@ class DeltaReader:
     def read(self, round_: Round) -> Delta:
         """The delta that a round makes."""
         self._n_released += sum(len(span.text) for span in round_.spans)
-        return self._delta(self.calls.push(round_.text), self._released(round_), round_.thinking)
+        return Delta(self.calls.push(round_.text), round_.thinking, self._released(round_))
 
     def finish(self, *, cut: bool) -> Delta:
         """What was still waiting when the answer ended; ``cut``: before its end."""
-        return self._delta(self.calls.finish(cut=cut), [])
-
-    def _delta(self, pieces: Sequence[Piece], tokens: list[EmittedToken], thinking: str = "") -> Delta:
-        text = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
-        return Delta(text, thinking, [piece for piece in pieces if not isinstance(piece, TextPiece)], tokens)
+        return Delta(self.calls.finish(cut=cut))
 
     def _released(self, round_: Round) -> list[EmittedToken]:
         """The tokens whose text has come out; those of a stop string never do, and an end token has none."""
