@@ -21,6 +21,7 @@ from localspec.runtime.load_options import LoadOptions
 from localspec.runtime.model_loading import Report
 from localspec.sampling.sampling import CHAT_SETTINGS, SamplingParams
 from localspec.spec_decode.drafters.names import AUTOMATIC, CORPUS, is_corpus
+from localspec.system.files import decoded
 from localspec.system.home import offline
 from localspec.terminal.progress import Progress
 
@@ -165,7 +166,7 @@ def answer_form(json_schema: str | None, grammar: str | None) -> dict[str, Any]:
 
 def _read(path: str, option: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return decoded(Path(path).read_bytes()).replace("\r\n", "\n")
     except OSError as error:
         raise UsageError(f"{option} {path} cannot be read: {error.strerror or error}") from None
     except ValueError:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from localspec.errors import UsageError
+from localspec.system.files import decoded
 
 SETS = ("report", "tuning")
 """Our own questions: those that are reported on, and those that the policy was tuned on."""
@@ -66,7 +67,7 @@ def read_questions(path: Path) -> list[Question]:
             "pandas.read_parquet(FILE).to_json(OUT, orient='records', lines=True)"
         )
     try:
-        lines = data.decode("utf-8-sig").split("\n")
+        lines = decoded(data).split("\n")
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8 text (byte {error.start})") from None
     found: dict[str, Question] = {}

@@ -42,6 +42,16 @@ def private_folder(path: Path) -> None:
             path.chmod(0o700)
 
 
+def decoded(data: bytes) -> str:
+    """The text of a file that a user wrote: UTF-8, or UTF-16 with its mark, as Windows' programs write it; a byte order
+    mark is no part of it.
+
+    Raises:
+        UnicodeDecodeError: it is neither.
+    """
+    return data.decode("utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig")
+
+
 @contextmanager
 def write_atomically(path: Path, *, private: bool = False, durable: bool = True) -> Iterator[BinaryIO]:
     """Open a file that takes its name, or the place of an older one, when the block ends.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from localspec.errors import UsageError
+from localspec.system.files import decoded
 
 MOST_BYTES = 64 << 20
 """Of texts that are read [bytes]: about 15 million tokens, days of work on a laptop."""
@@ -173,7 +174,7 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
 
 def _as_text(data: bytes) -> str | None:
     try:
-        text = data.decode("utf-8-sig")
+        text = decoded(data)
     except UnicodeDecodeError:
         return None
     return None if "\0" in text else text

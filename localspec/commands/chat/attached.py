@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localspec.errors import UsageError
+from localspec.system.files import decoded
 
 MAX_BYTES = 16 << 20
 """More than the longest contexts hold (a million tokens, of four bytes in the mean), so no more is read."""
@@ -39,7 +40,7 @@ def read_file(path: Path) -> AttachedFile:
     if len(data) > MAX_BYTES:
         raise UsageError(f"{path} has more than {MAX_BYTES >> 20} MiB, too large for any context")
     try:
-        text = data.decode("utf-8-sig")
+        text = decoded(data)
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text:

@@ -16,19 +16,26 @@ class Delta:
     """What came since the last one.
 
     Attributes:
-        text: verified text that is no tool call.
+        pieces: verified text, and beginnings and arguments of tool calls, in their order.
         thinking: what was thought before it.
-        calls: beginnings and arguments of tool calls.
         tokens: tokens whose text has been released, calls included, thinking not.
     """
 
-    text: str = ""
+    pieces: Sequence[Piece] = ()
     thinking: str = ""
-    calls: list[CallStart | CallArguments] = field(default_factory=list)
     tokens: list[EmittedToken] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.text or self.thinking or self.calls or self.tokens)
+        return bool(self.pieces or self.thinking or self.tokens)
+
+    @property
+    def text(self) -> str:
+        """All that is no tool call."""
+        return "".join(piece.text for piece in self.pieces if isinstance(piece, TextPiece))
+
+    @property
+    def calls(self) -> list[CallStart | CallArguments]:
+        return [piece for piece in self.pieces if not isinstance(piece, TextPiece)]
 
 
 class DeltaReader:
@@ -37,14 +44,17 @@ class DeltaReader:
     Args:
         tools: functions that may be called; empty reads no calls.
         begun: the beginning of the answer that the model was given, where a call is forced.
+        parallel: whether there may be several calls.
         wants_tokens: whether tokens are collected.
 
     Attributes:
         calls: reads the tool calls.
     """
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]], begun: str = "", *, wants_tokens: bool = False) -> None:
-        self.calls = ToolCallReader(tools)
+    def __init__(
+        self, tools: Sequence[Mapping[str, Any]], begun: str = "", *, parallel: bool = True, wants_tokens: bool = False
+    ) -> None:
+        self.calls = ToolCallReader(tools, parallel=parallel)
         self.calls.push(begun)
         self._wants_tokens = wants_tokens
         self._waiting: deque[tuple[int, EmittedToken]] = deque()
@@ -54,15 +64,11 @@ class DeltaReader:
     def read(self, round_: Round) -> Delta:
         """The delta that a round makes."""
         self._n_released += sum(len(span.text) for span in round_.spans)
-        return self._delta(self.calls.push(round_.text), self._released(round_), round_.thinking)
+        return Delta(self.calls.push(round_.text), round_.thinking, self._released(round_))
 
-    def finish(self) -> Delta:
-        """What was still waiting when the answer ended."""
-        return self._delta(self.calls.finish(), [])
-
-    def _delta(self, pieces: Sequence[Piece], tokens: list[EmittedToken], thinking: str = "") -> Delta:
-        text = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
-        return Delta(text, thinking, [piece for piece in pieces if not isinstance(piece, TextPiece)], tokens)
+    def finish(self, *, cut: bool) -> Delta:
+        """What was still waiting when the answer ended; ``cut``: before its end."""
+        return Delta(self.calls.finish(cut=cut))
 
     def _released(self, round_: Round) -> list[EmittedToken]:
         """The tokens whose text has come out; those of a stop string never do, and an end token has none."""

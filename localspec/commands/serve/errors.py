@@ -113,6 +113,7 @@ _KNOWN: tuple[tuple[type[Exception], int, str | None, str | None, str | None], .
     (errors.UsageError, 400, None, None, None),
     (errors.TemplateError, 422, "messages", "template_error", None),
     (RecursionError, 400, None, None, "the request is nested too deeply"),
+    (errors.EngineUnavailable, 501, None, "not_installed", None),
     (errors.LocalspecError, 500, None, "engine_error", "the engine failed; the server's own output says more"),
     (Exception, 500, None, "internal_error", "an internal error; the server's own output says more"),
 )

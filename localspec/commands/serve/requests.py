@@ -57,7 +57,8 @@ Ending = Literal["assistant", "none", "continue"]
 
 _VARIABLES_OF_OURS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token")
 
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+MAX_TOOL_NAME = 128  # the Model Context Protocol's and Anthropic's; OpenAI's is 64
+_NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_TOOL_NAME}}}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,9 +409,8 @@ def _tools(fields: Fields) -> ToolUse:
         tool.choice("type", ("function",))
         function = tool.object("function")
         if function is None or not _NAME.fullmatch(function.required_text("name")):
-            raise invalid(
-                f"tools[{i}].function needs a name of letters, digits, _ . and -", f"tools[{i}].function.name"
-            )
+            path = f"tools[{i}].function.name"
+            raise invalid(f"{path} must be 1 to {MAX_TOOL_NAME} letters, digits, _ . and -", path)
         function.known(known.FUNCTION).text("description")
         function.object("parameters")
         tools.append(dict(item) | {"type": "function"})

@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from localspec import __version__
 from localspec.commands.serve.access import Client, public_name
 from localspec.commands.serve.body import BodyReader
+from localspec.commands.serve.call_marks import MARKERS
 from localspec.commands.serve.deltas import Delta, DeltaReader
 from localspec.commands.serve.errors import ApiError, as_api_error, invalid, stopping, too_busy, too_late
 from localspec.commands.serve.metrics import Metrics
@@ -23,14 +24,13 @@ from localspec.commands.serve.requests import AnswerOptions, ServedModel
 from localspec.commands.serve.response_store import ResponseStore
 from localspec.commands.serve.settings import ServerSettings
 from localspec.commands.serve.slots import Slots, Windows
-from localspec.commands.serve.tool_calls import MARKERS
 from localspec.commands.serve.tools import ToolUse, forced_call, messages_for
 from localspec.errors import PromptTooLong, QueueFull, UsageError
 from localspec.llm import LLM
 from localspec.runtime.stream import AsyncRoundStream, Reply, Submit
 from localspec.sampling.sampling import SamplingParams
 from localspec.sampling.structured.constraint import constraint_for
-from localspec.sampling.structured.request import grammar_of
+from localspec.sampling.structured.request import grammar_of, is_schema
 from localspec.spec_decode.rounds import Round
 
 FILL_PRIORITY = 1
@@ -44,7 +44,7 @@ class AnswerTask:
     Attributes:
         prompt: token ids.
         params: the sampling parameters.
-        tools: functions that may be called.
+        tools: functions that may be called; none where a schema says what the answer is.
         prediction: token ids of a text that the answer is likely to repeat.
         begun: the beginning of the answer that stands at the prompt's end.
         keep_tokens: see ``Asking.rounds``.
@@ -148,6 +148,8 @@ class Service:
             think = "off"
         tokens = self.chat_tokens(messages, tools, options, think, self.llm.n_ctx)
         constraint_for(params, self.llm.vocab)  # compiled here, and not while the engine waits
+        if not tools.required and is_schema(params.response_format):
+            tools = ToolUse()
         if begun:
             tokens += self.llm.tokenize(begun, parse_special=True)
         return AnswerTask(self._fitting(tokens), params, tools, self._prediction(options), begun, think=think)
@@ -287,11 +289,12 @@ class Service:
     async def _answer(
         self, options: AnswerOptions, task: AnswerTask, index: int, stream: AsyncRoundStream
     ) -> AsyncGenerator[AnswerEvent, None]:
-        reader = DeltaReader(task.tools.tools, task.begun, wants_tokens=options.logprobs is not None)
+        tools, logprobs = task.tools, options.logprobs is not None
+        reader = DeltaReader(tools.tools, task.begun, parallel=tools.parallel, wants_tokens=logprobs)
         cut = False
         async for round_ in stream:
             yield AnswerEvent(index, reader.read(round_), round_)
-            if (reader.calls.n_done and not task.tools.parallel) or task.enough():
+            if (reader.calls.n_done and not tools.parallel) or task.enough():
                 cut = True
                 await stream.aclose()
                 break
@@ -300,8 +303,8 @@ class Service:
             raise too_late(self.settings.time_limit)
         self.metrics.count(reply)
         reply = self.client.shown(reply, self.drafters)
-        last = reader.finish()
         finish_reason: str = "length" if reply.finish_reason == "cancelled" else reply.finish_reason
+        last = reader.finish(cut=finish_reason == "length")
         if reader.calls.n_calls and (cut or finish_reason == "stop"):
             finish_reason = "tool_calls"
         yield AnswerEvent(index, last, reply=reply, finish_reason=finish_reason)

@@ -1,17 +1,8 @@
 """A model's tool calls, read out of its text as it comes.
 
-Models were trained to write calls in a few ways; all are understood, whichever model it is:
-
-====================================================  ============================================================
-``<tool_call>{"name": …, "arguments": {…}}</…>``      Hermes, Qwen 2.5 and 3, SmolLM2 (a list), and our fallback
-``<tool_call><function=…><parameter=…>…</…>``         Qwen3-Coder: arguments as text, typed by the tool's schema
-``[TOOL_CALLS][{…}]``, ``[TOOL_CALLS]name[ARGS]{…}``  Mistral
-``<|python_tag|>{…}``, ``{"name", "parameters"}``     Llama 3: the whole answer is the call
-``<|tool_call|>[{…}]<|/tool_call|>``                  Phi-4-mini, Granite
-``{…}`` bare or fenced, ``<tools>{…}</tools>``        what Qwen2.5-Coder says instead of the above
-====================================================  ============================================================
-
-Text that turns out to be no call is given back as text. What may still become a call waits.
+Without a mark, an answer is a call where it begins with one, bare or in a code block, to a tool that was offered.
+Arguments have the types that the tool's schema asks for. Text that turns out to be no call is given back as it was, and
+what may still become a call waits.
 """
 
 from __future__ import annotations
@@ -19,14 +10,26 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
-from localspec.commands.serve.json_call import CallObject
-
-MAX_HELD = 100_000
-"""Characters that wait for the end of what may be a call, at most."""
+from localspec.commands.serve.argument_types import ArgumentTypes
+from localspec.commands.serve.call_marks import MARKS, SEPARATORS, TAGS, Mark, Tags
+from localspec.commands.serve.call_values import (
+    WORD,
+    EndOfText,
+    NoCall,
+    Put,
+    Reading,
+    Source,
+    Untyped,
+    as_json,
+    escaped,
+    read_key,
+    read_value,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,48 +58,56 @@ class CallArguments:
 
 Piece = TextPiece | CallStart | CallArguments
 
-_CLOSERS = {
-    "<tool_call>": "</tool_call>",
-    "<|tool_call|>": "<|/tool_call|>",
-    "<tools>": "</tools>",
-    "<function=": "</tool_call>",
-    "[TOOL_CALLS]": "",
-    "<|python_tag|>": "",
-}
-"""How calls begin and end; the last two end as the answer does, or where something else begins."""
 
-MARKERS = ("<tool_call>", "</tool_call>", "<|tool_call|>", "<|/tool_call|>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>")
-"""Tokens that have no text of their own in some vocabularies, but are read here."""
+_BARE = Mark(sure=False)
+"""No mark."""
 
-_FENCE = re.compile(r"\s*(?:```(?:json)?\s*)?(?=\{)")
-_FENCE_BEGINNING = re.compile(r"\s*(?:`{0,3}|```(?:j|js|jso|json)?\s*)")
-_BARE_KEYS = ("name", "arguments", "parameters", "type")
-_BARE_KEY = re.compile(rf'\{{\s*"({"|".join(_BARE_KEYS)})"')
-_BARE_KEY_BEGINNING = re.compile(r'\{\s*"?(\w*)')
-_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\][\w-]*\s*)?(?:\[ARGS\])?\s*(?=\{)")
-_NAMED_BEGINNING = re.compile(r"[\s\w.\[\]-]{0,200}")
-_XML_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|$)", re.DOTALL)
-_XML_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|$)", re.DOTALL)
+_OPENERS = tuple(sorted(MARKS, key=len, reverse=True))
+_OPENER = re.compile("|".join(map(re.escape, _OPENERS)))
+_OTHERS = tuple(opener for opener in _OPENERS if opener != "<function=")  # which is one more call of the same mark
+_NAME = re.compile(r"[\w.:/-]+")
+_AROUND_NAME = re.compile(r"^(?:call:)?(?:functions\.)?|(?::\d+|\.call)$")
+_IDENTIFIER = re.compile(r"[\w-]+")
+_IN_TAG = re.compile(r"""[^<>\n"]+""")
+_ATTRIBUTES = re.compile(r"[^<>]+")
+_LANGUAGE = re.compile(r"[a-z_]+")
+_LANGUAGES = ("", "json", "xml", "tool_call")
+_HEADER = re.compile(r"[^<{]+")
+_CALLED = ("name", "function", "tool_name")
+_GIVEN = ("arguments", "parameters", "args")
+_BESIDE = ("id", "type", "index", "tool_call_id")
 
 
 class ToolCallReader:
     """Text in pieces -> text, and calls, in pieces.
 
+    White space around calls is no text where nothing stands on its other side.
+
     Args:
         tools: the functions that may be called, as the request has them; without any, all is text.
+        parallel: whether there may be several calls; if not, nothing is read behind the first.
 
     Attributes:
         n_calls: calls begun so far.
         n_done: calls complete so far.
     """
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
-        self._functions = {tool["function"]["name"]: tool["function"] for tool in tools}
-        self._held = ""
-        self._opener = ""
-        self._call: CallObject | None = None
-        self._announced = False
-        self._step = self._answer_begins
+    def __init__(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool = True) -> None:
+        functions = [tool["function"] for tool in tools]
+        self._functions = {each["name"]: ArgumentTypes(each.get("parameters")) for each in functions}
+        self._parallel = parallel
+        self._source = Source()
+        self._reading = self._read()
+        self._over = False
+        self._cut = False
+        self._pieces: list[Piece] = []
+        self._space: list[str] = []  # may turn out to stand around a call
+        self._said = False
+        # A call whose text may have to be given back: its pieces wait, and those of a list that is all or nothing.
+        self._waiting: list[Piece] = []
+        self._holding = False
+        self._n_before = 0, 0
+        self._muted = False  # a call that is left out is being read
         self.n_calls = 0
         self.n_done = 0
 
@@ -104,183 +115,499 @@ class ToolCallReader:
         """Read on; returns what is certain now."""
         if not self._functions:
             return [TextPiece(text)] if text else []
-        self._held += text
-        return self._run(final=False)
+        return self._advance(text, final=False)
 
-    def finish(self) -> list[Piece]:
-        """The answer is over; returns the rest."""
-        return self._run(final=True)
+    def finish(self, *, cut: bool = False) -> list[Piece]:
+        """The answer is over; returns the rest.
 
-    def _run(self, *, final: bool) -> list[Piece]:
-        pieces: list[Piece] = []
+        Args:
+            cut: it was ended before its end: a call that is not whole stays so.
+        """
+        self._cut = cut
+        return self._advance("", final=True) if self._functions else []
+
+    def _advance(self, text: str, *, final: bool) -> list[Piece]:
+        if not self._over:
+            self._source.feed(text, final=final)
+            self._over = next(self._reading, self) is self
+        pieces, self._pieces = self._pieces, []
+        return _joined(pieces)
+
+    # -- text and calls in turns ---------------------------------------------------------------------------------------
+
+    def _read(self) -> Reading:
+        self._source.record()
+        yield from self._try(self._answer_begins())
+        while self._parallel or not self.n_done:
+            opener = yield from self._next_mark()
+            if not opener:
+                break
+            yield from self._try(self._marked(opener))
+        if not self.n_calls:
+            self._pieces += map(TextPiece, self._space)
+
+    def _try(self, reading: Reading) -> Reading:
+        """Read calls; what was read since the last whole one is text."""
+        try:
+            yield from reading
+        except NoCall:
+            if self._holding:
+                self.n_calls, self.n_done = self._n_before
+            elif self._waiting:
+                self.n_calls -= 1
+        self._waiting, self._holding, self._muted = [], False, False
+        taken, self._source.taken = self._source.taken, None
+        self._say("".join(taken or ()))
+
+    def _say(self, text: str) -> None:
+        body = text.rstrip()
+        if body:
+            if self._said or not self.n_calls:
+                self._pieces += map(TextPiece, self._space)
+                self._pieces.append(TextPiece(body))
+            else:
+                self._pieces.append(TextPiece(body.lstrip()))
+            self._said, self._space = True, []
+        if len(body) < len(text):
+            self._space.append(text[len(body) :])
+
+    def _next_mark(self) -> Generator[None, None, str]:
+        """Text up to a mark, which is read; "" at the end."""
         while True:
-            before = self._step, len(self._held)
-            pieces += self._step(final)
-            if (self._step, len(self._held)) == before:
-                return pieces
+            text, match = self._source.search(_OPENER, _OPENERS)
+            self._say(text)
+            if match:
+                self._source.record()
+                return self._source.take(len(match[0]))
+            if not (yield from self._source.more()):
+                self._say(self._source.take(self._source.n_left))
+                return ""
 
-    # -- steps: each reads from what is held, and says what the next step is -------------------------------------------
-
-    def _answer_begins(self, final: bool) -> list[Piece]:
-        """A bare or fenced object at the very beginning may be a call."""
-        fence = _FENCE.match(self._held)
-        if fence is None:
-            if final or not _FENCE_BEGINNING.fullmatch(self._held):
-                self._step = self._between
-            return []
-        body = self._held[fence.end() :]
-        if not _BARE_KEY.match(body):
-            beginning = _BARE_KEY_BEGINNING.fullmatch(body)
-            if final or beginning is None or not any(key.startswith(beginning[1]) for key in _BARE_KEYS):
-                self._step = self._between
-            return []
-        call = CallObject()
-        n_read = call.push(body)
-        if not call.done and not call.failed and not final and len(body) < MAX_HELD:
-            return []
-        if call.done and call.name is not None and call.name in self._functions:
-            self._held, self._step = body[n_read:], self._bare_call_ended
-            return self._whole([(call.name, call.arguments or "{}")])
-        self._step = self._between
-        return []
-
-    def _bare_call_ended(self, final: bool) -> list[Piece]:
-        """Behind a call without marks: the end of its fence, and perhaps another one."""
-        self._held = self._held.lstrip().removeprefix(";").removeprefix("```").lstrip()
-        if self._held and (final or not "```".startswith(self._held)):
-            self._step = self._answer_begins if self._held.startswith("{") else self._between
-        return []
-
-    def _between(self, final: bool) -> list[Piece]:
-        """Text, up to where calls begin."""
-        found = [(i, opener) for opener in _CLOSERS if (i := self._held.find(opener)) >= 0]
-        if found:
-            end, self._opener = min(found)
-            text, self._held = self._held[:end].rstrip(), self._held[end + len(self._opener) :]
-            self._step = self._call_begins
+    def _answer_begins(self) -> Reading:
+        """Calls without a mark, or a code block of nothing but calls."""
+        source = self._source
+        yield from source.spaces()
+        opener, fence = (yield from source.one_of(*_OPENERS)), ""
+        if not opener and (fence := (yield from source.one_of("```"))):
+            if (yield from source.run(_LANGUAGE)) not in _LANGUAGES:
+                raise NoCall
+            yield from source.spaces()
+            opener = yield from source.one_of(*_OPENERS)
+        if opener:
+            yield from self._marked(opener)
         else:
-            end = len(self._held)
-            if not final:
-                # White space waits too: before a call it is no part of the text.
-                end -= max(_overlap(self._held, opener) for opener in _CLOSERS)
-                end = len(self._held[:end].rstrip())
-            text, self._held = self._held[:end], self._held[end:]
-        if self.n_calls and not text.strip():
-            text = ""
-        return [TextPiece(text)] if text else []
+            while (yield from source.peek()) in ("{", "["):
+                yield from self._item(_BARE)
+                yield from source.spaces()
+                yield from source.one_of(";", ",")
+                yield from source.spaces()
+        if fence and self.n_calls:
+            yield from source.spaces()
+            if (yield from source.one_of("```")):
+                source.record()
 
-    def _call_begins(self, final: bool) -> list[Piece]:
-        """Behind an opener."""
-        body = self._held.lstrip()
-        if self._opener == "<function=" or body.startswith("<function="):
-            return self._xml(final)
-        if body.startswith("["):
-            self._held = body[1:]
-        elif body.startswith("{"):
-            self._held, self._call, self._step = body, CallObject(), self._in_object
-        elif self._opener == "[TOOL_CALLS]" and (named := _NAMED.match(body)):
-            self._held, self._call, self._step = body[named.end() :], CallObject(named[1]), self._in_object
-        elif final or not self._may_become_call(body):
-            self._held = self._opener + self._held
-            return self._as_text()
-        return []
+    def _marked(self, opener: str) -> Reading:
+        """Calls behind a mark, up to what ends them."""
+        source, mark, n_before = self._source, MARKS[opener], self.n_calls
+        begun = opener == "<function=" or opener in mark.each[0]
+        while self._parallel or not self.n_done:
+            if opener == "<function=" and begun:
+                yield from self._tagged(mark, opener)
+            else:
+                yield from source.spaces()
+                if not begun:
+                    begun = bool(mark.each[0] and (yield from source.one_of(*mark.each[0])))
+                if not begun and self.n_calls > n_before:
+                    if mark.closers and (yield from source.one_of(*mark.closers)):
+                        source.record()
+                        return
+                    if (yield from source.one_of(",", ";")):
+                        continue
+                    if another := (yield from source.one_of(*_OTHERS)):
+                        yield from self._marked(another)
+                        return
+                    if not (yield from source.peek()):
+                        return
+                if mark.each[0] and not begun:
+                    raise NoCall
+                yield from self._item(mark)
+            if mark.each[1]:
+                yield from source.spaces()
+                if (yield from source.one_of(*mark.each[1])):
+                    source.record()
+            begun = False
 
-    def _may_become_call(self, body: str) -> bool:
-        if self._opener == "[TOOL_CALLS]":
-            return _NAMED_BEGINNING.fullmatch(body) is not None
-        return "<function=".startswith(body)
+    # -- the forms of a call -------------------------------------------------------------------------------------------
 
-    def _xml(self, final: bool) -> list[Piece]:
-        """Qwen3-Coder's way; read once it is whole, as its values have to be given types."""
-        text = "<function=" + self._held if self._opener == "<function=" else self._held
-        end = text.find("</function>")
-        if end < 0 and not final and len(text) < MAX_HELD:
-            return []
-        end = len(text) if end < 0 else end + len("</function>")
-        found = _XML_FUNCTION.search(text[:end])
-        if found is None:
-            self._held = text if self._opener == "<function=" else self._opener + text
-            return self._as_text()
-        name = found[1].strip()
-        self._held, self._step = text[end:], self._call_ended
-        return self._whole([(name, self._typed(name, found[2]))])
+    def _item(self, mark: Mark) -> Reading:
+        """A call, or a list of them, of any form."""
+        source = self._source
+        first = yield from source.peek()
+        if first == "{":
+            yield from self._object(mark)
+        elif first == "[":
+            source.take(1)
+            yield from self._list(mark)
+        elif first == "<":
+            opener = yield from source.one_of("<function=", '<invoke name="', '<｜DSML｜invoke name="')
+            if not opener:
+                raise NoCall
+            yield from self._tagged(mark, opener)
+        else:
+            yield from self._named(mark)
 
-    def _in_object(self, final: bool) -> list[Piece]:
-        call = self._call
-        assert call is not None
-        self._held = self._held[call.push(self._held) :]
-        pieces: list[Piece] = []
-        if call.name is not None and not self._announced:
-            pieces.append(self._start(call.name))
-            self._announced = True
-        if new := call.take():
-            pieces.append(CallArguments(self.n_calls - 1, new))
-        if not (call.done or call.failed or final):
-            return pieces
-        self._call = None
-        if not self._announced:
-            self._held = self._opener + call.text + self._held
-            return self._as_text()
-        if call.done:
-            self.n_done += 1
-            if not call.arguments:
-                pieces.append(CallArguments(self.n_calls - 1, "{}"))
-        self._announced = False
-        self._step = self._call_ended
-        return pieces
+    def _list(self, mark: Mark) -> Reading:
+        """Behind its bracket. Without a sure mark, a list in Python's notation is all or nothing."""
+        source, n_items = self._source, 0
+        yield from source.spaces()
+        self._holding = not mark.sure and (yield from source.peek()) != "{"
+        self._n_before = self.n_calls, self.n_done
+        while not (yield from source.one_of("]")):
+            if (yield from source.peek()) == "{":
+                yield from self._object(mark)
+            else:
+                yield from self._named(mark)
+            n_items += 1
+            yield from source.spaces()
+            if not (yield from source.one_of(",")) and (yield from source.peek()) != "]":
+                raise NoCall if (yield from source.peek()) else EndOfText
+            yield from source.spaces()
+        if self._holding:
+            following = yield from source.peek()
+            if following.strip("`;") and not following.isspace():
+                raise NoCall
+            self._holding = False
+            self._commit()
+        if n_items:
+            source.record()
 
-    def _call_ended(self, final: bool) -> list[Piece]:
-        """Behind a call: its closer, or another call of the same list."""
-        closer = _CLOSERS[self._opener]
-        self._held = self._held.lstrip()
-        if self._held.startswith((",", "]", ";")):
-            self._held = self._held[1:]
-        elif self._held.startswith("{"):
-            self._call, self._step = CallObject(), self._in_object
-        elif closer and self._held.startswith(closer):
-            self._held = self._held[len(closer) :]
-            self._step = self._between
-        elif final or (self._held and not closer.startswith(self._held)):
-            self._step = self._between
-        return []
+    def _object(self, mark: Mark) -> Reading:
+        """``{"name": …, "arguments": {…}}``, in any order, or as OpenAI writes it."""
+        call = _Call()
+        yield from self._members(mark, call)
+        if call.name is None or (mark is _BARE and not call.begun):
+            raise NoCall
+        if not call.begun:
+            self._start(call.name, mark)
+            self._give("{}")
+        self._done()
 
-    def _as_text(self) -> list[Piece]:
-        """What looked like a call is none: give it back, and look for calls behind it."""
-        text, self._held = self._held, ""
-        self._step = self._between
-        return [TextPiece(text)]
+    def _members(self, mark: Mark, call: _Call) -> Reading:
+        source = self._source
+        source.take(1)
+        yield from source.spaces()
+        while not (yield from source.one_of("}")):
+            if mark is _BARE and not call.begun:
+                key = yield from self._bare_key()
+            else:
+                key = yield from read_key(source)
+            yield from source.spaces()
+            if not (yield from source.one_of(":")):
+                raise NoCall
+            yield from source.spaces()
+            first = yield from source.peek()
+            if key == "function" and first == "{" and not call.nested:
+                call.nested = True
+                yield from self._members(mark, call)
+            elif key in _CALLED and call.name is None:
+                yield from self._object_name(mark, call)
+            elif call.name is None and first == "{" and key in self._functions and mark is not _BARE:
+                call.name = key  # Apertus: {name: {…}}
+                yield from self._given(mark, call)
+            elif key in _GIVEN and not call.begun:
+                yield from self._given(mark, call)
+            else:
+                yield from read_value(source, lambda text: None, Untyped(), None)
+            yield from source.spaces()
+            if not (yield from source.one_of(",")) and (yield from source.peek()) != "}":
+                raise NoCall if (yield from source.peek()) else EndOfText
+            yield from source.spaces()
 
-    # -- whole calls ---------------------------------------------------------------------------------------------------
+    def _bare_key(self) -> Generator[None, None, str]:
+        """A member's name, in what is no call as soon as there is another than calls have."""
+        quote = yield from self._source.one_of('"', "'")
+        key = yield from self._source.one_of(*_CALLED, *_GIVEN, *_BESIDE)
+        if not quote or not key or not (yield from self._source.one_of(quote)):
+            raise NoCall
+        return key
 
-    def _start(self, name: str) -> CallStart:
-        self.n_calls += 1
-        return CallStart(self.n_calls - 1, f"call_{secrets.token_hex(12)}", name)
+    def _object_name(self, mark: Mark, call: _Call) -> Reading:
+        found: list[str] = []
+        yield from read_value(self._source, found.append, Untyped(), None)
+        name = json.loads("".join(found))
+        if not isinstance(name, str) or not name:
+            raise NoCall
+        call.name = self._function(name)
+        if not mark.sure and call.name not in self._functions:
+            raise NoCall
+        if call.arguments is not None:
+            self._begin(mark, call)
 
-    def _whole(self, calls: Sequence[tuple[str, str]]) -> list[Piece]:
-        pieces: list[Piece] = []
-        for name, arguments in calls:
-            start = self._start(name)
-            pieces += [start, CallArguments(start.index, arguments)]
-            self.n_done += 1
-        return pieces
+    def _given(self, mark: Mark, call: _Call) -> Reading:
+        """The arguments of an object: they go out as they come, if the name stood before them."""
+        if (yield from self._source.peek()) == "{" and call.name is not None:
+            call.begun = True
+            self._start(call.name, mark)
+            yield from self._arguments(call.name)
+            return
+        found: list[str] = []
+        yield from read_value(self._source, found.append, Untyped(), None)
+        value = "".join(found)
+        if value.startswith('"'):
+            value = json.loads(value)
+        call.arguments = "{}" if value.strip() in ("", "null") else value
+        if mark is _BARE and not call.arguments.lstrip().startswith("{"):
+            raise NoCall
+        if call.name is not None:
+            self._begin(mark, call)
 
-    def _typed(self, name: str, body: str) -> str:
-        """Parameters written as text, as the JSON that the function's schema asks for."""
-        schema = self._functions.get(name, {}).get("parameters") or {}
-        properties = schema.get("properties") if isinstance(schema, Mapping) else None
-        values: dict[str, Any] = {}
-        for match in _XML_PARAMETER.finditer(body):
-            key, text = match[1].strip(), match[2]
-            kind = properties.get(key, {}) if isinstance(properties, Mapping) else {}
-            values[key] = text
-            if not (isinstance(kind, Mapping) and kind.get("type") == "string"):
-                try:
-                    values[key] = json.loads(text)
-                except ValueError:
-                    values[key] = {"True": True, "False": False, "None": None}.get(text.strip(), text)
-        return json.dumps(values, ensure_ascii=False)
+    def _begin(self, mark: Mark, call: _Call) -> None:
+        """A call whose arguments were read before."""
+        assert call.name is not None
+        assert call.arguments is not None
+        call.begun = True
+        self._start(call.name, mark)
+        self._give(as_json(call.arguments.strip(), self._types(call.name)) or call.arguments)
+
+    def _named(self, mark: Mark) -> Reading:
+        """A name, and what it is called with."""
+        source = self._source
+        raw = yield from source.run(_NAME)
+        if not raw:
+            raise NoCall
+        if (yield from source.one_of("(")):
+            yield from self._python(mark, self._function(raw))
+            return
+        if mark is _BARE:
+            raise NoCall
+        yield from source.spaces()
+        sure = raw.startswith("call:") or mark is MARKS["[TOOL_CALLS]"]
+        if mark.header:
+            sure = True
+            while (mark_in_header := (yield from self._in_header())) != mark.header:
+                if not mark_in_header:
+                    raise NoCall
+        if (yield from source.one_of("[CALL_ID]")):
+            yield from source.run(_IDENTIFIER)
+            yield from source.spaces()
+        if (yield from source.one_of(*SEPARATORS)):
+            sure = True
+            yield from source.spaces()
+            raw = (yield from source.run(_NAME)) or raw  # DeepSeek R1: function<sep>name
+        yield from source.spaces()
+        name = self._function(raw)
+        fence = yield from source.one_of("```json", "```")
+        yield from source.spaces()
+        if sure and (yield from source.peek()) == "{":
+            self._start(name, mark)
+            yield from self._arguments(name)
+            self._done()
+            if fence:
+                yield from source.spaces()
+                if (yield from source.one_of("```")):
+                    source.record()
+        elif (yield from source.one_of("<arg_key>")):
+            yield from self._tagged_arguments(mark, "<arg_key>", name, begun=True)
+        elif name in self._functions and mark.closers and not self._cut and (yield from source.ahead(mark.closers)):
+            self._start(name, mark)
+            self._give("{}")
+            self._done()
+        else:
+            raise NoCall
+
+    def _in_header(self) -> Generator[None, None, str]:
+        yield from self._source.run(_HEADER)
+        return (yield from self._source.one_of("<|constrain|>", "<|channel|>", "<|message|>"))
+
+    def _python(self, mark: Mark, name: str) -> Reading:
+        """``name(key=value, …)`` behind its parenthesis."""
+        source, types = self._source, self._types(name)
+        if name not in self._functions:
+            raise NoCall
+        self._start(name, mark, early=mark.sure)
+        declared, n = types.names(), 0
+        yield from source.spaces()
+        while not (yield from source.one_of(")")):
+            word = yield from source.run(_IDENTIFIER)
+            yield from source.spaces()
+            named = word and (yield from source.one_of("="))
+            if not named and n >= len(declared):
+                raise NoCall if (yield from source.peek()) else EndOfText
+            key = word if named else declared[n]
+            self._give(f"{', ' if n else '{'}{json.dumps(key, ensure_ascii=False)}: ")
+            schema = types.member(types.root, key)
+            yield from source.spaces()
+            if word and not named:
+                self._give(types.literal(word + (yield from source.run(WORD)), schema))
+            else:
+                yield from read_value(source, self._give, types, schema)
+            n += 1
+            yield from source.spaces()
+            if not (yield from source.one_of(",")) and (yield from source.peek()) != ")":
+                raise NoCall if (yield from source.peek()) else EndOfText
+            yield from source.spaces()
+        self._give("}" if n else "{}")
+        self._done()
+
+    def _tagged(self, mark: Mark, opener: str) -> Reading:
+        """``<function=name>`` or ``<invoke name="name">``, behind its beginning."""
+        source = self._source
+        name = self._function((yield from source.run(_IN_TAG)).strip())
+        if not name or not (yield from source.one_of('">', ">")):
+            raise NoCall
+        if not mark.sure and name not in self._functions:
+            raise NoCall
+        yield from source.spaces()
+        if (yield from source.peek()) == "{":
+            self._start(name, mark)
+            yield from self._arguments(name)
+            self._done()
+            yield from source.spaces()
+            if (yield from source.one_of(TAGS[opener].ends)):
+                source.record()
+        else:
+            yield from self._tagged_arguments(mark, opener, name)
+
+    def _tagged_arguments(self, mark: Mark, opener: str, name: str, *, begun: bool = False) -> Reading:
+        """Arguments between tags; ``begun``: what begins the first has been read."""
+        source, tags, types = self._source, TAGS[opener], self._types(name)
+        n = 0
+        while True:
+            if not begun:
+                yield from source.spaces()
+                if not (yield from source.peek()):
+                    if self._cut or not n:
+                        raise EndOfText
+                    break
+                if (yield from source.one_of(tags.ends) if tags.ends else source.ahead(mark.closers)):
+                    break
+                if not (yield from source.one_of(tags.key)):
+                    raise NoCall
+            begun = False
+            key = (yield from source.run(_IN_TAG)).strip()
+            attributes = yield from source.run(_ATTRIBUTES)
+            if not key or not (yield from source.one_of(">", "</arg_key>")):
+                raise NoCall if (yield from source.peek()) else EndOfText
+            if tags.key == "<arg_key>":
+                yield from source.spaces()
+                if not (yield from source.one_of("<arg_value>")):
+                    raise NoCall if (yield from source.peek()) else EndOfText
+            if not n:
+                self._start(name, mark)
+            self._give(f"{', ' if n else '{'}{json.dumps(key, ensure_ascii=False)}: ")
+            n += 1
+            schema = types.member(types.root, key)
+            if 'string="true"' in attributes or types.is_text(schema):
+                self._give('"')
+                yield from self._tagged_value(mark, tags, types, lambda text: self._give(escaped(text)))
+                self._give('"')
+            else:
+                found: list[str] = []
+                yield from self._tagged_value(mark, tags, types, found.append)
+                self._give(types.typed("".join(found), schema))
+        if not n:
+            self._start(name, mark)
+        self._give("}" if n else "{}")
+        self._done()
+
+    def _tagged_value(self, mark: Mark, tags: Tags, types: ArgumentTypes, put: Put) -> Reading:
+        """A value up to what ends it. The value itself may hold such a text: what follows an end has to fit."""
+        source = self._source
+        following = (tags.key, tags.ends) if tags.ends else (tags.key, *mark.closers)
+        ends: tuple[str, ...] = (tags.value_ends,)
+        if tags.lines:
+            yield from source.one_of("\n")
+            # Some models forget to end a value.
+            ends = (f"\n{tags.value_ends}", tags.value_ends, f"\n{tags.key}", f"\n{tags.ends}")
+        pattern = re.compile("|".join(map(re.escape, ends)))
+        while True:
+            text, match = source.search(pattern, ends)
+            if text:
+                put(text)
+            if match is None:
+                if not (yield from source.more()):
+                    rest = source.take(source.n_left)
+                    if self._cut:
+                        put(rest)
+                        raise EndOfText
+                    put(rest.removesuffix("\n") if tags.lines else rest)
+                    return
+            elif match[0].endswith(tags.value_ends):
+                if (yield from source.ahead(following, len(match[0]))):
+                    source.take(len(match[0]))
+                    return
+                put(source.take(len(match[0])))
+            else:
+                names = [f"{name}>" for name in types.names()]
+                fits = (*mark.closers, *_OPENERS) if match[0].endswith(tags.ends) else names
+                if (yield from source.ahead(fits, len(match[0]))):
+                    return
+                put(source.take(len(match[0])))
+
+    # -- calls on their way out ----------------------------------------------------------------------------------------
+
+    def _function(self, raw: str) -> str:
+        """A function's name without what models write around it."""
+        return raw if raw in self._functions else _AROUND_NAME.sub("", raw)
+
+    def _types(self, name: str) -> ArgumentTypes:
+        return self._functions.get(name) or ArgumentTypes(None)
+
+    def _arguments(self, name: str) -> Reading:
+        types = self._types(name)
+        yield from read_value(self._source, self._give, types, types.root)
+
+    def _start(self, name: str, mark: Mark, *, early: bool = True) -> None:
+        """A call begins; ``early``: it is one, whatever comes."""
+        if not mark.sure and name not in self._functions:
+            raise NoCall
+        self._muted = not self._parallel and self.n_calls > 0
+        if not self._muted:
+            self.n_calls += 1
+        self._put(CallStart(self.n_calls - 1, f"call_{secrets.token_hex(12)}", name))
+        if early:
+            self._commit()
+
+    def _give(self, text: str) -> None:
+        if text:
+            self._put(CallArguments(self.n_calls - 1, text))
+
+    def _put(self, piece: Piece) -> None:
+        if not self._muted:
+            (self._pieces if self._source.taken is None else self._waiting).append(piece)
+
+    def _commit(self) -> None:
+        if not self._holding:
+            self._pieces += self._waiting
+            self._waiting, self._source.taken = [], None
+
+    def _done(self) -> None:
+        self.n_done += not self._muted
+        self._muted = False
+        self._commit()
+        if not self._holding:
+            self._source.record()
 
 
-def _overlap(text: str, opener: str) -> int:
-    """Length of the longest end of the text that is a beginning of the opener."""
-    return next((n for n in range(min(len(opener) - 1, len(text)), 0, -1) if text.endswith(opener[:n])), 0)
+@dataclass(slots=True)
+class _Call:
+    """An object that may be a call, as far as it was read."""
+
+    name: str | None = None
+    arguments: str | None = None
+    begun: bool = False
+    nested: bool = False
+
+
+def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """Neighbours of a kind as one."""
+    joined: list[Piece] = []
+    for kind, same in groupby(pieces, lambda piece: (type(piece), getattr(piece, "index", None))):
+        found = list(same)
+        if kind[0] is CallStart:
+            joined += found
+        elif kind[0] is TextPiece:
+            joined.append(TextPiece("".join(piece.text for piece in found)))  # type: ignore[union-attr]
+        else:
+            joined.append(CallArguments(kind[1], "".join(piece.text for piece in found)))  # type: ignore
+    return joined

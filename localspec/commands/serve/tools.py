@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from localspec.errors import UsageError
 from localspec.prompts.templates import ChatTemplate, checked_messages
 from localspec.sampling.sampling import SamplingParams
+from localspec.sampling.structured.request import changed
 from localspec.values import parse_json
 
 
@@ -80,37 +82,61 @@ def _call(call: Any, i: int) -> dict[str, Any]:
 def forced_call(template: ChatTemplate, use: ToolUse, params: SamplingParams) -> tuple[str, SamplingParams]:
     """How an answer is made to be a call, as ``tool_choice`` asks: it begins for the model, and follows a schema.
 
+    A format that the request asks for is one of texts, which this answer is not.
+
     Returns:
         The beginning of the answer, to be put behind the prompt; the request's parameters, with the schema.
 
     Raises:
-        UsageError: the request also asks for a format of its own.
+        UsageError: the request also has a grammar, or the schema of a strict tool cannot be followed.
     """
-    if params.response_format is not None or params.grammar is not None:
-        raise UsageError("a forced tool call leaves no room for response_format or grammar")
+    if params.grammar is not None:
+        raise UsageError("grammar cannot be had beside a forced tool call, which follows the schema of its tool")
     if "<|python_tag|>" in template.source:
         prefix, key = "", "parameters"
     else:
         prefix, key = "<tool_call>\n", "arguments"
     chosen = [tool["function"] for tool in use.tools if use.forced in (None, tool["function"]["name"])]
-
-    def held_to(typed: bool) -> SamplingParams:
-        schemas = [_call_schema(function, key, typed) for function in chosen]
-        schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-        form = {"type": "json_schema", "json_schema": {"name": "call", "schema": schema}}
-        return replace(params, response_format=form)
-
     try:
-        return prefix, held_to(typed=True)
-    except UsageError:  # a schema that cannot be followed gives way to any object
-        return prefix, held_to(typed=False)
+        return prefix, _held_to(chosen, key, params)
+    except UsageError:
+        # A tool whose schema cannot be followed takes any object, unless it is strict; the others keep theirs.
+        followed = [_followed(function, key, params) for function in chosen]
+    return prefix, _held_to(followed, key, params)
 
 
-def _call_schema(function: Mapping[str, Any], key: str, typed: bool) -> dict[str, Any]:
-    parameters = function.get("parameters") if typed else None
-    return {
-        "type": "object",
-        "properties": {"name": {"const": function["name"]}, key: parameters or {"type": "object"}},
-        "required": ["name", key],
-        "additionalProperties": False,
-    }
+def _followed(function: Mapping[str, Any], key: str, params: SamplingParams) -> Mapping[str, Any]:
+    """A function with a schema that calls can be held to."""
+    try:
+        _held_to([function], key, params)
+    except UsageError as error:
+        if function.get("strict"):
+            raise UsageError(f"the tool {function['name']} is strict, but {error}") from None
+        return {"name": function["name"]}
+    return function
+
+
+def _held_to(functions: Sequence[Mapping[str, Any]], key: str, params: SamplingParams) -> SamplingParams:
+    """Parameters for an answer that calls one of these functions."""
+    calls: list[dict[str, Any]] = []
+    definitions: dict[str, Any] = {}
+    for i, function in enumerate(functions):
+        arguments: dict[str, Any] = {"type": "object"}
+        if parameters := function.get("parameters"):
+            if not any(name in parameters for name in ("type", "$ref", "anyOf", "oneOf", "allOf")):
+                parameters = arguments | parameters
+            definitions[str(i)] = changed(parameters, partial(_move, f"#/$defs/{i}"))
+            arguments = {"$ref": f"#/$defs/{i}"}
+        properties = {"name": {"const": function["name"]}, key: arguments}
+        form = {"type": "object", "properties": properties, "required": ["name", key], "additionalProperties": False}
+        calls.append(form)
+    schema = (calls[0] if len(calls) == 1 else {"anyOf": calls}) | {"$defs": definitions}
+    form = {"type": "json_schema", "json_schema": {"name": "call", "schema": schema}}
+    return replace(params, response_format=form)
+
+
+def _move(place: str, schema: dict[str, Any]) -> None:
+    """What a schema refers to within itself is where it stands now."""
+    schema.pop("$id", None)
+    if isinstance(schema.get("$ref"), str) and schema["$ref"].startswith("#"):
+        schema["$ref"] = place + schema["$ref"].removeprefix("#")

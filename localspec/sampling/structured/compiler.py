@@ -31,9 +31,8 @@ def library() -> Any:
         import llguidance
     except ImportError as error:
         raise EngineUnavailable(
-            "JSON schemas and grammars need the package llguidance: pip install 'llguidance>=1.9,<2' "
-            f"(here: {one_line(str(error))})"
-        ) from None
+            "JSON schemas, grammars and forced tool calls need the package llguidance: pip install 'llguidance>=1.9,<2'"
+        ) from error
     return llguidance
 
 

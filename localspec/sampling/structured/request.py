@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -49,10 +49,15 @@ def grammar_of(response_format: Mapping[str, Any] | None, grammar: str | None) -
         return None
     try:
         _check_objects(schema)
-        text = json.dumps(schema, allow_nan=False)
+        text = json.dumps(changed(schema, _drop_unknown_format), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"the JSON schema is not JSON: {one_line(str(error))}") from None
     return _from_schema(text)
+
+
+def is_schema(response_format: Mapping[str, Any] | None) -> bool:
+    """Whether a ``response_format`` asks for JSON, rather than for any text."""
+    return response_format is not None and response_format.get("type") != "text"
 
 
 def _schema_of(response_format: Mapping[str, Any] | None) -> Any:
@@ -74,6 +79,35 @@ def _schema_of(response_format: Mapping[str, Any] | None) -> Any:
     if not isinstance(wrapper, Mapping) or "schema" not in wrapper:
         raise UsageError('response_format: json_schema must be an object with a "schema" in it')
     return _checked_schema(wrapper["schema"])
+
+
+_FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+"""Formats of strings that answers are held to."""
+
+_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_NO_SCHEMAS = ("const", "enum", "default", "examples", "example", "x-guidance")
+
+
+def changed(schema: Any, change: Callable[[dict[str, Any]], None]) -> Any:
+    """A copy of a schema, with a change made to it and to every schema in it."""
+    if isinstance(schema, list):
+        return [changed(item, change) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
+            found[key] = {name: changed(one, change) for name, one in value.items()}
+        else:
+            found[key] = value if key in _NO_SCHEMAS else changed(value, change)
+    change(found)
+    return found
+
+
+def _drop_unknown_format(schema: dict[str, Any]) -> None:
+    """JSON Schema calls a format that is not known an annotation; those who make schemas write many such."""
+    if not (isinstance(schema.get("format"), str) and schema["format"] in _FORMATS):
+        schema.pop("format", None)
 
 
 def _checked_schema(schema: Any) -> Any:

@@ -310,12 +310,40 @@ def test_schemas_come_in_the_shapes_that_clients_send() -> None:
     assert grammar_of(None, None) is None
 
 
-def test_whitespace_is_the_schemas_choice(vocab: Vocab) -> None:
-    def says(schema: dict[str, Any], text: str) -> bool:
-        grammar = grammar_of(schema_format(schema), None)
-        made = compiler.compiled(compiler.library().LLTokenizer("byte"), grammar or "")
-        return bool(made.try_consume_tokens(list(text.encode())) == len(text) and made.is_accepting())
+def says(schema: dict[str, Any], text: str) -> bool:
+    """Whether a text follows a schema."""
+    grammar = grammar_of(schema_format(schema), None)
+    made = compiler.compiled(compiler.library().LLTokenizer("byte"), grammar or "")
+    return bool(made.try_consume_tokens(list(text.encode())) == len(text) and made.is_accepting())
 
+
+def test_formats_that_are_not_known_are_annotations() -> None:
+    for name in ("path", "password", "binary", "ipv4network", "int32", "uri-reference", "regex", "x y", 3, None):
+        text = {"type": "string", "format": name, "maxLength": 3}
+        places: list[tuple[Any, str]] = [
+            (text, "{}"),
+            ({"type": "array", "items": text}, "[{}]"),
+            ({"anyOf": [{"type": "null"}, text]}, "{}"),
+            ({"$ref": "#/$defs/a", "$defs": {"a": text}}, "{}"),
+            ({"type": "object", "properties": {"a": text}, "additionalProperties": False}, '{{"a": {}}}'),
+        ]
+        for schema, shape in places:
+            assert says(schema, shape.format('"a/b"')), schema
+            assert not says(schema, shape.format('"a/bc"')), schema
+            assert not says(schema, shape.format("3")), schema
+    assert says({"type": "integer", "format": "int64"}, "3")
+    for name, right, wrong in (("date", "2026-01-31", "31.1.2026"), ("ipv4", "127.0.0.1", "localhost")):
+        assert [says({"type": "string", "format": name}, f'"{word}"') for word in (right, wrong)] == [True, False]
+    # What is called so is no format: a property, a value.
+    named = {"type": "object", "properties": {"format": {"enum": ["path"]}}, "required": ["format"]}
+    assert [says(named | {"additionalProperties": False}, text) for text in ('{"format": "path"}', "{}")] == [
+        True,
+        False,
+    ]
+    assert says({"const": {"format": "path"}}, '{"format": "path"}')
+
+
+def test_whitespace_is_the_schemas_choice(vocab: Vocab) -> None:
     schema = {"type": "array", "items": {"type": "integer"}}
     one_line, spread, dense = "[1, 2]", "[ 1,\n  2 ]", "[1,2]"
     assert [says(schema, t) for t in (one_line, spread, dense)] == [True, False, False]
@@ -391,7 +419,7 @@ def test_generate_answers_by_a_schema_and_by_a_grammar(tiny: TinyFiles, tmp_path
         ("--json-schema", None, "cannot be read: No such file"),
         ("--json-schema", b"{", "is not JSON: Expecting property name"),
         ("--json-schema", b'{"type": "strin"}', "the JSON schema cannot be followed: Invalid type: strin"),
-        ("--json-schema", b"\xff\xfe", "is not a UTF-8 text file"),
+        ("--json-schema", b"\xff\xfb", "is not a UTF-8 text file"),
         ("--json-schema", b"3", "a JSON schema is an object"),
         ("--grammar", b"root ::= x", "rule root uses x, which is not defined"),
         ("--grammar", b"", "must be the text of a GBNF grammar"),
@@ -408,6 +436,15 @@ def test_a_bad_file_gets_one_line_before_a_model_is_loaded(
         RunOptions("no-such-model", sampling=answer_form(*files.values()))
     assert complaint in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_files_are_read_as_windows_programs_write_them(tmp_path: Path, encoding: str) -> None:
+    schema, grammar = tmp_path / "s.json", tmp_path / "g.gbnf"
+    schema.write_bytes('{"const": "ü"}\r\n'.encode(encoding))
+    grammar.write_bytes('# ü\r\nroot ::= "seven"\r\n'.encode(encoding))
+    assert answer_form(str(schema), None)["response_format"]["json_schema"]["schema"] == {"const": "ü"}
+    assert answer_form(None, str(grammar))["grammar"] == '# ü\nroot ::= "seven"\n'
 
 
 def test_the_command_ends_with_that_line(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from math import isfinite
 from typing import Any, Literal
 
 from localspec.commands.serve.deltas import Delta
-from localspec.commands.serve.tool_calls import CallStart
+from localspec.commands.serve.tool_calls import CallStart, TextPiece
 
 BlockKind = Literal["thinking", "text", "call"]
 
@@ -72,14 +72,14 @@ class BlockReader:
     def read(self, delta: Delta) -> Iterator[Change]:
         if delta.thinking:
             yield from self._say("thinking", delta.thinking)
-        if delta.text:
-            yield from self._say("text", delta.text)
-        for call in delta.calls:
-            if isinstance(call, CallStart):
+        for piece in delta.pieces:
+            if isinstance(piece, TextPiece):
+                yield from self._say("text", piece.text)
+            elif isinstance(piece, CallStart):
                 self._space = ""
-                yield from self._begin(AnswerBlock(len(self.blocks), "call", id=call.id, name=call.name))
+                yield from self._begin(AnswerBlock(len(self.blocks), "call", id=piece.id, name=piece.name))
             else:
-                yield self._more(call.text)
+                yield self._more(piece.text)
 
     def finish(self) -> Iterator[Change]:
         """The answer is over."""
