@@ -208,7 +208,7 @@ def speed_table(llm: LLM, other: LLM | None, n_tokens: int, repeats: int, say: C
             with counting(graphs=False) as counts:
                 reply = llm.chat(messages, params, draft_length="auto")
             speeds["auto"].append(reply.stats["tokens_per_second"])
-            acceptance = reply.stats["acceptance_rate"]
+            acceptance = reply.stats["acceptance_rate"] or 0.0
             waits, n_rounds = waits + counts.waits, n_rounds + reply.stats.num_rounds
             if other is not None:
                 speeds["other"].append(other.chat(messages, params, speculate=False).stats["tokens_per_second"])

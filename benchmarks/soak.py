@@ -452,7 +452,7 @@ def report(args: argparse.Namespace, tally: Tally, seconds: float, totals: Json)
         },
         "server": totals["requests"],
         "tokens": totals["completion_tokens"],
-        "acceptance_rate": round(totals["acceptance_rate"], 3),
+        "acceptance_rate": round(totals["acceptance_rate"] or 0.0, 3),
         "failures": failures,
     }
 

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -35,6 +35,7 @@ from localspec import (
 from localspec.runtime.arguments import SamplingOptions
 from localspec.runtime.jobs import FairQueue, Job
 from localspec.runtime.worker import Worker
+from localspec.spec_decode.rounds import CountName, EstimateName, FigureName
 from tests.conftest import TinyFiles, open_backend
 from tests.support.waiting import PATIENCE, Brake, Clock, wait_until
 from tests.test_llm import draft_context
@@ -763,3 +764,14 @@ def test_a_reply_prints_as_its_text(llm: LLM) -> None:
     assert str(reply) == reply.text
     assert len(repr(reply)) < 200
     assert llm.model_name in repr(llm)
+
+
+def test_the_types_of_statistics_are_as_declared(llm: LLM) -> None:
+    for speculate in (True, False):
+        stats = llm.generate("la la la", max_tokens=24, speculate=speculate).stats
+        assert {type(stats[name]) for name in get_args(CountName)} == {int}
+        assert {type(stats[name]) for name in get_args(FigureName)} == {float}
+        assert {type(stats[name]) for name in get_args(EstimateName)} <= {float, type(None)}
+        named = {*get_args(CountName), *get_args(FigureName), *get_args(EstimateName)}
+        assert set(stats) - named == {"drafted_per_position", "accepted_per_position", "by_source", "reason"}
+        assert (stats["acceptance_rate"] is None) == (stats["num_draft_tokens"] == 0) == (not speculate)

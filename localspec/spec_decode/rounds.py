@@ -9,7 +9,7 @@ from bisect import insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 from localspec.sampling.logprobs import TokenLogprobs
 from localspec.spec_decode.draft import Draft, DraftToken
@@ -34,6 +34,27 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 FEWEST_PLAIN = 3
 """One-token passes of an answer whose median says what plain decoding would take: one alone can be an outlier."""
+
+CountName = Literal[
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "thinking_tokens",
+    "num_forced_tokens",
+    "num_rounds",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+    "num_ahead_hits",
+    "num_ahead_tokens",
+    "num_ahead_tokens_used",
+]
+FigureName = Literal[
+    "seconds_prompt", "seconds_draft", "seconds_verify", "seconds_other", "mean_acceptance_length", "tokens_per_second"
+]
+EstimateName = Literal[
+    "time_to_first_token_s", "acceptance_rate", "estimated_plain_tokens_per_second", "estimated_speedup"
+]
+"""Keys of ``SpecStats`` whose values are whole numbers, numbers, and numbers that there may be none of."""
 
 _INNER = ("seconds_plain_token", "seconds_one_token")
 """Fields of ``SpecStats`` that are no statistics."""
@@ -236,7 +257,7 @@ class SpecStats(Mapping[str, Any]):
       ``num_forced_tokens``: those that closed a block because its budget was spent.
     * ``num_draft_tokens``: those sent to the target; ``num_accepted_tokens``: those it accepted. One that was accepted
       but lies beyond an end token, stop string or the budget counts as accepted: the target did accept it.
-    * ``acceptance_rate``: accepted / drafted tokens; 0 when nothing was drafted.
+    * ``acceptance_rate``: accepted / drafted tokens; None when nothing was drafted.
     * ``mean_acceptance_length``: completion tokens that were not forced / rounds, the target's own token included:
       plain decoding is 1.
     * ``accepted_per_position[i]``: rounds in which a draft token at position i was accepted;
@@ -355,13 +376,21 @@ class SpecStats(Mapping[str, Any]):
         counted = asdict(replace(self, seconds_one_token=None))  # without a copy of what can be long
         counted = {name: value for name, value in counted.items() if name not in _INNER}
         return counted | {
-            "acceptance_rate": self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0,
+            "acceptance_rate": self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None,
             "mean_acceptance_length": chosen / self.num_rounds if self.num_rounds else 0.0,
             "tokens_per_second": speed,
             "estimated_plain_tokens_per_second": plain,
             "estimated_speedup": speed / plain if plain and speed else None,
         }
 
+    @overload
+    def __getitem__(self, key: CountName) -> int: ...
+    @overload
+    def __getitem__(self, key: FigureName) -> float: ...
+    @overload
+    def __getitem__(self, key: EstimateName) -> float | None: ...
+    @overload
+    def __getitem__(self, key: str) -> Any: ...
     def __getitem__(self, key: str) -> Any:
         return self.as_dict()[key]
 
