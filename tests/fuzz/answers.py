@@ -443,7 +443,7 @@ def check_text(plain: LLM, asked: Asked) -> None:
     """Text, thinking and the end of an answer are what its tokens make; forced are those of a spent budget alone."""
     reply, params = asked.stream.reply, asked.params
     _, thinking = _read(plain, asked.prompt, params, asked.options)
-    text = TextAssembler(plain.vocab, params.stop, thinking)
+    text = TextAssembler(plain.vocab, params.stop, thinking, plain.vocab.named(params.stop))
     ends = frozenset() if params.ignore_eos else plain.vocab.eog
     spans: list[Span] = []
     forced: list[int] = []
