@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from localspec.backends import reference
-from localspec.backends.base import Context, FloatArray, Forward, Model, SequenceBatch
+from localspec.backends.base import Context, FloatArray, Forward, Model, Piece, SequenceBatch
 from localspec.backends.llama_family import LlamaContext, LlamaModel
 from localspec.errors import Cancelled, Closed, ContextFull, UsageError
 from tests.backends.test_backends import agree, fresh_rows, rows, some_tokens
@@ -442,20 +442,16 @@ def test_an_import_replaces_rows_of_the_first_layers(model: Model, context: Cont
 
 def _in_the_middle_of(model: Model, leave: Callable[[SequenceBatch], None]) -> None:
     """Something happens, and then a sequence between two others goes: rows behind it are moved where an engine does."""
-    tokens = some_tokens(60)
+    first, second, third = (some_tokens(60, seed=seed) for seed in range(3))
     with model.new_batch(3, 200, n_ctx=120, hidden=EVERY) as batch:
-        for sequence, n in enumerate((30, 40, 20)):
-            batch[sequence].decode(tokens[:n])
-        leave(batch)
-        batch[1].truncate(0)
         for _ in range(2):
-            assert agree(model, rows(batch[2], tokens[20:40]), fresh_rows(model, tokens[:40])[20:])
-            assert agree(model, rows(batch[0], tokens[30:50]), fresh_rows(model, tokens[:50])[30:])
-            batch[0].truncate(30)
-            batch[2].truncate(20)
-            batch[1].decode(tokens[:40])
+            batch[0].truncate(0)
+            batch[2].truncate(0)
+            batch.decode([Piece(0, first[:30]), Piece(1, second[:40]), Piece(2, third[:20])])
             leave(batch)
             batch[1].truncate(0)
+            assert agree(model, rows(batch[2], third[20:40]), fresh_rows(model, third[:40])[20:])
+            assert agree(model, rows(batch[0], first[30:50]), fresh_rows(model, first[:50])[30:])
 
 
 def test_rows_are_moved_whole_after_an_early_exit(model: Model) -> None:

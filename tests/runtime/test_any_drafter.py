@@ -12,7 +12,8 @@ from tests.conftest import ENGINES, open_backend
 from tests.fuzz.answers import DRAFTS, WAYS, World, case_of
 
 SOURCES = {"ngram", "model", "recycled", "corpus", "early-exit", "head", "grammar"}
-N_ASKS = 6
+N_ALONE, N_TOGETHER = 3, 6
+"""Questions to each, one and several at a time; ``make fuzz`` asks many more."""
 
 
 @pytest.fixture(scope="module", params=ENGINES)
@@ -25,18 +26,16 @@ def world(
     world.close()
 
 
-@pytest.mark.parametrize("drafts", DRAFTS, ids="+".join)
-def test_answers_are_what_the_target_alone_says(world: World, drafts: tuple[str, ...]) -> None:
-    rng = random.Random(f"{world.engine} {drafts}")
-    before = world.n_answers
-    for way in WAYS:
-        world.check(case_of(rng, drafts, 1, way, N_ASKS // 2))
-    for parallel in (2, 3):
-        world.check(case_of(rng, drafts, parallel, n_asks=N_ASKS))
-    assert world.n_answers - before == len(WAYS) * (N_ASKS // 2) + 2 * N_ASKS
+@pytest.mark.parametrize("number", range(len(DRAFTS)), ids=["+".join(drafts) for drafts in DRAFTS])
+def test_answers_are_what_the_target_alone_says(world: World, number: int) -> None:
+    rng, before = random.Random(f"{world.engine} {number}"), world.n_answers
+    if world.engine != "mlx":  # which is slow on a CPU
+        world.check(case_of(rng, DRAFTS[number], 1, WAYS[number % len(WAYS)], N_ALONE))
+    world.check(case_of(rng, DRAFTS[number], 2 + number % 2, "chain", N_TOGETHER))
+    assert world.n_answers - before >= N_TOGETHER
 
 
 def test_drafts_of_every_kind_were_accepted(world: World) -> None:
-    """Asked last: else the comparison would say little."""
-    if world.n_answers > 200:
+    """By the tests before: else they would say little."""
+    if world.n_answers >= len(DRAFTS) * N_TOGETHER:
         assert world.accepted >= SOURCES

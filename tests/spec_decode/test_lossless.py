@@ -329,7 +329,25 @@ class TwoTokens(OneToken):
     names: ClassVar = {**OneToken.names, 2: NAMED + "<u>"}
 
 
-@pytest.mark.parametrize(("marks", "budget"), [(OneToken, 0), (OneToken, 1), (OneToken, 2), (TwoTokens, 0), (TwoTokens, 1)])
+class TokenAndText(OneToken):
+    """It opens with a control token and a text."""
+
+    opening = (NAMED + "<t>a",)
+    names: ClassVar = {2: NAMED + "<t>", 4: NAMED + "</t>"}
+
+
+KINDS = [
+    (OneToken, 0),
+    (OneToken, 1),
+    (OneToken, 2),
+    (TwoTokens, 0),
+    (TwoTokens, 1),
+    (TokenAndText, 0),
+    (TokenAndText, 1),
+]
+
+
+@pytest.mark.parametrize(("marks", "budget"), KINDS)
 def test_the_law_where_a_block_opens_within_a_draft(
     tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, marks: type[OneToken], budget: int
 ) -> None:
