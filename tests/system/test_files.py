@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import stat
 from pathlib import Path
 
 import pytest
 
-from localspec.system.files import write_atomically
+import localspec
+from localspec.system.files import private_folder, write_atomically
 
 posix_only = pytest.mark.skipif(os.name == "nt", reason="POSIX file modes and links")
 
@@ -85,3 +87,36 @@ def test_what_a_killed_process_left_is_removed_after_an_hour(tmp_path: Path) -> 
     with write_atomically(tmp_path / "x[1]"):
         pass
     assert [path.exists() for path in (*left, recent)] == [False, True, True]
+
+
+@posix_only
+def test_a_private_folder_is_closed_to_others_even_if_it_was_there(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "deep" / "new"
+    old.mkdir(mode=0o755)
+    for folder in (old, new):
+        private_folder(folder)
+        private_folder(folder)
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+MODELS_AND_BUILDS = {"model_files", "backends"}
+"""Rooms that write weights and libraries, and no texts."""
+
+HEADS = {"training/distill.py"}
+"""Finished heads go where drafters are looked for, as models do."""
+
+
+def test_what_may_hold_texts_is_written_for_its_owner_alone() -> None:
+    """Each call of ``write_atomically`` says so, but for those that write models."""
+    package = Path(localspec.__file__).parent
+    bare = []
+    for path in sorted(package.rglob("*.py")):
+        name = path.relative_to(package).as_posix()
+        if name.partition("/")[0] in MODELS_AND_BUILDS or name in HEADS:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "write_atomically":
+                words = {word.arg: getattr(word.value, "value", None) for word in node.keywords}
+                if words.get("private") is not True:
+                    bare.append(f"{name}:{node.lineno}")
+    assert bare == []

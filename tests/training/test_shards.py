@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -82,3 +84,17 @@ def test_states_that_float16_cannot_hold_stay_finite() -> None:
     kept = as_states(np.array([[1e6, -1e6, 2.0]], dtype=np.float32))
     assert np.isfinite(kept).all()
     assert kept[0, 2] == 2.0
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX file modes")
+def test_examples_are_readable_by_their_owner_alone(tmp_path: Path) -> None:
+    """They are made of the user's chats and texts."""
+    before = os.umask(0o022)
+    try:
+        shards = Shards(tmp_path / "shards", TAPS, WIDTH)
+        shards.append([passage("a", 5)], [passage("b", 5)])
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (shards.folder, *shards.folder.iterdir())}
+    assert len(modes) == 3
+    assert all(mode & 0o077 == 0 for mode in modes.values()), modes

@@ -200,7 +200,7 @@ def _speed(record: Record, results: Results) -> Iterator[Part]:
     )
     for backend, arm in results.arms:
         rows = [row for category in [ALL, *results.categories] if (row := results.row(category, backend, arm))]
-        styles: dict[int, RowStyle] = {0: "strong"} if rows[0].verdict else {}
+        styles: dict[int, RowStyle] = {0: "strong"} if rows[0].verdict in ("faster", "slower") else {}
         styles |= {i: "bad" for i, row in enumerate(rows) if row.verdict == "slower"}
         yield Table(
             f"{arm_name(record, backend, arm)} against plain",

@@ -323,8 +323,8 @@ class Audit:
             yield Defect("kernel", "fresh memories", None, None, evidence, {"kl": self.noise.mean_kl})
         if self.samples.rejected:
             evidence = (
-                f"which samples are sent depends on what was drawn, or they do not follow the law they claim: "
-                f"{self.samples.worst} ({self.samples.evidence:.3g} nats of evidence)"
+                f"what drafters send depends on what they drew: {self.samples.worst} "
+                f"({self.samples.evidence:.3g} nats of evidence)"
             )
             yield Defect("law", "samples of drafters", None, None, evidence, self.samples.figures())
         claim = f"verification does not follow the target's law: {self.law.worst};"

@@ -187,6 +187,8 @@ class Judge:
         if seen.differs:
             plain = seen.plain.rows[position].best
             details |= {"plain": plain, "said": seen.token}
-            said = f"{self.name(seen.token)} is said where plain decoding says {self.name(plain)}"
-            evidence = f"{said}, {seen.gap:.3g} logits above it; {evidence}"
+            said = f"{self.name(seen.token)} is said where plain decoding says {self.name(plain)}, "
+            said += f"{seen.gap:.3g} logits above it"
+            # Of some answers of several at a time no rows are known.
+            evidence = f"{said}; {evidence}" if rms else f"{said} (rounding bridges {gap_bound:.3g})"
         return Defect("row", seen.arm, seen.plain.name, position, evidence, details)

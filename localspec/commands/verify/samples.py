@@ -5,13 +5,18 @@ from another law than it reports, skews the text of answers, and no look at veri
 looked at themselves: those that were sent, and those that were drawn and not sent. If sending does not depend on what
 came out, both follow the law that was reported.
 
-The statistic: under its law each sample has a place in [0, 1), the probability of all tokens that rank before it plus a
-random share of its own, and these places are independent and uniform. Tokens rank once by their probability, once by a
-scrambled id. So there are four rows of places, each counted in ``BINS`` equal parts, and on each a bettor stakes that
-the counts follow some other law: Dirichlet's mixture with weights of one half (Krichevsky and Trofimov 1981). His stake
-is a non-negative martingale, as is the mean of the four, so it reaches 10^6 with a probability of at most 10^-6,
-however many samples there are and whenever one looks (Ville 1939). The power: with n samples a part that holds a share
-of 1/4 + ``detectable`` in place of a quarter is found with 99 %.
+Bettors stake on what a defect would make of each sample, as in ``betting``: each stake is a non-negative martingale
+under the claim, and so is their mean, which reaches 10^6 with a probability of at most 10^-6, however many samples
+there are and whenever one looks (Ville 1939).
+
+* ``THRESHOLDS``: half of the samples of a probability under c are thrown away; and one suspects that of all but the
+  most probable token. A sample that was sent multiplies the stake by 1/2 + 1/2 [q(x) >= c] / Q(q >= c), one that was
+  not by the same of the others. Laws that lie on one side of c tell nothing, and cost nothing.
+* ``ORDERS``: suspects nothing in particular. Under its law each sample has a place in [0, 1), the probability of all
+  tokens that rank before it plus a random share of its own, and these places are uniform. Tokens rank by probability
+  and by a scrambled id; places are counted in ``BINS`` equal parts, and the stake is that of Dirichlet's mixture with
+  weights of one half (Krichevsky and Trofimov 1981), for those sent and those not. With n samples sent, a quarter that
+  holds a share of 1/4 + ``detectable`` is found with 99 %.
 """
 
 from __future__ import annotations
@@ -30,6 +35,9 @@ from localspec.spec_decode.rounds import DraftToken
 
 BINS = 4
 ORDERS = ("probability", "id")
+THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
+LIKELIEST = 2.0
+"""Stands for a threshold over which only the most probable token is."""
 
 
 @dataclass(slots=True)
@@ -45,6 +53,7 @@ class DrawnSamples:
     drawn: int = 0
     sent: int = 0
     impossible: int = 0
+    _stakes: dict[float, float] = field(default_factory=lambda: dict.fromkeys((*THRESHOLDS, LIKELIEST), 0.0))
     _rng: random.Random = field(default_factory=lambda: random.Random(23))
     _counts: dict[tuple[str, str], list[int]] = field(
         default_factory=lambda: {(set_, order): [0] * BINS for set_ in ("sent", "not sent") for order in ORDERS}
@@ -67,6 +76,12 @@ class DrawnSamples:
         if at == len(law.ids) or law.ids[at] != token or not law.probs[at]:
             self.impossible += 1
             return
+        for threshold in self._stakes:
+            kept = law.probs >= (law.probs.max() if threshold == LIKELIEST else threshold)
+            if set_ == "not sent":
+                kept = ~kept
+            if 0.0 < (mass := float(law.probs[kept].sum())) < 1.0:
+                self._stakes[threshold] += math.log(0.5 + 0.5 * bool(kept[at]) / mass)
         share = self._rng.random()
         # Ids are scrambled by a multiplication, so that neighbours do not stay together.
         for order, keys in zip(ORDERS, (-law.probs, law.ids * 0x9E3779B1 % (1 << 32)), strict=True):
@@ -81,8 +96,23 @@ class DrawnSamples:
         """Logarithm of the common stake, in nats."""
         if self.impossible:
             return math.inf
-        stakes = np.array([_stake(counts) for counts in self._counts.values()])
+        stakes = list(self._evidence().values())
         return float(np.logaddexp.reduce(stakes)) - math.log(len(stakes))
+
+    def _evidence(self) -> dict[str, float]:
+        """What each bettor's stake grew to, in nats, by what he suspects."""
+        found = {
+            "unlikely samples are thrown away"
+            if threshold == LIKELIEST
+            else f"samples of a probability under {threshold:g} are thrown away": stake
+            for threshold, stake in self._stakes.items()
+        }
+        return found | {
+            f"samples do not follow the laws they are said to come from (by {order})": sum(
+                _stake(self._counts[set_, order]) for set_ in ("sent", "not sent")
+            )
+            for order in ORDERS
+        }
 
     @property
     def rejected(self) -> bool:
@@ -94,10 +124,8 @@ class DrawnSamples:
         """Where the evidence is largest, in words."""
         if self.impossible:
             return "a sample was sent that its own law gives no probability"
-        set_, order = max(self._counts, key=lambda each: _stake(self._counts[each]))
-        counts = self._counts[set_, order]
-        shares = ", ".join(f"{count / max(1, sum(counts)):.0%}" for count in counts)
-        return f"of {sum(counts)} samples {set_}, by {order}, {shares} fall into the quarters of their laws"
+        found = self._evidence()
+        return f"{max(found, key=lambda name: found[name])}; of {self.drawn} that were drawn {self.sent} were sent"
 
     @property
     def detectable(self) -> float | None:
@@ -107,7 +135,7 @@ class DrawnSamples:
             share = 0.25 + float(error)
             count = n * share - 2.33 * math.sqrt(n * share * (1 - share))
             rest = (n - count) / (BINS - 1)
-            if count > rest and _stake([count, *[rest] * (BINS - 1)]) - math.log(4) >= THRESHOLD:
+            if count > rest and _stake([count, *[rest] * (BINS - 1)]) - math.log(len(self._evidence())) >= THRESHOLD:
                 return float(error)
         return None
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from localspec.backends.placement import Placement
+from localspec.commands.bench.charts import speedup_plot
 from localspec.commands.bench.compare import comparison
 from localspec.commands.bench.plan import DEFAULT, LEAST_TOKENS, QUICK, BenchRequest, affordable_tokens, make_plan
 from localspec.commands.bench.record import Engine, ModelFile, Record, Settings, Sitting
@@ -18,6 +21,8 @@ from localspec.commands.bench.report import bench_report
 from localspec.commands.bench.results import analyse
 from localspec.commands.options import RunOptions
 from localspec.commands.report.markdown import markdown
+from localspec.commands.report.model import KeyFigures, Table
+from localspec.commands.report.terminal import Screen
 from localspec.errors import UsageError
 from localspec.measuring.answer import Sample
 from localspec.measuring.questions import digest, own_questions
@@ -142,13 +147,101 @@ def test_counts_add_up_over_answers() -> None:
 
 
 def test_the_report_says_how_it_was_sampled() -> None:
-    samples = [answer("a", "plain", 10.0), answer("a", "auto", 20.0)]
+    samples = [answer("a", "plain", 10.0), answer("a", "auto", 20.0, **DRAFTED)]
     sampling = {"temperature": 0.8, "top_k": 40, "stop": ["END", "|"]}
     record = run_of(samples, settings=replace(SETTINGS, sampling=sampling))
     text = markdown(bench_report(record, analyse(record)))
     assert "temperature 0.8, top-k 40, stop ['END', '|']" in text
     assert "greedy" not in text
-    assert "at ×2.00 of plain's speed on the one question measured: too few" in text
+    assert "auto: one question is too few for a verdict." in text
+
+
+# -- figures and verdicts ----------------------------------------------------------------------------------------------
+
+DRAFTED = {
+    "num_draft_tokens": 4, "num_accepted_tokens": 2, "drafted_per_position": [4], "accepted_per_position": [2],
+    "by_source": {"ngram": {"num_draft_tokens": 4, "num_accepted_tokens": 2}},
+}  # fmt: skip
+
+
+def run_at(speeds: Sequence[float], mode: str = "default", **drafted: object) -> Record:
+    """A run in which ``auto`` answered at these multiples of plain's speed."""
+    samples = [answer(f"q{i}", "plain", 10.0) for i in range(len(speeds))]
+    samples += [answer(f"q{i}", "auto", 10.0 * speed, **drafted) for i, speed in enumerate(speeds)]
+    return run_of(samples, settings=replace(SETTINGS, mode=mode))
+
+
+FASTER, SLOWER, ALIKE = [1.2 + i / 100 for i in range(8)], [0.8 + i / 100 for i in range(8)], [0.97, 1.02] * 4
+
+
+@pytest.mark.parametrize(
+    ("speeds", "drafted", "figure", "words", "status"),
+    [
+        (FASTER, DRAFTED, "×1.23", "auto is faster: ×1.23", "ok"),
+        (SLOWER, DRAFTED, "×0.84", "auto is slower: ×0.84", "fail"),
+        (ALIKE, DRAFTED, "no difference", "no difference from plain can be told", "info"),
+        (FASTER[:5], DRAFTED, "too few questions", "too few questions for a verdict; ×1.20 to ×1.24", "info"),
+        (ALIKE, {}, "nothing drafted", "Nothing was drafted: no guess pays on reference here", "info"),
+        (SLOWER, {}, "nothing drafted", "yet took longer: ×0.84", "fail"),
+    ],
+)
+def test_no_figure_stands_without_a_verdict(
+    speeds: list[float], drafted: dict[str, object], figure: str, words: str, status: str
+) -> None:
+    record = run_at(speeds, **drafted)
+    report = bench_report(record, analyse(record))
+    (key,) = next(part for part in report.parts if isinstance(part, KeyFigures)).figures
+    assert (key.figure, key.status) == (figure, status)
+    assert words in key.text
+    assert "--backend" not in key.text
+    table = next(part for part in report.parts if isinstance(part, Table))
+    verdict = figure[0] == "×" or status == "fail"
+    assert ("strong" in table.styles.values() or "bad" in table.styles.values()) == verdict
+    assert ("bad" in table.styles.values()) == (status == "fail")
+
+
+def test_a_quick_run_says_what_gives_a_verdict() -> None:
+    for mode, said in (("quick", True), ("default", False)):
+        record = run_at(FASTER[:5], mode, **DRAFTED)
+        text = markdown(bench_report(record, analyse(record)))
+        assert ("Run without --quick for a verdict." in text) == said
+        assert "Fewer than 6 questions: the range is shown instead of a 95 % interval." in text
+
+
+def test_another_engine_is_named_where_this_run_measured_that_it_pays() -> None:
+    record = run_at(ALIKE)
+    faster = [replace(s, backend="llama-cpp") for s in run_at(FASTER, **DRAFTED).samples]
+    settings = replace(SETTINGS, backends=["reference", "llama-cpp"])
+    both = run_of(
+        [*record.samples, *faster], settings=settings, engines=[engine(), replace(engine(), backend="llama-cpp")]
+    )
+    text = markdown(bench_report(both, analyse(both)))
+    assert "no guess pays on reference here, so auto did the same work as plain. Try --backend llama-cpp." in text
+
+
+def test_the_axis_reaches_to_half_and_twice_of_plain() -> None:
+    record = run_at(ALIKE)
+    drawing = speedup_plot(record, analyse(record)).svg()
+    assert {"×0.5", "×2"} <= set(re.findall(r"×[0-9.]+", drawing))
+
+
+@pytest.mark.parametrize(("gap", "said"), [(0.12, "7 of 8 ≈"), (3.0, "7 of 8")])
+def test_answers_that_part_at_a_near_tie_are_marked(gap: float, said: str) -> None:
+    record = run_at(FASTER, **DRAFTED)
+    record.samples[-1] = replace(record.samples[-1], token_sha256="b", parted_at=3, parted_by=gap)
+    text = markdown(bench_report(record, analyse(record)))
+    assert any(line.rstrip("| ").endswith(f" {said}") for line in text.splitlines())
+    assert "localspec verify tells rounding from errors" in text
+    assert ("1 answer part" in text) == (gap > 1)
+
+
+def test_plain_speed_has_room_at_80_columns() -> None:
+    record = run_at(FASTER, **DRAFTED)
+    out = io.StringIO()
+    Screen(out).report(bench_report(record, analyse(record)))
+    head = next(line for line in out.getvalue().splitlines() if line.split()[:2] == ["speed", "95"])
+    assert head.split()[:6] == ["speed", "95", "%", "tok/s", "plain", "prompt"]
+    assert "±" in out.getvalue()
 
 
 REMARKS: dict[str, tuple[Callable[[list[Sample]], Record], str]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ import pytest
 
 from localspec import LLM, SamplingParams
 from localspec.backends import llama_rollback
-from localspec.backends.base import Context
+from localspec.backends.base import Context, Forward, Piece, SequenceBatch
 from localspec.backends.llama_family import LlamaContext
 from localspec.backends.reference import ReferenceContext
 from localspec.commands.options import RunOptions
@@ -24,22 +24,27 @@ from localspec.commands.verify.audit import Audit, AuditOptions
 from localspec.commands.verify.betting import SUSPICIONS, Bets
 from localspec.commands.verify.command import verify_command
 from localspec.commands.verify.drafters import Adversary
-from localspec.commands.verify.plain import KeptRow
-from localspec.commands.verify.result import AuditResult
+from localspec.commands.verify.plain import Deviation, KeptRow
+from localspec.commands.verify.result import AuditLog, AuditResult, in_words
 from localspec.commands.verify.rounding import tail_bound
+from localspec.commands.verify.samples import DrawnSamples
+from localspec.commands.verify.several import audit_several
 from localspec.commands.verify.verification_law import VerificationLaw
 from localspec.controllers.fixed import FixedPlan
 from localspec.runtime.load_options import LoadOptions
 from localspec.sampling.sampling import Distribution, Noise, distribution
 from localspec.spec_decode import decoder, verification
+from localspec.spec_decode.drafters.base import Drafter
 from localspec.spec_decode.drafters.early_exit import EarlyExitDrafter
 from localspec.spec_decode.proposer import SamplingProposer
-from localspec.spec_decode.rounds import Draft, Verdict
+from localspec.spec_decode.rounds import Draft, DraftToken, Verdict
+from localspec.spec_decode.thinking import ThinkingReader
 from tests.commands.test_cli import localspec
 from tests.conftest import TinyFiles, open_backend
 from tests.support.endless import write_endless
 from tests.support.heads import write_random_head
 from tests.support.interrupting import interrupted
+from tests.support.thinkers import thinking_pair
 
 pytestmark = pytest.mark.usefixtures("in_warm_home")
 
@@ -480,7 +485,125 @@ def test_the_law_is_tested_through_the_whole_decoder(
     with opened(tiny, "reference") as llm:
         defect(monkeypatch)
         report = audit(llm, options)
-    assert [defect.arm for defect in report.defects] == ["decoding at a temperature"], report.verdict
+    arms = {defect.arm for defect in report.defects}
+    assert arms - {"samples of drafters"} == {"decoding at a temperature"}, report.verdict
+    assert ("samples of drafters" in arms) == (defect is lying_draft)
+
+
+# -- what drafters draw ------------------------------------------------------------------------------------------------
+
+
+def drops_unlikely_samples(patch: pytest.MonkeyPatch) -> None:
+    """The bias that ``drafters/base.py`` warns of; verification itself is right."""
+    proposed = Drafter._proposed
+
+    def dropping(self: Drafter, *given: Any) -> list[DraftToken]:
+        found = proposed(self, *given)
+        return [] if found and found[0].dist is not None and found[0].prob < 0.3 else found
+
+    patch.setattr(Drafter, "_proposed", dropping)
+
+
+def test_a_drafter_that_throws_samples_away_is_found(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some 400 samples; false alarm 1e-6. Bets on the tokens of answers alone do not see it."""
+    options = replace(NO_LAW, n_prompts=5, n_tokens=48)
+    with opened(tiny, "reference") as llm:
+        drops_unlikely_samples(monkeypatch)
+        report = audit(llm, options)
+    assert [defect.arm for defect in report.defects] == ["samples of drafters"], report.verdict
+    assert report.samples is not None
+    assert report.samples["drawn"] > report.samples["sent"]
+
+
+def drawn_and_sent(n: int, seed: int, keeps: Callable[[float, float], bool]) -> DrawnSamples:
+    """Draws from laws over 50 tokens; ``keeps`` gets the probability of what came out and a number of chance."""
+    rng, samples = np.random.default_rng(seed), DrawnSamples()
+    for _ in range(n):
+        probs = np.exp(rng.normal(0, 2, 50))
+        law = Distribution(np.arange(50) * 3, probs / probs.sum())
+        token = int(rng.choice(law.ids, p=law.probs))
+        draft = [DraftToken(token, "audit", 0.5, law)] if keeps(law.prob(token), rng.random()) else []
+        samples.observe([(token, law)], draft)
+    return samples
+
+
+def test_samples_left_out_by_chance_give_no_evidence() -> None:
+    """Ville: a stake reaches 20 with probability under 1/20; of 100 games at most 15 may (false alarm 1e-4)."""
+    games = (drawn_and_sent(150, seed, lambda prob, chance: chance < 0.6) for seed in range(100))
+    assert sum(samples.evidence > math.log(20) for samples in games) <= 15
+
+
+@pytest.mark.parametrize("least", [0.05, 0.3])
+def test_samples_left_out_for_their_probability_are_found(least: float) -> None:
+    """With 150 draws, of whatever seed among five."""
+    games = [drawn_and_sent(150, seed, lambda prob, chance: prob >= least) for seed in range(5)]
+    assert all(samples.rejected for samples in games)
+
+
+# -- thinking ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def thinker(tmp_path: Path) -> Iterator[LLM]:
+    with LLM(thinking_pair(tmp_path, "deepseek").target, draft="ngram", backend="reference", n_ctx=2048) as llm:
+        assert llm.thinking is not None
+        yield llm
+
+
+def test_budgets_for_thinking_are_audited(thinker: LLM) -> None:
+    report = audit(thinker, NO_LAW)
+    assert found(report) == set(), report.verdict
+    assert report.thinking is not None
+    assert report.thinking["closed"] > 0
+
+
+def test_guesses_dropped_behind_the_opening_of_a_block_are_found(thinker: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were accepted, and are judged again with the same noise."""
+    monkeypatch.setattr(ThinkingReader, "draft_ends", frozenset(), raising=False)
+    report = audit(thinker, NO_LAW)
+    assert "decision" in found(report)
+    assert any("tokens of thinking" in defect.arm for defect in report.defects)
+
+
+# -- several answers at a time -----------------------------------------------------------------------------------------
+
+
+def several_audited(tiny: TinyFiles, backend: str, draft: Sequence[str], spoil: Callable[[], None]) -> list[str]:
+    """The kinds of defects that several answers at a time show."""
+    open_backend(backend)
+    target = (tiny.quick if backend == "reference" else tiny.pair).target
+    log, prompts = AuditLog(), [(f"prompt {n}", [5 + (n + 3 * i) % 200 for i in range(20 + 17 * n)]) for n in range(4)]
+    with LLM(target, draft=draft, backend=backend, n_ctx=512, parallel=3, idle=False) as llm:
+        spoil()
+        figures, judge = audit_several(
+            llm, prompts, 16, [3, 8], log, lambda: False, lambda what: None, in_words(llm.vocab)
+        )
+    assert (figures.sequences, figures.answers) == (3, 8 if judge else figures.answers)
+    assert figures.drafted > 0 or not judge
+    return [defect.kind for defect in (*log.defects, *(judge.defects if judge else []))]
+
+
+@pytest.mark.parametrize("backend", ["reference", "llama-cpp", "ik-llama"])
+def test_several_answers_at_a_time_are_the_target_s(tiny: TinyFiles, backend: str) -> None:
+    assert several_audited(tiny, backend, ["ngram", "recycled"], lambda: None) == []
+
+
+@pytest.mark.parametrize("backend", ["reference", "llama-cpp"])
+def test_rows_of_another_answer_are_found(tiny: TinyFiles, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only passes that answers share have them: nothing else is wrong."""
+    decode = SequenceBatch.decode
+
+    def swapped(self: SequenceBatch, pieces: Sequence[Piece]) -> list[Forward]:
+        forwards = decode(self, pieces)
+        if len(forwards) > 1 and len(forwards[0]) == len(forwards[1]):
+            forwards[0], forwards[1] = forwards[1], forwards[0]
+        return forwards
+
+    def spoil() -> None:
+        monkeypatch.setattr(SequenceBatch, "decode", swapped)
+        monkeypatch.setattr("localspec.commands.verify.several._deviations", lambda *_: [Deviation()] * 20)
+
+    assert "row" in several_audited(tiny, backend, ["ngram", "recycled"], spoil)
 
 
 # -- the statistics ----------------------------------------------------------------------------------------------------
@@ -610,7 +733,7 @@ def options_for(tiny: TinyFiles, **sampling: Any) -> RunOptions:
 
 FIELDS = (
     "format version lossless verdict interrupted model backend engine draft exact settings seconds noise arms memory "
-    "sensitivity verification_law decoding_law ties rechecked defects"
+    "sensitivity verification_law decoding_law samples thinking several ties rechecked defects"
 )
 
 
@@ -618,10 +741,13 @@ def test_the_command_says_so_in_one_sentence(tiny: TinyFiles) -> None:
     result = localspec("verify", tiny.quick.target, "--backend", "reference", "--draft", "ngram", "--quick",
                        "--prompts", "1")  # fmt: skip
     assert result.returncode == 0, result.stderr.decode()
-    last = result.stdout.decode().splitlines()[-1]
-    assert last.startswith("lossless here: ")
-    assert last.endswith("largest deviation 0 logits, equality to the bit")
-    assert b"adversary" in result.stdout
+    first = result.stdout.decode().splitlines()[0]
+    assert first.startswith("lossless here: ")
+    assert first.endswith("each of them the target's own, to the bit")
+    short, _, details = result.stdout.decode().partition("Greedy answers")
+    assert not any(word in short for word in ("nats", "argmax", "law", "logits", "adversary"))
+    assert "3 answers at a time" in short
+    assert "adversary" in details
     assert b"prompt 1 of 1" in result.stderr
 
 
@@ -635,7 +761,8 @@ def test_the_json_object_has_the_documented_fields(tiny: TinyFiles, capsys: pyte
     assert (found["format"], found["version"], found["lossless"]) == ("localspec-audit", 1, True)
     assert found["settings"]["sampling"]["temperature"] == 0.7
     assert result.__doc__ is not None
-    for name in (*found, *found["noise"], *found["arms"][0], *found["memory"], *found["decoding_law"]):
+    parts = [found[name] for name in ("noise", "memory", "decoding_law", "samples", "several")]
+    for name in (*found, *found["arms"][0], *(name for part in parts for name in part)):
         assert name in result.__doc__, name
 
 
@@ -646,7 +773,7 @@ def test_a_defect_is_exit_status_1(
     relaxed(monkeypatch)
     assert verify_command(options_for(tiny), prompts=1, quick=True) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1].startswith("NOT lossless here: ")
+    assert lines[0].startswith("NOT lossless here: ")
     assert any(line.split()[:2] == ["✗", "decision"] for line in lines)
 
 
