@@ -517,6 +517,7 @@ TYPED: list[tuple[Any, str, Any]] = [
     (ENUM, "auto", "auto"),
     (ENUM, "True", True),
     (ENUM, "None", None),
+    ({"type": "string", "enum": ["a"]}, "5", "5"),
     ({"const": "5"}, "5", "5"),
     ({"const": 5}, "5", 5),
     ({"type": "array"}, '["a", 1]', ["a", 1]),
