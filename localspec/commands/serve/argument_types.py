@@ -59,7 +59,7 @@ class ArgumentTypes(Untyped):
 
         The schema decides: where it asks for a string, ``007`` and ``true`` are strings. Null, lists and objects are
         taken for what they look like wherever the schema allows them; of a string and a number it takes the one that it
-        names first. What fits nothing is taken for what it looks like.
+        names first. What fits nothing is a string where there may be one, else what it looks like.
         """
         found = dict(readings(text))
         alternatives = self._alternatives(schema)
@@ -71,7 +71,7 @@ class ArgumentTypes(Untyped):
                     value = json.dumps(text, ensure_ascii=False) if kind == "string" else found.get(kind)
                     if value is not None and _among(value, values):
                         return value
-        return super().literal(text, schema)
+        return json.dumps(text, ensure_ascii=False) if self.takes_strings(schema) else super().literal(text, schema)
 
     def literal(self, word: str, schema: Schema) -> str:
         """A value without quotes, as JSON: what it is, except where the schema asks for a string in its place."""

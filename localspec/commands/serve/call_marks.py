@@ -31,12 +31,14 @@ class Mark:
         each: what a single call may begin with, and end with, where there are several behind one mark.
         sure: nothing but a call is written so; else it has to be one of a tool that was offered.
         header: what ends the words between a call's name and its arguments.
+        first: it is one at the beginning of an answer only.
     """
 
     closers: tuple[str, ...] = ()
     each: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     sure: bool = True
     header: str = ""
+    first: bool = False
 
 
 def _deepseek(name: str) -> tuple[str, ...]:
@@ -69,11 +71,11 @@ MARKS: Mapping[str, Mark] = {
     "<|tools_prefix|>": Mark(("<|tools_suffix|>",)),
     "<|action_start|><|plugin|>": Mark(("<|action_end|>",)),
     "<start_function_call>": Mark(("<end_function_call>",)),
-    "functools[": Mark(("]",), sure=False),
+    "functools[": Mark(("]",), sure=False, first=True),
     "```tool_code\n": Mark(("```",), sure=False),
     "```tool_call\n": Mark(("```",), sure=False),
-    "Action: ```json\n": Mark(("```",), sure=False),
-    "Action:```json\n": Mark(("```",), sure=False),
+    "Action: ```json\n": Mark(("```",), sure=False, first=True),
+    "Action:```json\n": Mark(("```",), sure=False, first=True),
     **{f"<｜DSML｜{name}>": Mark((f"</｜DSML｜{name}>",)) for name in ("function_calls", "tool_calls")},
     **dict.fromkeys((*_deepseek("tool_calls_begin"), *_DEEPSEEK.each[0]), _DEEPSEEK),
     **dict.fromkeys(("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>", *_KIMI.each[0]), _KIMI),

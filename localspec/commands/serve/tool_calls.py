@@ -62,7 +62,8 @@ Piece = TextPiece | CallStart | CallArguments
 _BARE = Mark(sure=False)
 """No mark."""
 
-_OPENERS = tuple(sorted(MARKS, key=len, reverse=True))
+_FIRST = tuple(sorted(MARKS, key=len, reverse=True))
+_OPENERS = tuple(opener for opener in _FIRST if not MARKS[opener].first)
 _OPENER = re.compile("|".join(map(re.escape, _OPENERS)))
 _OTHERS = tuple(opener for opener in _OPENERS if opener != "<function=")  # which is one more call of the same mark
 _NAME = re.compile(r"[\w.:/-]+")
@@ -187,7 +188,7 @@ class ToolCallReader:
         """Calls without a mark, or a code block of nothing but calls."""
         source = self._source
         yield from source.spaces()
-        opener, fence = (yield from source.one_of(*_OPENERS)), ""
+        opener, fence = (yield from source.one_of(*_FIRST)), ""
         if not opener and (fence := (yield from source.one_of("```"))):
             if (yield from source.run(_LANGUAGE)) not in _LANGUAGES:
                 raise NoCall
@@ -196,7 +197,7 @@ class ToolCallReader:
         if opener:
             yield from self._marked(opener)
         else:
-            while (yield from source.peek()) in ("{", "["):
+            while (self._parallel or not self.n_done) and (yield from source.peek()) in ("{", "["):
                 yield from self._item(_BARE)
                 yield from source.spaces()
                 yield from source.one_of(";", ",")
@@ -207,7 +208,12 @@ class ToolCallReader:
                 source.record()
 
     def _marked(self, opener: str) -> Reading:
-        """Calls behind a mark, up to what ends them."""
+        """Calls behind a mark, and behind those that follow them at once."""
+        while opener:
+            opener = yield from self._behind(opener)
+
+    def _behind(self, opener: str) -> Generator[None, None, str]:
+        """Calls behind a mark, up to what ends them; the next mark, if that is what does."""
         source, mark, n_before = self._source, MARKS[opener], self.n_calls
         begun = opener == "<function=" or opener in mark.each[0]
         while self._parallel or not self.n_done:
@@ -220,14 +226,13 @@ class ToolCallReader:
                 if not begun and self.n_calls > n_before:
                     if mark.closers and (yield from source.one_of(*mark.closers)):
                         source.record()
-                        return
+                        return ""
                     if (yield from source.one_of(",", ";")):
                         continue
                     if another := (yield from source.one_of(*_OTHERS)):
-                        yield from self._marked(another)
-                        return
+                        return another
                     if not (yield from source.peek()):
-                        return
+                        return ""
                 if mark.each[0] and not begun:
                     raise NoCall
                 yield from self._item(mark)
@@ -236,6 +241,7 @@ class ToolCallReader:
                 if (yield from source.one_of(*mark.each[1])):
                     source.record()
             begun = False
+        return ""
 
     # -- the forms of a call -------------------------------------------------------------------------------------------
 
@@ -268,6 +274,8 @@ class ToolCallReader:
             else:
                 yield from self._named(mark)
             n_items += 1
+            if self.n_done and not (self._parallel or self._holding):
+                return
             yield from source.spaces()
             if not (yield from source.one_of(",")) and (yield from source.peek()) != "]":
                 raise NoCall if (yield from source.peek()) else EndOfText

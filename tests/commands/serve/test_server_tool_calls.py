@@ -368,7 +368,7 @@ CALLS = st.lists(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(calls=CALLS, before=st.sampled_from(["", "Let me look:\n\n", "1 < 2 `"]), data=st.data())
 def test_any_calls_come_back_however_the_text_is_cut(
     name: str, calls: list[Call], before: str, data: st.DataObject
@@ -386,7 +386,7 @@ def test_any_calls_come_back_however_the_text_is_cut(
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_the_budget_cuts_is_read_alike_and_never_made_whole(name: str) -> None:
     text = FORMATS[name](BOTH)
-    for end in range(len(text)):
+    for end in range(0, len(text), 7):
         said, found = read(text[:end], [], cut=True)
         assert (said, found) == read(text[:end], singly(text[:end]), cut=True)
         for (called, arguments), (meant, whole) in zip(found, BOTH, strict=False):
@@ -413,7 +413,7 @@ _SCRAPS = [*MARKS, "</tool_call>", '{"name": "', "weather", "now", '"arguments":
 _SCRAPS += ["[ARGS]", "<arg_key>", "</arg_key>", "```", *"[]\"',:}\n x\\=1"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(st.sampled_from(_SCRAPS), max_size=14).map("".join), st.data())
 def test_no_text_is_lost_and_cuts_never_matter(text: str, data: st.DataObject) -> None:
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
@@ -517,6 +517,7 @@ TYPED: list[tuple[Any, str, Any]] = [
     (ENUM, "auto", "auto"),
     (ENUM, "True", True),
     (ENUM, "None", None),
+    ({"type": "string", "enum": ["a"]}, "5", "5"),
     ({"const": "5"}, "5", "5"),
     ({"const": 5}, "5", 5),
     ({"type": "array"}, '["a", 1]', ["a", 1]),
