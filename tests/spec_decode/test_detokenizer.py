@@ -163,7 +163,8 @@ class TestTextAssembler:
             if assembler.stopped:
                 break
         text += "".join(span.text for span in assembler.finish())
-        signed = "".join({"": "\ue000", "\ufdd1": "\ufffd"}.get(each, each) for each in said)
+        sign = "\ufffd" if any("<|x|>" in each for each in stop) else "\ufdd1"  # what stands for the token within
+        signed = "".join({"": "\ue000", "\ufdd1": sign}.get(each, each) for each in said)
         cut, stopped = cut_at_stop(signed, [*stop, *(each.replace("<|x|>", "\ue000") for each in stop)])
         assert (text, assembler.stopped) == (cut.replace("\ue000", ""), stopped)
 
