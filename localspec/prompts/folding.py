@@ -24,6 +24,7 @@ Known = MutableMapping[tuple[Any, ...], tuple[int, ...]]
 
 _KNOWS_TOOLS = re.compile(r"\btools\b")
 _KNOWS_NULL = re.compile(r"""content(['"]\])? is (not )?none""", re.IGNORECASE)
+_WORD = re.compile(r"localspec\d+(?:text|call\d+x|tool)")
 _MOST_KNOWN = 256
 _MANY_MESSAGES = 200
 """Of longer conversations not all combinations of repairs are tried."""
@@ -78,7 +79,8 @@ def folded(
     def missing(repairs: tuple[int, ...]) -> list[_Part]:
         put = _applied(probe, repairs)
         text = template.render(put.messages, tools=put.tools, **variables)
-        return [part for part in wanted if part.word not in text]
+        found = set(_WORD.findall(text.lower()))
+        return [part for part in wanted if part.word not in found]
 
     always = () if knows_tools(template) else (_TOOLS,)
     refusal: TemplateError | None = None
@@ -167,10 +169,10 @@ def _call_worded(call: Mapping[str, Any], word: str) -> dict[str, Any]:
     return dict(call) | {"function": dict(call["function"]) | {"arguments": arguments}}
 
 
-def _tool_worded(tool: Mapping[str, Any], i: int) -> dict[str, Any]:
-    function = tool.get("function")
+def _tool_worded(tool: Any, i: int) -> Any:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping):
-        return dict(tool)
+        return tool
     return dict(tool) | {"function": dict(function) | {"description": f"localspec{i}tool"}}
 
 
@@ -183,7 +185,8 @@ def _parts(asked: Conversation, probe: Conversation) -> Iterator[_Part]:
             word = json.loads(arguments) if isinstance(arguments, str) else arguments
             yield _Part(f"a call of {name}", word["localspec"])
     for i, tool in enumerate(probe.tools or ()):
-        yield _Part(f"tool {i}", f"localspec{i}tool" if isinstance(tool.get("function"), Mapping) else "")
+        worded = isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping)
+        yield _Part(f"tool {i}", f"localspec{i}tool" if worded else "")
 
 
 def _traits(asked: Conversation) -> Iterator[str]:
@@ -197,7 +200,9 @@ def _traits(asked: Conversation) -> Iterator[str]:
 
 
 def _calls(message: Mapping[str, Any]) -> list[Any]:
-    return [call for call in message.get("tool_calls") or () if isinstance(call.get("function"), Mapping)]
+    calls = message.get("tool_calls")
+    calls = calls if isinstance(calls, list | tuple) else ()
+    return [call for call in calls if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping)]
 
 
 # -- repairs -----------------------------------------------------------------------------------------------------------
@@ -378,14 +383,14 @@ def _short_ids(asked: Conversation) -> Conversation:
     return replace(asked, messages=messages)
 
 
-def _function_role(asked: Conversation) -> Conversation:
-    """Results in OpenAI's old role for them in the present one."""
-    messages = [m | {"role": "tool"} if m["role"] == "function" else m for m in asked.messages]
-    return replace(asked, messages=messages)
+def _usual_roles(asked: Conversation) -> Conversation:
+    """OpenAI's newest role for the system prompt, and its oldest for results, as the usual ones."""
+    usual = {"developer": "system", "function": "tool"}
+    return replace(asked, messages=[m | {"role": usual.get(m["role"], m["role"])} for m in asked.messages])
 
 
 _REPAIRS: Sequence[tuple[int, Callable[[Conversation], Conversation]]] = (
-    (1, _function_role),
+    (1, _usual_roles),
     (6, _tools_as_text),
     (1, _one_call_each),
     (1, _text_before_calls),

@@ -201,7 +201,8 @@ def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
         role = message.get("role")
         if not isinstance(role, str) or not _ROLE.fullmatch(role):
             raise UsageError(f"message {i}: role must be a word such as 'system' or 'user', not {role!r:.80}")
-        checked.append(dict(message) | {"content": _content(message, i)})
+        kept = {name: value for name, value in message.items() if name != "tool_calls" or value}  # some ask for the key
+        checked.append(kept | {"content": _content(message, i)})
     return checked
 
 

@@ -57,7 +57,7 @@ class TextAssembler:
         vocab: the target's vocabulary.
         stop: non-empty strings.
         thinking: tells thinking and answer apart; None: all text is the answer.
-        named: control tokens whose names in stop strings mean them, by name.
+        named: control tokens, by name: in stop strings the name means the token, as well as a text that spells it.
 
     Attributes:
         stopped: a stop string is complete (and none that began earlier can be): nothing more will be released.
@@ -75,12 +75,14 @@ class TextAssembler:
         self._detokenizer = Detokenizer(vocab)
         self.thinking = thinking
         self._signs: dict[int, str] = {}
-        longest_first = sorted((named or {}).items(), key=lambda item: -len(item[0]))
+        spelled = [(name, token) for name, token in (named or {}).items() if any(name in text for text in stop)]
+        longest_first = sorted(spelled, key=lambda item: -len(item[0]))
+        meant = list(stop)
         for (name, token), sign in zip(longest_first, _SIGNS, strict=False):
             self._signs[token] = sign
-            stop = [text.replace(name, sign) for text in stop]
+            meant = [text.replace(name, sign) for text in meant]
         self._not_signs = dict.fromkeys(map(ord, self._signs.values()), "\ufffd")
-        self._matchers = [Matcher(text) for text in dict.fromkeys(stop)]
+        self._matchers = [Matcher(text) for text in dict.fromkeys([*stop, *meant])]
         self._held = HeldText()
         self._found: int | None = None
         self._last: tuple[TokenKind, str] = ("plain", "target")

@@ -110,7 +110,7 @@ RIGHT: dict[str, st.SearchStrategy[Any]] = {
     "max_tokens": st.sampled_from([1, 2, 3, 7, 20, 40, 10**9]),
     "stop": st.lists(STOPS, max_size=3) | STOPS,
     "ignore_eos": st.booleans(),
-    "seed": st.sampled_from([0, 1, -1, 2**63, 2**64 - 1, -(2**63), 12345]),
+    "seed": st.sampled_from([0, 1, -2, 2**63, 2**64 - 1, -(2**63), 12345]),
 }
 FORMATS: list[dict[str, Any]] = [
     {"response_format": {"type": "json_object"}},

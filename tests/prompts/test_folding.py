@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import os
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from localspec.commands.serve.tools import messages_for
-from localspec.errors import TemplateError
+from localspec.errors import TemplateError, UsageError
+from localspec.prompts import template_sandbox
 from localspec.prompts.folding import folded
 from localspec.prompts.templates import ChatTemplate
-from tests.support.chat_templates import CONVERSATIONS, TEMPLATES, TOOLS
+from tests.support.chat_templates import CONVERSATIONS, TEMPLATES, TOOLS, A, U
 
 PUBLISHED = os.environ.get("LOCALSPEC_TEST_TEMPLATES")
 """A folder of published templates; files that are named by the SHA-256 of their text are held to it."""
@@ -117,9 +119,40 @@ def test_what_no_template_way_can_say_is_refused() -> None:
         folded(ChatTemplate(TEMPLATES["zephyr"]), criticised, None, {})
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": "x", "tool_calls": "calls"},
+        {"role": "assistant", "content": "x", "tool_calls": [1, {"function": 5}, {}]},
+        {"role": "assistant", "content": "x", "tool_calls": {"a": 1}},
+        {"role": "developer", "content": "x"},
+        {"role": "function", "name": "f", "content": "x"},
+    ],
+)
+def test_odd_messages_of_a_program_are_no_crash(message: Any) -> None:
+    for name in ("zephyr", "qwen 2.5", "llama 3", "nemo"):
+        with suppress(TemplateError, UsageError):
+            folded(ChatTemplate(TEMPLATES[name], "<s>", "</s>"), [U, message, U], cast(Any, [1, {}, *TOOLS]), {})
+
+
+@pytest.mark.parametrize("role", ["developer", "function"])
+def test_roles_that_have_another_name_today(role: str) -> None:
+    template = ChatTemplate(TEMPLATES["qwen 2.5"], "<s>", "</s>")
+    put = folded(template, [U, {"role": role, "name": "look", "content": "It is cold."}, U], None, {})
+    assert "It is cold." in template.render(put.messages)
+
+
+def test_ten_thousand_short_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_sandbox, "SECONDS", 60.0)  # of the machine's speed this says nothing
+    talk = [U | {"content": "yes!"}, A | {"content": "nay!"}] * 5000
+    for name in ("chatml", "llama 3", "qwen 3"):
+        template = ChatTemplate(TEMPLATES[name], "<s>", "</s>")
+        prompt = prompt_of(template, talk, None)
+        assert (prompt.count("yes!"), prompt.count("nay!")) == (5000, 5000), name
+
+
 @pytest.mark.skipif(not PUBLISHED, reason="LOCALSPEC_TEST_TEMPLATES names no folder of published templates")
-@pytest.mark.parametrize("kind", CONVERSATIONS)
-def test_published_templates(kind: str) -> None:
+def test_published_templates() -> None:
     files = sorted(path for path in Path(PUBLISHED or "").iterdir() if path.is_file())
     assert files
     for path in files:
@@ -127,7 +160,8 @@ def test_published_templates(kind: str) -> None:
         if len(path.stem) == 64:
             assert hashlib.sha256(path.read_bytes()).hexdigest() == path.stem
         template = ChatTemplate(source, "<s>", "</s>")
-        for tools in (None, TOOLS):
-            prompt = prompt_of(template, CONVERSATIONS[kind], tools)
-            missing = [text for text in texts_of(CONVERSATIONS[kind]) if not holds(prompt, text)]
-            assert not missing, (path.name, kind, missing)
+        for kind, conversation in CONVERSATIONS.items():
+            for tools in (None, TOOLS):
+                prompt = prompt_of(template, conversation, tools)
+                missing = [text for text in texts_of(conversation) if not holds(prompt, text)]
+                assert not missing, (path.name, kind, missing)

@@ -152,6 +152,22 @@ class TestTextAssembler:
         by_byte = assemble([bytes([b]) for b in text.encode()], stop)
         assert whole == by_byte == (expected, expected != text)
 
+    @given(st.lists(st.sampled_from(["a", "b", "", "\ufdd1", "<|x|>", "|>"]), max_size=12), st.data())
+    def test_a_name_in_a_stop_string_means_the_control_token_too(self, said: list[str], data: st.DataObject) -> None:
+        """The control token ``<|x|>`` is the empty piece here: it has no text of its own."""
+        stop = data.draw(st.lists(st.sampled_from(["<|x|>", "a<|x|>", "<|x|>b", "<|x|><|x|>", "b", "x"]), max_size=3))
+        assembler = TextAssembler(Pieces([b"", *(each.encode() for each in said)]), stop, named={"<|x|>": 0})
+        text = ""
+        for i, each in enumerate(said, 1):
+            text += "".join(span.text for span in assembler.push(i if each else 0, "plain", "target"))
+            if assembler.stopped:
+                break
+        text += "".join(span.text for span in assembler.finish())
+        sign = "\ufffd" if any("<|x|>" in each for each in stop) else "\ufdd1"  # what stands for the token within
+        signed = "".join({"": "\ue000", "\ufdd1": sign}.get(each, each) for each in said)
+        cut, stopped = cut_at_stop(signed, [*stop, *(each.replace("<|x|>", "\ue000") for each in stop)])
+        assert (text, assembler.stopped) == (cut.replace("\ue000", ""), stopped)
+
     def test_nothing_is_held_back_without_stop_strings(self) -> None:
         assembler = TextAssembler(Pieces([b"a", b"b"]))
         assert [span.text for i in range(2) for span in assembler.push(i, "plain", "target")] == ["a", "b"]

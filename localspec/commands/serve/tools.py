@@ -49,8 +49,8 @@ def messages_for(messages: Sequence[Any], system: str | None = None) -> list[dic
         if message["role"] == "developer":
             message["role"] = "system"
         message.setdefault("content", "")
-        if calls := message.pop("tool_calls", None):  # some templates ask whether there is such a list
-            message["tool_calls"] = [_call(call, i) for call in _list(calls, i)]
+        if "tool_calls" in message:
+            message["tool_calls"] = [_call(call, i) for call in _list(message["tool_calls"], i)]
         prepared.append(message)
     if system and prepared[0]["role"] != "system":
         prepared.insert(0, {"role": "system", "content": system})

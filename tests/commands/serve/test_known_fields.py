@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from localspec import SamplingParams
 from localspec.commands.serve import known_fields as known
@@ -455,3 +458,29 @@ def test_no_field_is_in_a_table_twice() -> None:
     for table in _tables():
         assert len(table.names) == len(table.honoured) + len(table.ignored) + len(table.refused)
         assert set(table.off) <= set(table.refused) | table.honoured | set(table.ignored)
+
+
+# -- anything at all ---------------------------------------------------------------------------------------------------
+
+_NAMES = sorted({name for table in _tables() for name in table.names})
+_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 40)
+    | st.floats()
+    | st.sampled_from(["", "x", "auto", "text", "function"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(_NAMES), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(REQUESTS)), st.data())
+def test_no_body_is_an_internal_error(kind: str, data: st.DataObject) -> None:
+    check, body = REQUESTS[kind]
+    table = {"chat": known.CHAT, "completions": known.COMPLETIONS, "responses": known.RESPONSES, "infill": known.INFILL,
+             "messages": known.MESSAGES, "count": known.COUNT_TOKENS, "ollama chat": known.OLLAMA_CHAT,
+             "ollama generate": known.OLLAMA_GENERATE}[kind]  # fmt: skip
+    change = data.draw(st.dictionaries(st.sampled_from(sorted(table.honoured)), _VALUES, max_size=4))
+    with suppress(ApiError):
+        check(Fields({**body, **change}), THINKER)

@@ -137,6 +137,22 @@ def test_instructions_are_of_one_answer_only(client: openai.OpenAI) -> None:
     assert second.output_text == full.output_text
 
 
+def test_an_item_of_an_answer_that_is_kept_can_be_named(client: openai.OpenAI) -> None:
+    first = client.responses.create(**ASKED, extra_body=says("Hello."))
+    user: Any = {"role": "user", "content": ASKED["input"]}
+    named: Any = {"type": "item_reference", "id": first.output[0].id}
+    for reference in (named, {"id": named["id"]}):
+        found = client.responses.create(**ASKED | {"input": [user, reference, user]})
+        full = client.responses.create(**ASKED | {"input": [user, {"role": "assistant", "content": "Hello."}, user]})
+        assert found.usage is not None
+        assert full.usage is not None
+        assert found.usage.input_tokens == full.usage.input_tokens
+    client.responses.delete(first.id)
+    with pytest.raises(openai.BadRequestError, match="there is no item") as caught:
+        client.responses.create(**ASKED | {"input": [user, named, user]})
+    assert (caught.value.code, caught.value.param) == ("item_not_found", "input[1].id")
+
+
 def test_answers_are_kept_until_deleted_and_not_without_leave(client: openai.OpenAI) -> None:
     kept = client.responses.create(**ASKED)
     assert client.responses.retrieve(kept.id).output_text == kept.output_text
