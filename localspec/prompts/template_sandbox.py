@@ -77,7 +77,6 @@ class Meter:
         if time.thread_time() > self.deadline:
             raise LimitReached("it does not come to an end")
 
-
     def spend_text(self, size: int) -> None:
         """Pay for a text that is made. Copying is cheap: a template may go on adding to what it has written.
 
