@@ -30,11 +30,12 @@ from jinja2.visitor import NodeTransformer
 from localspec.errors import TemplateError
 
 # Qwen2.5's template (2,500 characters) takes 5 ms for 200 messages of 2,000 characters, and spends 25 units for each
-# unit that they weigh: the limits leave sound templates room for ten times as much and more. The units bound the work;
+# unit that they weigh: the limits leave sound templates room for ten times as much and more, and 10,000 messages room
+# for what is done with all that was written so far once for each of them. The units bound the work;
 # the clock is for what they might miss, so it grows with the conversation as they do.
 MAX_SOURCE = 80_000
-SECONDS, SECONDS_PER_INPUT_UNIT = 1.0, 1e-4
-UNITS, UNITS_PER_INPUT_UNIT = 32_000_000, 256
+SECONDS, SECONDS_PER_INPUT_UNIT = 1.0, 5e-5
+UNITS, UNITS_PER_INPUT_UNIT = 32_000_000, 1024
 # No chat template computes with anything but short counts.
 MAX_NUMBER_BITS = 4096
 MAX_NUMBER_ARGUMENT = 1_000_000
@@ -75,6 +76,16 @@ class Meter:
             raise LimitReached("it asks for too much work or memory")
         if time.thread_time() > self.deadline:
             raise LimitReached("it does not come to an end")
+
+    def spend_text(self, size: int) -> None:
+        """Pay for a text that is made. Copying is cheap: a template may go on adding to what it has written.
+
+        Raises:
+            LimitReached: as above, or one text is too long.
+        """
+        if size > UNITS:
+            raise LimitReached("it asks for too much work or memory")
+        self.spend(1 + size // 8)
 
 
 def weight(value: Any, limit: int) -> int:
@@ -140,7 +151,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
     def concat(self, parts: Iterable[str]) -> str:
         """Join what a macro or block has written."""
         texts = parts if isinstance(parts, list) else list(self.metered(parts))
-        self.meter.spend(sum(map(len, texts)))
+        self.meter.spend_text(sum(map(len, texts)))
         return "".join(texts)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -191,7 +202,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
     def checked(self, value: Any) -> Any:
         """The value itself, paid for by its size."""
         if isinstance(value, str):
-            self.meter.spend(1 + len(value))
+            self.meter.spend_text(len(value))
         elif isinstance(value, Iterator):
             return self.metered(value)
         else:
@@ -201,7 +212,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
     def sliced(self, value: Any) -> Any:
         """A part of a value, paid for by its length: its elements were paid for when the value was made."""
         if isinstance(value, list | tuple):
-            self.meter.spend(_ELEMENT * (1 + len(value)))
+            self.meter.spend(_ELEMENT + len(value) // 2)
             return value
         return self.checked(value)
 

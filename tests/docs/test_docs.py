@@ -13,15 +13,16 @@ from pathlib import Path
 import pytest
 import typer
 
-from localspec import LLM, Draft, DraftToken, EmittedToken, Round, SamplingParams, SpecStats, Verdict
+from localspec import LLM, Draft, DraftToken, EmittedToken, Round, SamplingParams, SpecStats, Verdict, values
 from localspec.commands.chat.commands import COMMANDS
 from localspec.commands.chat.views import VIEWS
 from localspec.commands.cli import app
-from localspec.commands.serve import infill, requests, response_store, slots
+from localspec.commands.serve import body, infill, requests, response_store, slots
 from localspec.commands.serve.apis import embeddings
 from localspec.commands.serve.conversations import ConversationLimits
 from localspec.commands.serve.protocol import MAX_CONNECTIONS
 from localspec.commands.serve.settings import ServerSettings
+from localspec.sampling.structured import request as structured
 from scripts import make_docs
 from tests.conftest import TinyFiles
 from tests.test_packaging import tracked_files
@@ -136,10 +137,12 @@ def test_every_address_is_on_the_page_of_the_server() -> None:
 
 
 def test_the_bounds_of_the_server_are_those_that_hold() -> None:
-    table = text_of("docs/server.md").partition("**Bounds.**")[2].partition("**Access.**")[0]
+    table = text_of("docs/server.md").partition("**Bounds.**")[2].partition("What is within")[0]
     server, conversations = ServerSettings(), ConversationLimits()
     bounds = [MAX_CONNECTIONS, server.body_bytes >> 20, server.body_seconds, server.bodies_bytes >> 20]
-    bounds += [requests.MAX_MESSAGES, requests.MAX_TOOLS, requests.MAX_CHOICES, requests.MAX_STOPS]
+    bounds += [body.LARGE_BYTES >> 10, body.N_LARGE, values.MAX_DEPTH, values.MAX_CONTAINERS, values.MAX_DIGITS]
+    bounds += [requests.MAX_MESSAGES, requests.MAX_TOOLS, requests.MAX_CHOICES, requests.MAX_STOPS, requests.MAX_STOP]
+    bounds += [structured.MAX_SCHEMA, structured.MAX_OPTIONAL]
     bounds += [response_store.MAX_RESPONSES, response_store.MAX_BYTES >> 20]
     bounds += [conversations.conversations, conversations.bytes_each >> 20, conversations.bytes_together >> 20]
     bounds += [infill.MAX_FILES, slots.MAX_WINDOWS, slots.MAX_CHARACTERS, embeddings.MAX_INPUTS]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from localspec.model_files.vocab import Vocab
 from localspec.prompts import template_sandbox
 from localspec.prompts.templates import CHATML, ChatTemplate
 from tests.conftest import REAL_MODELS, open_backend
+from tests.support.waiting import PATIENCE
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<s>", "</s>", "[INST]", "[/INST]"]
 CHAT = [
@@ -61,6 +63,13 @@ STYLES = {
 {% for m in messages if m.role != 'system' %}{{ m.role }}{% else %}none{% endfor %}
 {% for m in messages %}{% if loop.first %}{% continue %}{% endif %}
 {{ m.content }}{% if loop.index == 3 %}{% break %}{% endif %}{% endfor %}""",
+    "what comes after": """{%- for m in messages %}
+{%- set next = namespace(role='nobody', said=0) %}
+{%- for other in messages[loop.index:] %}
+{%- if next.said == 0 %}{% set next.role = other.role %}{% endif %}{% set next.said = next.said + 1 %}
+{%- if next.said == 3 %}{% break %}{% endif %}
+{%- endfor %}{{ m.role }} before {{ next.role }}: {{ m.content }}
+{% endfor %}""",
     "blocks and recursion": """{% set body %}
 {% for m in messages %}{{ m.role }}:{% endfor %}{% endset %}{{ body|upper }}
 {% filter trim %}  x  {% endfilter %}{% block end %}{{ eos_token }}{% endblock %}
@@ -244,6 +253,31 @@ class TestSandbox:
         monkeypatch.setattr(template_sandbox, "SECONDS", 60.0)
         chat = [{"role": ("user", "assistant")[i % 2], "content": "word " * 4000} for i in range(40)]
         assert len(ChatTemplate(STYLES["namespaces and macros"]).render(chat)) > 780_000
+
+    @pytest.mark.parametrize("style", STYLES)
+    def test_ten_thousand_messages_are_no_attack(self, style: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As many as a request may have: whatever a template does once for each of them, it may."""
+        monkeypatch.setattr(template_sandbox, "SECONDS", 1.0)
+        words = ("Please say that again, number {i}.", "I said what I said, {i} times, and no more than that.")
+        chat = [{"role": ("user", "assistant")[i % 2], "content": words[i % 2].format(i=i)} for i in range(10_000)]
+        assert len(ChatTemplate(STYLES[style], "<s>", "</s>", SPECIAL).render(chat, tools=TOOLS)) > 50_000
+
+    def test_a_rendering_keeps_no_other_waiting(self) -> None:
+        template = ChatTemplate("{% if wait is defined %}{{ wait() }}{% endif %}{{ messages[0].content }}")
+        begun, go_on, found = threading.Event(), threading.Event(), list[str]()
+
+        def wait() -> str:
+            begun.set()
+            assert go_on.wait(PATIENCE)
+            return "waited for "
+
+        slow = threading.Thread(target=lambda: found.append(template.render(CHAT, wait=wait)))
+        slow.start()
+        assert begun.wait(PATIENCE)
+        quick = template.render(CHAT)  # a lock about a rendering would never be had
+        go_on.set()
+        slow.join(PATIENCE)
+        assert found == [f"waited for {quick}"]
 
     def test_a_broken_template_names_the_line(self) -> None:
         with pytest.raises(TemplateError, match="line 2"):

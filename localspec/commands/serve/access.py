@@ -73,9 +73,7 @@ class Client:
     def drafters(self, loaded: Sequence[str]) -> dict[str, str]:
         """The drafters that may draft for it: what clients call each -> what it was loaded as."""
         return {
-            public: name
-            for public, name in public_names(loaded).items()
-            if self.reads_texts or not (is_corpus(name) or name == RECYCLED)
+            public: name for public, name in public_names(loaded).items() if self.reads_texts or not copies_texts(name)
         }
 
     def shown(self, reply: Reply, drafters: Mapping[str, str]) -> Reply:
@@ -147,6 +145,11 @@ def is_open(path: str) -> bool:
 
 def _kinds(path: str) -> Collection[Kind] | None:
     return next((kinds for pattern, kinds in _PATTERNS if pattern.match(path)), None)
+
+
+def copies_texts(name: str) -> bool:
+    """Whether a drafter copies what other clients may not read: files, chats, what the answers to others taught."""
+    return is_corpus(name) or name == RECYCLED
 
 
 def client_of(http: HTTPConnection) -> Client:

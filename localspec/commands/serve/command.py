@@ -42,6 +42,7 @@ def serve_command(options: RunOptions, settings: ServerSettings) -> int:
 
 
 def _serve_chats(options: RunOptions, settings: ServerSettings) -> AppRunner:
+    from localspec.commands.serve.access import copies_texts
     from localspec.commands.serve.runner import Runner, listen, url_of
 
     asked = options.corpora()
@@ -56,6 +57,9 @@ def _serve_chats(options: RunOptions, settings: ServerSettings) -> AppRunner:
         url = url_of(sock)
         draft = " + ".join(llm.draft_names) or "none"
         print(f"localspec: {llm.model_name} · {llm.backend_name} · draft: {draft}", file=sys.stderr)
+        if not settings.local and (private := [name for name in llm.draft_names if copies_texts(name)]):
+            why = "their texts are for this computer alone, and others reach this server"
+            print(f"localspec: not used for requests: {', '.join(private)}: {why}", file=sys.stderr)
         if settings.parallel != 1:
             parallel = llm.parallel_info()
             print(f"localspec: requests at a time: {parallel['parallel']} ({parallel['reason']})", file=sys.stderr)

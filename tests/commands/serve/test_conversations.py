@@ -98,6 +98,21 @@ def test_what_is_no_conversation_is_refused(server: Server, body: Any, field: st
     assert ask(server, "GET")[1]["data"] == []
 
 
+def test_a_number_that_is_not_finite_spoils_nothing(server: Server, isolated_home: Path) -> None:
+    """Such a one is refused; one that is on the disk already is left out, and the rest is there."""
+    body = json.dumps(content()).replace("0.5", "1e999").encode()
+    status, refused = ask(server, "POST", body=body)
+    assert (status, "too large" in refused["error"]["message"]) == (400, True)
+    made = ask(server, "POST", body=content())[1]["id"]
+    (path,) = isolated_home.glob(f"conversations/{made}.json")
+    for number in ("1e999", "NaN", "-Infinity"):
+        text = path.read_text()
+        path.write_text(text.replace("0.5", number))
+        status, kept = ask(server, "GET", "/" + made)
+        path.write_text(text)
+        assert (status, kept["settings"], len(kept["messages"])) == (200, {}, 2)
+
+
 def test_no_name_leads_out_of_the_folder(server: Server, isolated_home: Path) -> None:
     secret = isolated_home / "0123456789abcdef.json"
     isolated_home.mkdir(exist_ok=True)

@@ -189,12 +189,38 @@ def test_a_length_of_minus_one_is_no_bound_of_the_request(name: str) -> None:
         b'{"a": "\\ud800"}',
         b"[" * 100_000,
         b'{"a": ' + b"9" * 10_000 + b"}",
+        b'{"a": 1e999}',
+        b'{"a": -1e400}',
+        b'{"a": [1, {"b": 1E309}]}',
+        b'{"a": 1' + b"0" * 400 + b"}",
+        b'{"a": "\\udc00\\ud800"}',
+        b'{"\\ud83d": 1}',
+        b'{"a": 1, "b": {"c": 1, "c": 1}}',
+        b'{"a": -Infinity}',
+        b"[" * 201 + b"]" * 201,
+        b'{"a":' * 201 + b"1" + b"}" * 201,
+        b"[" + b"[]," * 500_001 + b"0]",
     ],
 )
 def test_what_is_no_json_is_400(body: bytes) -> None:
     with pytest.raises(ApiError) as error:
         parse(body)
     assert error.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("body", "value"),
+    [
+        (b'{"a": 1e308, "b": -0, "c": -0.0, "d": 1e-999}', {"a": 1e308, "b": 0, "c": -0.0, "d": 0.0}),
+        (b'{"a": ' + b"9" * 308 + b"}", {"a": 10**308 - 1}),
+        (b'{"a": "\\ud83d\\ude00 NaN 1e999 [[["}', {"a": "\U0001f600 NaN 1e999 [[["}),
+        (b'{"a": "\\\\", "b": "\\"[{"}', {"a": "\\", "b": '"[{'}),
+        (b"\xef\xbb\xbf{}", {}),
+        (b"[" * 200 + b"]" * 200, json.loads("[" * 200 + "]" * 200)),
+    ],
+)
+def test_what_means_the_same_to_everybody_is_read(body: bytes, value: Any) -> None:
+    assert parse(body) == value
 
 
 WORDS = [

@@ -77,6 +77,10 @@ def test_only_our_own_names_are_answered_to(server: Server, host: str, status: i
         ({"Sec-Fetch-Site": "same-site"}, 403),
         ({"Sec-Fetch-Site": "same-origin"}, 200),
         ({"Sec-Fetch-Site": "none"}, 200),
+        ({"Content-Type": "", "Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Content-Type": "", "Origin": "https://evil.example"}, 403),
+        ({"Content-Type": "", "Referer": "https://evil.example/"}, 415),
+        ({"Content-Type": "application/x-www-form-urlencoded", "User-Agent": "Mozilla/5.0 (X11)"}, 415),
         ({"Content-Type": "text/plain"}, 415),
         ({"Content-Type": "text/plain; application/json"}, 415),
         ({"Content-Type": ""}, 200),  # what Ollama's clients send
@@ -90,6 +94,24 @@ def test_pages_of_other_sites_stay_out(server: Server, headers: dict[str, str], 
     found, sent, _ = server.ask(*ASK, headers)
     assert found == status
     assert "access-control-allow-origin" not in sent
+
+
+def test_an_allowed_site_may_send_what_its_client_adds(llm: LLM) -> None:
+    origin = "app://obsidian.md"
+    asked = (
+        "Authorization, x-stainless-os,dangerously-allow-browser, http-referer,x-title, traceparent, baggage, bad name"
+    )
+    with serve(llm, origins=(origin,)) as server:
+        question = {"Origin": origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": asked}
+        question["Access-Control-Request-Private-Network"] = "true"
+        status, headers, _ = server.ask("OPTIONS", "/v1/chat/completions", None, question)
+        assert status == 204
+        allowed = headers["access-control-allow-headers"].split(", ")
+        assert allowed == [name.strip().lower() for name in asked.split(",")][:-1]
+        assert headers["access-control-allow-private-network"] == "true"
+        status, headers, _ = server.ask("OPTIONS", "/v1/chat/completions", None, question | {"Origin": "http://evil"})
+        assert status == 403
+        assert not any(name.startswith("access-control") for name in headers)
 
 
 def test_a_link_may_lead_to_the_page_but_nothing_may_embed_it(server: Server) -> None:
@@ -136,8 +158,12 @@ SDK_HEADERS = {
     "x-stainless-lang": "js",
     "x-stainless-retry-count": "0",
     "openai-organization": "org",
+    "dangerously-allow-browser": "true",
+    "http-referer": "https://notes.example",
+    "x-title": "Notes",
+    "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
 }
-"""What the clients of OpenAI and Anthropic for JavaScript send from a page."""
+"""What the clients of OpenAI and Anthropic for JavaScript send from a page, and what others add."""
 
 
 def test_their_clients_work_in_a_page_of_an_allowed_origin(llm: LLM, browser: Any, tmp_path: Path) -> None:
@@ -165,7 +191,7 @@ def test_their_clients_work_in_a_page_of_an_allowed_origin(llm: LLM, browser: An
         page = browser.new_page()
         page.goto(origin)
         with serve(llm, origins=(origin,), api_key="k") as server:
-            assert page.evaluate(script, [server.url, SDK_HEADERS]) == [200, 200, 404, "kept out"]
+            assert page.evaluate(script, [server.url, SDK_HEADERS]) == [200, 200, 404, 200]
         with serve(llm, api_key="k") as server:
             assert page.evaluate(script, [server.url, SDK_HEADERS]) == ["kept out"] * 4
         page.close()
