@@ -190,7 +190,8 @@ class Timer:
         counted, n_quiet = self._counted()
         curve = {width: _undisturbed(ms) for width, ms in counted.items()}
         others = others_share((each.before, each.after) for each in self._rounds) or 0.0
-        return PassTimes(curve, noisy=n_quiet < 2 or not _agree(counted), others_share=others)
+        noisy = n_quiet < 2 or not _agree(counted)
+        return PassTimes(_bounded(curve) if noisy else curve, noisy=noisy, others_share=others)
 
     def quiet_rounds(self) -> list[PassTimes]:
         """Each round by itself in which nobody else used the CPUs."""
@@ -272,6 +273,15 @@ def _out_of_line(samples: Samples) -> bool:
         if ms > OUT_OF_LINE * min([*parts, *wider]):
             return True
     return False
+
+
+def _bounded(curve: dict[int, float]) -> dict[int, float]:
+    """A disturbed curve, no point of it longer than passes over its parts or a wider one: others only lengthen."""
+    bounded: dict[int, float] = {}
+    for width in sorted(curve):
+        parts = [-(-width // part) * ms for part, ms in bounded.items()]
+        bounded[width] = min([ms for other, ms in curve.items() if other >= width] + parts)
+    return bounded
 
 
 class CalibrationCache:

@@ -367,9 +367,10 @@ def test_at_a_terminal_the_default_model_is_one_question(
 def test_every_command_asks_at_a_terminal(command: str) -> None:
     import pexpect
 
-    child = pexpect.spawn(sys.executable, ["-m", "localspec", *command.split()[:1], "smollm2-135m", *command.split()[1:]],
-                          env={**os.environ, "LOCALSPEC_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"},
-                          timeout=PATIENCE, encoding="utf-8")  # fmt: skip
+    verb, *more = command.split()
+    environment = {**os.environ, "LOCALSPEC_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    arguments = ["-m", "localspec", verb, "smollm2-135m", *more]
+    child = pexpect.spawn(sys.executable, arguments, env=environment, timeout=PATIENCE, encoding="utf-8")
     child.expect_exact("smollm2-135m is not here: 98.4 MB. Fetch it? [Y/n] ")
     child.sendline("n")
     child.expect_exact("localspec: smollm2-135m is not on this disk; run: localspec pull smollm2-135m")

@@ -173,7 +173,7 @@ def test_pull_finds_a_model_by_a_part_of_its_name(monkeypatch: pytest.MonkeyPatc
     out, err = capsys.readouterr()
     assert out == f"{SMOL.path}\n"
     assert "LM2-135 is smollm2-135m (98.4 MB)" in err
-    with pytest.raises(UnknownModel, match="'coder' in their names: qwen2[.]5-coder-1[.]5b, qwen2[.]5-coder-0[.]5b, "):
+    with pytest.raises(UnknownModel, match=r"'coder' in their names: qwen2\.5-coder-1\.5b, qwen2\.5-coder-0\.5b, "):
         pull_command(["coder"])
     assert Catalog.load().find("qwen2.5-coder-1.5b").name == "qwen2.5-coder-1.5b"  # though a part of others, perhaps
     for odd in ("", "xyzzy", "/"):

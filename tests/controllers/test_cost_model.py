@@ -133,6 +133,15 @@ def test_load_at_every_second_pass_makes_a_curve_provisional(monkeypatch: pytest
     assert times.noisy
 
 
+def test_a_provisional_curve_has_no_point_that_others_contradict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one beside heavy load, which else held 1,230 ms at 24 tokens and 10,721 at 64."""
+    machine = Machine(lambda n, width: {64: 5.0, 5: 4.0}.get(width, 1.0), lambda n: 0.9)
+    times = measured(machine, monkeypatch)
+    assert times.noisy
+    assert times(64) <= 3 * times(24)
+    assert times(5) == times(6)
+
+
 def test_rounds_beside_load_do_not_count_where_there_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(lambda n, width: 2.0 if n < 40 else 1.0, lambda n: 0.5 if n < 40 else 0.0)
     times = measured(machine, monkeypatch)

@@ -20,7 +20,7 @@ from localspec.commands.chat.late_draft import LateDraft, may_be_drafted_for
 from localspec.commands.chat.screen import ChatScreen
 from localspec.commands.options import RunOptions
 from localspec.controllers.cost_model import PassTimes
-from localspec.errors import DownloadError
+from localspec.errors import Cancelled, DownloadError
 from localspec.model_files import sources
 from localspec.model_files.catalog import Catalog, Entry
 from localspec.model_files.head_folders import heads_folder
@@ -218,8 +218,48 @@ def test_a_draft_model_that_would_add_nothing_is_not_fetched(
     assert late.wait(SOON)
     assert not fetched
     assert llm.draft_names == ([*AUTOMATIC, "head"] if with_head else ["ngram"])
-    assert [note for note in late.notes if "localspec pull some-draft" in note] == late.notes != []
+    assert "localspec pull some-draft" in late.notes[0]
+    assert len(late.notes) == 1
     assert late.status == ""
+
+
+@pytest.mark.parametrize("others", [0.0, 0.4])
+def test_what_is_said_of_it_is_what_was_measured(llm: LLM, monkeypatch: pytest.MonkeyPatch, others: float) -> None:
+    """Beside other programs nothing is said of this machine."""
+    llm.wait_idle(SOON)
+    llm._pair.times.quick, llm._pair.times.noisy, llm._pair.times.others_share = False, others > 0, others
+    monkeypatch.setattr(late_draft, "draft_gain", lambda times: 0.9)
+    monkeypatch.setattr(Catalog, "draft_for", lambda self, path: None)
+    late = LateDraft(llm, [DRAFT])
+    assert late.wait(SOON)
+    assert ("on this machine" in late.notes[0], "The next start looks again" in late.notes[0]) == (
+        not others,
+        bool(others),
+    )
+    assert late.notes[0].endswith("To get it anyway: localspec pull some-draft")
+
+
+def test_loading_that_gives_way_to_a_request_is_no_remark_and_is_made_up_for(llm: LLM, tiny: TinyFiles) -> None:
+    """A head's too, which ``auto`` otherwise goes on without where it fails."""
+    heads_folder().mkdir(parents=True)
+    write_random_head(tiny.quick.target, heads_folder() / "a-head.gguf")
+    for _ in range(2):
+        with pytest.raises(Cancelled):
+            llm.set_draft(["auto"], gives_way=lambda: True)
+        assert llm.warnings == []
+        assert llm.draft_names == ["ngram"]
+    llm.set_draft(["auto"], gives_way=lambda: False)
+    assert llm.draft_names == [*AUTOMATIC, "head", tiny.quick.draft.stem]
+    assert llm.warnings == []
+
+
+def test_a_remark_is_made_once_however_often_a_draft_is_loaded(tiny: TinyFiles) -> None:
+    with LLM(tiny.quick.draft, "ngram", backend="reference", n_ctx=256, idle=False) as llm:
+        for _ in range(3):
+            llm.set_draft(["ngram", tiny.quick.target])
+            llm.set_draft("ngram")
+        assert len(llm.warnings) == 1
+        assert "is larger than the target" in llm.warnings[0]
 
 
 def test_what_a_draft_model_would_add_follows_from_the_targets_passes() -> None:
