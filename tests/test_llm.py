@@ -276,8 +276,16 @@ def test_nothing_is_drafted_behind_an_end_token(tiny: TinyFiles) -> None:
 
 
 def test_the_estimate_of_plain_speed_follows_this_answers_own_passes(tiny: TinyFiles) -> None:
-    """Whatever was calibrated: where all passes were over one token, plain decoding is just these passes."""
-    with LLM(tiny.pair.target, None, backend="reference", n_ctx=256) as llm:
+    """Whatever was calibrated; and without drafts an answer is plain decoding, which nothing is estimated of."""
+    with LLM(tiny.pair.target, "ngram", backend="reference", n_ctx=256) as llm:
         llm._pair.times.curve = Curve({1: 1e5})
-        stats = llm.generate("the cat", SamplingParams(max_tokens=12, ignore_eos=True)).stats
-        assert stats["estimated_plain_tokens_per_second"] == pytest.approx(12 / stats["seconds_verify"])
+        params = SamplingParams(max_tokens=12, ignore_eos=True)
+        stats = llm.generate("the cat", params, speculate=False).stats
+        assert stats["estimated_plain_tokens_per_second"] is stats["estimated_speedup"] is None
+        stream = llm.rounds("the cat", params, draft_length=3, prediction=llm.generate("the cat", params).token_ids[5:])
+        with stream:
+            own = sorted(round_.ms_verify for round_ in stream if not round_.draft)
+        stats = stream.reply.stats
+        assert stats["num_draft_tokens"]
+        assert len(own) >= 3
+        assert stats["estimated_plain_tokens_per_second"] == pytest.approx(1e3 / own[(len(own) - 1) // 2])

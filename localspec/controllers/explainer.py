@@ -65,7 +65,7 @@ def _state(estimates: Estimates, source: str, needed: float, may_cost: float, ha
     if share_of(source) * may_cost * estimates.ms_plain < _cheapest(estimates, source):
         return "off for now, wrong guesses have cost as much as they may"
     if needed < LEAST_SHOWN:
-        return "on, a wrong guess costs next to nothing on this machine"
+        return "on, as measured a wrong guess costs next to nothing here"
     if mean >= needed:
         return "on" + shares
     return f"on, only where {'it is sure' if runs_model else 'a repeat is likely'}{shares}"

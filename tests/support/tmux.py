@@ -53,6 +53,15 @@ class Tmux:
         self._run("send-keys", "-l", line)
         self._run("send-keys", "Enter")
 
+    def paste(self, text: str) -> None:
+        """Paste a text; the program sees where it begins and ends if it has asked for that."""
+        self._run("set-buffer", "-b", "pasted", text)
+        self._run("paste-buffer", "-p", "-b", "pasted")
+
+    def resize(self, columns: int) -> None:
+        """Make the window narrower or wider."""
+        self._run("resize-window", "-x", str(columns))
+
     def screen(self, *, escapes: bool = False) -> str:
         """What is on the screen now, and what has scrolled off it."""
         return self._run("capture-pane", "-p", "-S", "-2000", *(["-e"] if escapes else []))

@@ -22,17 +22,17 @@ def stats_parts(answers: Sequence[Stats], *, unicode: bool = True) -> list[Table
         ("estimated plain tokens per second", lambda s: _number("{:.1f}", s["estimated_plain_tokens_per_second"])),
         ("estimated speed-up", lambda s: _number("×{:.2f}", s["estimated_speedup"])),
         ("answer tokens", lambda s: str(s["completion_tokens"])),
-        ("rounds (target passes)", lambda s: str(s["num_rounds"])),
+        ("rounds (passes of the model)", lambda s: str(s["num_rounds"])),
         ("tokens per round (plain is 1)", lambda s: f"{s['mean_acceptance_length']:.2f}"),
-        ("guesses accepted", _accepted),
-        *((f"  {name}", lambda s, name=name: _accepted(s["by_source"].get(name))) for name in everything["by_source"]),
+        ("guesses right", _right),
+        *((f"  {name}", lambda s, name=name: _right(s["by_source"].get(name))) for name in everything["by_source"]),
         *((f"seconds: {name}", lambda s, name=name: f"{s[f'seconds_{name}']:.2f}") for name in _PHASES),
     ]
     last = SpecStats.total(answers[-1:])
     cells = [(name, show(last), show(everything)) for name, show in rows]
     bars = histogram(everything["drafted_per_position"], everything["accepted_per_position"], unicode=unicode)
     table = Table("", ("", "last answer", "conversation"), cells)
-    return [table, Lines("accepted, by position in the draft", bars)] if bars else [table]
+    return [table, Lines("right, by place in a round", bars)] if bars else [table]
 
 
 def histogram(drafted: Sequence[int], accepted: Sequence[int], *, unicode: bool = True) -> list[str]:
@@ -51,7 +51,7 @@ def _number(form: str, value: float | None) -> str:
     return form.format(value) if value else "-"
 
 
-def _accepted(counts: Stats | None) -> str:
+def _right(counts: Stats | None) -> str:
     if counts is None:
         return "-"
     part, whole = counts["num_accepted_tokens"], counts["num_draft_tokens"]

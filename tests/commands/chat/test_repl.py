@@ -16,6 +16,7 @@ from tests.commands.test_cli import PROGRAM, localspec
 from tests.conftest import TinyFiles
 from tests.support.endless import write_endless
 from tests.support.saved_chats import saved_turns
+from tests.support.scripted_llm import DEMO
 from tests.support.tmux import Tmux
 from tests.support.waiting import PATIENCE
 
@@ -304,6 +305,76 @@ def test_ctrl_c_while_loading(open_chat: Open, tmp_path: Path) -> None:
     screen = terminal.wait("EXIT 130")
     assert screen.split("EXIT")[0].strip().splitlines()[-1] == "localspec: interrupted"
     assert "Traceback" not in screen
+
+
+def test_what_is_pasted_while_the_model_loads_is_unseen_and_one_message(
+    open_chat: Open, tmp_path: Path, tiny: TinyFiles
+) -> None:
+    arguments = ["chat", str(tiny.pair.target), "--draft", "none", "--backend", "reference", "--max-tokens", "3"]
+    script = f"""
+import os, time
+from localspec import llm
+from localspec.__main__ import main
+load = llm.Pair
+def wait(path, draft, options, report):
+    report("loading", 0.0)
+    while not os.path.exists({str(tmp_path / "gate")!r}):
+        time.sleep(0.02)
+    return load(path, draft, options, report)
+llm.Pair = wait
+main({arguments!r})
+"""
+    terminal = open_chat(command=[sys.executable, "-c", script])
+    terminal.wait("loading 0%")
+    terminal.paste("one\n/quit\nthree" + " words" * 1000)  # more than a line may have where the terminal edits lines
+    terminal.keys("-l", "!")
+    assert "three" not in terminal.screen()
+    (tmp_path / "gate").touch()
+    screen = terminal.wait(lambda s: s.count("words") == 1000 and "words!" in s)
+    assert "> one\n. /quit\n. three words" in screen
+    assert screen.count("three") == 1
+    assert "cut short" not in screen
+
+
+def test_what_is_pasted_into_an_answer_waits_as_one_message(open_chat: Open, tmp_path: Path) -> None:
+    terminal = open_chat(command=scripted(0.02, tmp_path / "gate"))
+    terminal.wait(READY)
+    terminal.type("hello")
+    terminal.wait("Here is a")
+    terminal.paste("one\ntwo")
+    (tmp_path / "gate").touch()
+    terminal.wait("> one\n. two\n")
+    assert terminal.screen().count("Here is") == 1
+
+
+def test_words_stay_whole_while_the_window_changes(open_chat: Open) -> None:
+    terminal = open_chat(command=scripted(0.2))
+    terminal.wait(READY)
+    terminal.type("hello")
+    for columns in (50, 80, 43, 61):
+        before = len(terminal.screen().split())
+        terminal.wait(lambda s, n=before: len(s.split()) > n + 5)
+        terminal.resize(columns)
+    screen = terminal.wait(lambda s: "\n```python" in s)
+    shown = screen.split("> hello")[1].split("```")[0].split()
+    wanted = DEMO.split("```")[0].split()
+    assert shown == wanted
+
+
+@pytest.mark.parametrize("columns", [30, 47])
+def test_what_is_typed_and_what_goes_wrong_is_broken_between_words(open_chat: Open, columns: int) -> None:
+    terminal = open_chat(command=scripted(0.0), columns=columns)
+    terminal.wait("/help lists")
+    question = "a question of many words that takes several lines of this narrow window"
+    terminal.type(question)
+    screen = terminal.wait("too.")
+    assert screen.split("> a question")[1].split("Here is")[0].split() == question.split()[2:]
+    terminal.type("/nonsense")
+    screen = terminal.wait("send it as text)" if columns > 40 else "as text)")
+    wanted = (
+        "localspec: no command /nonsense: /help lists the commands (start the line with a space to send it as text)"
+    )
+    assert " ".join(screen[screen.rindex("localspec:") :].split()).startswith(wanted)
 
 
 def test_several_lines_history_and_completion(open_chat: Open) -> None:
