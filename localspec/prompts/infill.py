@@ -95,7 +95,7 @@ def fill_prompt(
     current = [*separator, *encode(f"{name or CURRENT}\n")] if separator else []
     room -= len(begin) + 3  # prefix, suffix, middle
     if room < STEPS:
-        raise UsageError("the context leaves no room for what stands around the cursor; raise --ctx")
+        raise UsageError("the context leaves no room for what stands around the cursor; raise --ctx (in Python n_ctx=)")
     step = room // STEPS
     behind = behind[: min(suffix_tokens, room // 4)]
     room -= len(behind)

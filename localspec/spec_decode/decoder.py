@@ -102,7 +102,7 @@ class SpeculativeDecoder:
         if len(prompt) >= self.target.n_ctx:
             raise PromptTooLong(
                 f"the prompt has {len(prompt)} tokens and the context holds {self.target.n_ctx}, "
-                "answer included; shorten it or raise --ctx"
+                "answer included; shorten it, or take a larger context: --ctx N, in Python n_ctx=N"
             )
         n_read = len(prompt) - 1
         reused = self.target.reuse(prompt[:n_read])

@@ -58,9 +58,9 @@ class Server:
 
 
 @contextmanager
-def serve(llm: LLM, **settings: Any) -> Iterator[Server]:
-    """Serve a model on a free port of 127.0.0.1; settings as in ``ServerSettings``."""
-    with listen("127.0.0.1", 0) as sock:
+def serve(llm: LLM, *, port: int = 0, **settings: Any) -> Iterator[Server]:
+    """Serve a model on a free port of 127.0.0.1, or on a given one; settings as in ``ServerSettings``."""
+    with listen("127.0.0.1", port) as sock:
         queue_before = llm.max_queue
         runner = Runner(llm, ServerSettings(**settings))
         try:

@@ -221,7 +221,8 @@ class Service:
             raise UsageError("the prompt is empty: there is nothing to continue")
         if len(tokens) >= self.llm.n_ctx:
             raise PromptTooLong(
-                f"the prompt has {len(tokens)} tokens and the context holds {self.llm.n_ctx}, answer included"
+                f"the prompt has {len(tokens)} tokens and the context holds {self.llm.n_ctx}, answer included; "
+                "shorten it, or start the server with a larger --ctx"
             )
         return tokens
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +14,7 @@ from localspec import LLM
 from localspec.runtime.jobs import FairQueue, Job
 from tests.conftest import TinyFiles
 from tests.support.browsing import PATIENCE, WIDE
+from tests.support.endless import N_CTX, write_endless
 from tests.support.serving import Server, serve
 from tests.support.tabs import Tab
 
@@ -26,6 +28,21 @@ def llm(tiny: TinyFiles, module_home: Path) -> Iterator[LLM]:
 @pytest.fixture(scope="module")
 def server(llm: LLM) -> Iterator[Server]:
     with serve(llm) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory, module_home: Path) -> Iterator[Server]:
+    """A server whose model does not stop by itself, and takes its time."""
+    path = write_endless(tmp_path_factory.mktemp("endless") / "endless.gguf")
+    with LLM(path, draft=None, backend="reference", n_ctx=N_CTX) as loaded, serve(loaded) as running:
+        decode = loaded._pair.context.decode
+
+        def slowly(*args: Any, **options: Any) -> Any:
+            time.sleep(0.01)
+            return decode(*args, **options)
+
+        loaded._pair.context.decode = slowly  # type: ignore[method-assign]
         yield running
 
 

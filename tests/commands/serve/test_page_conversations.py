@@ -56,6 +56,10 @@ def titles(it: Tab) -> list[str]:
     return it.page.locator("#list button").all_text_contents()
 
 
+def questions(it: Tab) -> list[str]:
+    return it.page.locator(".question p").all_text_contents()
+
+
 def saved(it: Tab, *expected: str) -> None:
     """Wait until the list shows these."""
     script = "() => [...document.querySelectorAll('#list button')].map((it) => it.textContent).join()"
@@ -299,10 +303,21 @@ def test_two_tabs_lose_nothing(tab: Callable[..., Tab], server: Server) -> None:
     saved(one, "begin")
     two = tab(one.page.url)
     two.until("() => document.querySelectorAll('.turn').length")
-    two.ask("from two")
+    second = two.ask("from two")
     saved(two, "begin")
     one.ask("from one")
-    saved(one, "begin (from another tab)", "begin")
+    saved(one, "begin")  # one conversation, in which both have gone on
+    one.until("() => document.querySelectorAll('.versions:not([hidden])').length === 1")
+    assert questions(one) == ["begin", "from one"]
+    one.page.get_by_role("button", name="Later version").click()
+    assert questions(one) == ["begin", "from two"]
+    assert second in one.page.locator(".turn").last.locator(".answer").text_content()
+    saved(one, "begin")
+    one.page.reload()
+    one.until("() => document.querySelectorAll('.turn').length === 2")
+    assert questions(one) == ["begin", "from two"]
+    one.page.get_by_role("button", name="Earlier version").click()
+    assert questions(one) == ["begin", "from one"]
 
 
 def test_thinking_is_folded_and_not_sent_back(tab: Callable[..., Tab], shared_home: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ export async function readText(file) {
 /* A message as the model reads it: its files first, each in a fence longer than any in it. */
 export function composed(content, files) {
   const blocks = files.map(({name, text}) => {
-    const longest = Math.max(2, ...(text.match(/`+/g) || []).map((run) => run.length));
+    const longest = (text.match(/`+/g) || []).reduce((most, run) => Math.max(most, run.length), 2);
     const fence = "`".repeat(longest + 1);
     return `${name.replace(/[\r\n]/g, " ")}:\n${fence}\n${text.replace(/\n?$/, "\n")}${fence}\n\n`;
   });

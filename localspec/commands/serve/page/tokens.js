@@ -69,18 +69,23 @@ export function following(scroller, write) {
 
 /* The same when the box becomes smaller: an alert below it takes its room. */
 export function follow(scroller) {
-  let atEnd = true;
-  scroller.addEventListener("scroll", () => (atEnd = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 24));
-  new ResizeObserver(() => atEnd && (scroller.scrollTop = scroller.scrollHeight)).observe(scroller);
+  let atEnd = true, height = scroller.clientHeight;
+  scroller.addEventListener("scroll", () => {
+    if (scroller.clientHeight === height) atEnd = scroller.scrollHeight - scroller.scrollTop - height < 24;
+  });
+  new ResizeObserver(() => {
+    height = scroller.clientHeight;
+    if (atEnd) scroller.scrollTop = scroller.scrollHeight;
+  }).observe(scroller);
 }
 
 export function drawLegend(list) {
   const entries = [
     ["accepted s0", "guess of a draft model, right"],
-    ["accepted s1", "guess copied from the text, right; or an earlier token"],
+    ["accepted s1", "guess from the text so far, or an earlier token, right"],
     ["accepted s2", "guess of the grammar, right"],
     ["accepted s3", "guess of a head, or of the model's own layers, right"],
-    ["accepted s4", "guess copied from files, right"],
+    ["accepted s4", "guess from files, right"],
     ["rejected", "wrong guess, rejected"],
     ["recovered", "the model's own, in its place"],
     ["bonus", "the model's own next token"],

@@ -1,0 +1,561 @@
+"""The page of ``localspec serve`` loses nothing: what was sent, typed, set and half answered, in a real Chromium."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localspec import LLM
+from tests.conftest import TinyFiles
+from tests.support.serving import Server, serve
+from tests.support.tabs import Tab
+from tests.support.waiting import wait_until
+
+CONVERSATIONS = "/v1/localspec/conversations"
+ANSWERS = "**/v1/chat/completions"
+KEPT = "**/v1/localspec/conversations**"
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: TinyFiles, shared_home: Path) -> Iterator[LLM]:
+    with LLM(tiny.quick.target, draft="ngram", backend="reference", n_ctx=2048) as loaded:
+        yield loaded
+
+
+@pytest.fixture
+def server(llm: LLM) -> Iterator[Server]:
+    with serve(llm) as running:
+        yield running
+
+
+def on_disk(server: Server) -> list[list[dict[str, Any]]]:
+    """The messages of all conversations that the server keeps."""
+    listed = json.loads(server.ask("GET", CONVERSATIONS)[2])["data"]
+    return [json.loads(server.ask("GET", f"{CONVERSATIONS}/{each['id']}")[2])["messages"] for each in listed]
+
+
+def questions(it: Tab) -> list[str]:
+    return it.page.locator(".question > p").all_text_contents()
+
+
+def answers(it: Tab) -> list[str]:
+    return it.run("() => [...document.querySelectorAll('.turn')].map((it) => it.turn.text)")
+
+
+def turns(it: Tab, n: int) -> None:
+    it.until("(n) => document.querySelectorAll('.turn').length === n", n)
+
+
+def version(it: Tab) -> str:
+    return it.page.locator(".turn").last.locator(".versions [role=status]").text_content()
+
+
+def begin(it: Tab, question: str, n: int = 8) -> None:
+    """Ask what is answered for ever, until so many characters have come."""
+    it.say(question)
+    it.until("(n) => (document.querySelector('.turn:last-of-type')?.turn.text || '').length > n", n)
+
+
+def said(words: str, finish: str | None = None) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": {"content": words}, "finish_reason": finish}]}
+
+
+def stream(*events: dict[str, Any]) -> Callable[[Any], None]:
+    """Answers with these events; whole if the last one has a finish reason, else the connection breaks off."""
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+    if events and "choices" in events[-1] and events[-1]["choices"][0]["finish_reason"]:
+        body += "data: [DONE]\n\n"
+    return lambda route: route.fulfill(content_type="text/event-stream", body=body)
+
+
+# -- what was sent, and half an answer ---------------------------------------------------------------------------------
+
+
+def test_a_question_is_kept_before_it_is_answered(tab: Callable[..., Tab], server: Server) -> None:
+    it = tab(server.url)
+    waiting: list[Any] = []
+    it.page.route(ANSWERS, waiting.append)  # which is never answered
+    it.say("what is this?")
+    wait_until(lambda: len(on_disk(server)) == 1, "the question is kept")
+    question, answer = on_disk(server)[0]
+    assert (question["content"], answer["content"], answer["finish"]) == ("what is this?", "", "broken")
+    it.page.reload()
+    turns(it, 1)
+    assert questions(it) == ["what is this?"]
+    assert "broken off" in it.page.text_content(".turn-figures")
+
+
+def test_a_reload_in_the_middle_keeps_the_question_and_the_part(tab: Callable[..., Tab], endless: Server) -> None:
+    it = tab(endless.url)
+    begin(it, "go on")
+    part = answers(it)[0]
+    it.page.reload()
+    turns(it, 1)
+    endless.wait_idle()
+    assert questions(it) == ["go on"]
+    kept = answers(it)[0]
+    assert kept.startswith(part)
+    assert it.page.text_content(".turn-figures") == "broken off"
+    wait_until(lambda: on_disk(endless)[0][1] == {"role": "assistant", "content": kept, "finish": "broken"}, "as shown")
+    it.page.get_by_role("button", name="Continue the answer").click()
+    it.until("(n) => document.querySelector('.turn').turn.text.length > n + 8", len(kept))
+    it.press("Escape")
+    it.idle()
+    assert answers(it)[0].startswith(kept)
+    sent = it.asked[-1]
+    assert sent["messages"] == [{"role": "user", "content": "go on"}, {"role": "assistant", "content": kept}]
+    assert (sent["continue_final_message"], sent["add_generation_prompt"]) == (True, False)
+    assert len(on_disk(endless)) == 1
+
+
+def test_a_part_is_saved_while_the_answer_comes(tab: Callable[..., Tab], endless: Server) -> None:
+    it = tab(endless.url)
+    begin(it, "go on for long")
+    wait_until(lambda: any(messages[1]["content"] for messages in on_disk(endless)), "a part is on the server's disk")
+    assert it.page.is_enabled("#stop")
+    it.press("Escape")
+    it.idle()
+
+
+def test_a_server_that_dies_in_an_answer_gets_it_when_it_is_back(
+    tab: Callable[..., Tab], endless: Server, module_home: Path
+) -> None:
+    llm = endless.service.llm
+    with serve(llm) as first:
+        it = tab(first.url)
+        begin(it, "before the death")
+        first.runner.stop()
+        it.idle()
+    part = answers(it)[0]
+    figures = it.page.text_content(".turn-figures")
+    assert figures.endswith("broken off")
+    assert "kept in this browser" in it.page.text_content("#list-note")
+    it.page.fill("#question", "typed meanwhile")
+    with serve(llm, port=first.port) as second:
+        # It is not asked for: the page tries again by itself.
+        wait_until(lambda: any(messages[1]["content"] == part for messages in on_disk(second)), "it is saved")
+        it.page.reload()
+        turns(it, 1)
+        assert answers(it) == [part]
+        assert it.page.input_value("#question") == "typed meanwhile"
+        assert it.page.get_by_role("button", name="Continue the answer").is_visible()
+
+
+def test_what_a_server_never_took_survives_its_death_and_the_page_s(tab: Callable[..., Tab], llm: LLM) -> None:
+    with serve(llm) as first:
+        it = tab(first.url)
+        it.page.route(KEPT, lambda route: route.abort())
+        answer = it.ask("nobody saved this")
+        assert on_disk(first) == []
+    it.page.goto("about:blank")
+    it.page.unroute(KEPT)
+    with serve(llm, port=first.port) as second:
+        it.page.goto(second.url)  # not its address: any tab saves it
+        it.until("() => document.querySelectorAll('#list li').length === 1")
+        assert on_disk(second)[0][1]["content"] == answer
+        it.page.locator("#list button").click()
+        turns(it, 1)
+        assert it.run("() => Object.keys(localStorage).filter((name) => name.includes('unsaved'))") == []
+
+
+def test_what_the_server_refuses_to_keep_is_kept_in_the_browser(tab: Callable[..., Tab], server: Server) -> None:
+    full = {"error": {"message": "1000 conversations are kept, which is the most; delete some", "code": "x"}}
+    it = tab(server.url)
+    it.page.route(KEPT, lambda route: route.fulfill(status=507, json=full) if route.request.method == "POST" else route.continue_())
+    it.ask("too many")
+    it.until("() => document.getElementById('list-note').textContent.includes('kept in this browser until it is')")
+    it.page.reload()
+    turns(it, 1)
+    assert questions(it) == ["too many"]
+    it.page.unroute(KEPT)
+    wait_until(lambda: len(on_disk(server)) == 1, "there is room again")
+
+
+def test_an_answer_whose_reply_was_lost_is_not_kept_twice(tab: Callable[..., Tab], server: Server) -> None:
+    """The server has saved it, and the page never heard of that."""
+    it = tab(server.url)
+    lost = []
+
+    def lose(route: Any) -> None:
+        if route.request.method == "POST" and not lost:
+            lost.append(route.fetch())
+            route.abort()
+        else:
+            route.continue_()
+
+    it.page.route(KEPT, lose)
+    it.ask("only once")
+    it.until("() => document.querySelectorAll('#list li').length === 1")
+    assert [messages[0]["content"] for messages in on_disk(server)] == ["only once"]
+    assert on_disk(server)[0][0].get("versions") is None
+
+
+def test_a_server_that_keeps_none_leaves_it_to_the_tab(tab: Callable[..., Tab], llm: LLM) -> None:
+    with serve(llm, host="0.0.0.0", api_key="key") as server:
+        it = tab(server.url)
+        it.page.fill("#key", "key")
+        it.press("Enter")
+        it.until("() => document.getElementById('list-note').textContent.includes('this computer alone')")
+        it.ask("hello")
+        it.page.fill("#question", "half a ques")
+        it.page.reload()
+        assert it.page.input_value("#question") == "half a ques"  # before the key is there
+        it.page.fill("#key", "key")
+        it.press("Enter")
+        turns(it, 1)
+        assert questions(it) == ["hello"]
+        assert it.run("() => Object.keys(localStorage).filter((name) => name.includes('unsaved'))") == []
+
+
+# -- what was typed and set --------------------------------------------------------------------------------------------
+
+
+def test_what_is_typed_attached_and_set_survives_for_each_conversation(tab: Callable[..., Tab], server: Server) -> None:
+    def check() -> None:
+        assert it.page.input_value("#question") == "half a ques"
+        assert it.page.locator("#attached li").text_content().startswith("a.py")
+        assert not it.page.get_by_label("to be changed").is_checked()
+        for name, value in fields.items():
+            assert it.page.input_value(f"#{name}") == value, name
+        assert not it.page.is_checked("#rejects")
+
+    it = tab(server.url)
+    fields = {"temperature": "0.75", "max-tokens": "77", "system": "Be brief.", "seed": "7", "draft-length": "3"}
+    it.ask("first")
+    it.page.get_by_text("More sampling").click()
+    for name, value in fields.items():
+        if name == "draft-length":
+            it.page.select_option(f"#{name}", value)
+        else:
+            it.page.fill(f"#{name}", value)
+    it.page.uncheck("#rejects")
+    it.page.set_input_files("#file", {"name": "a.py", "mimeType": "text/plain", "buffer": b"x = 1\n"})
+    it.page.get_by_label("to be changed").uncheck()
+    it.page.fill("#question", "half a ques")
+    it.page.reload()
+    turns(it, 1)
+    check()
+    it.press("Alt+n")
+    it.until("() => !document.querySelectorAll('.turn').length")
+    assert it.page.input_value("#question") == ""
+    assert it.page.locator("#attached li").count() == 0
+    it.page.fill("#question", "another half")
+    it.page.fill("#temperature", "0.1")
+    it.page.locator("#list button").click()
+    turns(it, 1)
+    check()
+    two = it.page.context.new_page()  # another tab, in which something else is typed
+    two.goto(it.page.url)
+    two.wait_for_selector(".turn")
+    two.fill("#question", "in the other tab")
+    it.page.reload()
+    turns(it, 1)
+    check()
+    two.reload()
+    two.wait_for_selector(".turn")
+    assert two.input_value("#question") == "in the other tab"
+    it.press("Alt+n")
+    it.until("() => !document.querySelectorAll('.turn').length")
+    assert it.page.input_value("#question") == "another half"
+    it.page.reload()
+    it.until("() => document.getElementById('engine').textContent")
+    assert it.page.input_value("#question") == "another half"
+    it.page.click("#race-tab")
+    it.page.fill("#race-prompt", "my own")
+    it.page.reload()
+    it.until("() => document.getElementById('engine').textContent")
+    assert it.page.input_value("#race-prompt") == "my own"
+
+
+def test_a_question_that_is_being_edited_survives(tab: Callable[..., Tab], server: Server) -> None:
+    it = tab(server.url)
+    it.ask("first")
+    it.ask("second")
+    it.page.get_by_role("button", name="Edit the question").first.click()
+    box = it.page.get_by_label("The question, to be edited")
+    box.fill("first, bett")
+    it.page.reload()
+    turns(it, 2)
+    assert box.input_value() == "first, bett"
+    box.fill("word " * 3000)  # refused: it does not fit
+    it.press("Enter")
+    it.page.wait_for_selector("#chat-alert:not([hidden])")
+    it.idle()
+    assert box.input_value() == ("word " * 3000).strip()
+    assert it.page.locator(".turn").count() == 2
+    it.press("Escape")
+    it.page.reload()
+    turns(it, 2)
+    assert box.count() == 0
+
+
+def test_a_new_title_survives(tab: Callable[..., Tab], server: Server) -> None:
+    it = tab(server.url)
+    it.ask("first")
+    it.until("() => document.querySelectorAll('#list li').length === 1")
+    it.page.fill("#title", "Fruit")  # and not Enter
+    it.ask("second")
+    assert it.page.input_value("#title") == "Fruit"
+    it.until("() => document.querySelector('#list button').textContent === 'Fruit'")
+
+
+# -- versions ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_made_anew_leaves_the_one_before(tab: Callable[..., Tab], server: Server) -> None:
+    it = tab(server.url)
+    again = it.page.get_by_role("button", name="Regenerate the answer")
+    for words in ("one", "two", "three"):
+        it.page.route(ANSWERS, stream(said(words), said("", "stop")))
+        if words == "one":
+            it.ask("say")
+        else:
+            again.click()
+            it.until("(words) => document.querySelector('.turn').turn.text === words", words)
+            it.idle()
+    assert version(it) == "3/3"
+    it.page.get_by_role("button", name="Undo").click()
+    assert (answers(it), version(it)) == (["two"], "2/3")
+    it.page.get_by_role("button", name="Earlier version").click()
+    it.page.route(ANSWERS, stream(said("four"), said("", "stop")))
+    it.ask("and then?")  # follows the first answer
+    it.page.reload()
+    turns(it, 2)
+    assert answers(it) == ["one", "four"]
+    first = it.page.locator(".turn").first
+    assert first.locator("[role=status]").text_content() == "1/3"
+    first.get_by_role("button", name="Later version").click()
+    first.get_by_role("button", name="Later version").click()
+    assert answers(it) == ["three"]
+    it.page.reload()
+    turns(it, 1)
+    assert (answers(it), version(it)) == (["three"], "3/3")
+    for _ in range(2):
+        it.page.get_by_role("button", name="Earlier version").click()
+    assert answers(it) == ["one", "four"]
+    found = json.loads(server.ask("GET", f"{CONVERSATIONS}?q=three")[2])["data"]
+    assert len(found) == 1  # a search finds what stands in another version
+
+
+def test_a_stopped_answer_takes_nothing_away(tab: Callable[..., Tab], endless: Server) -> None:
+    it = tab(endless.url)
+    begin(it, "go on")
+    it.press("Escape")
+    it.idle()
+    first = answers(it)[0]
+    again = it.page.get_by_role("button", name="Regenerate the answer")
+    waiting: list[Any] = []
+    it.page.route(ANSWERS, waiting.append)
+    again.click()
+    it.page.wait_for_selector("#stop:enabled")
+    it.press("Escape")  # before a word has come: the old answer is back
+    it.idle()
+    assert answers(it) == [first]
+    assert it.page.locator(".versions:not([hidden])").count() == 0
+    it.page.unroute(ANSWERS)
+    again.click()
+    it.until("() => document.querySelector('.turn').turn.text.length > 8")
+    it.press("Escape")
+    it.idle()
+    assert version(it) == "2/2"
+    it.page.reload()
+    turns(it, 1)
+    it.page.get_by_role("button", name="Earlier version").click()
+    assert answers(it) == [first]
+    again.click()  # and where the connection breaks off in the middle
+    it.until("() => document.querySelector('.turn').turn.text.length > 8")
+    it.page.reload()
+    turns(it, 1)
+    assert version(it) == "3/3"
+    it.page.get_by_role("button", name="Earlier version").click()
+    it.page.get_by_role("button", name="Earlier version").click()
+    assert answers(it) == [first]
+
+
+def test_an_edited_question_leaves_all_that_followed(tab: Callable[..., Tab], server: Server) -> None:
+    it = tab(server.url)
+    said_first = [it.ask(question) for question in ("one", "two", "three")]
+    it.page.get_by_role("button", name="Edit the question").nth(1).click()
+    it.page.get_by_label("The question, to be edited").fill("zwei")
+    it.press("Enter")
+    turns(it, 2)
+    it.idle()
+    assert questions(it) == ["one", "zwei"]
+    it.page.get_by_role("button", name="Undo").click()
+    assert questions(it) == ["one", "two", "three"]
+    assert [it.page.locator(".turn").nth(n).locator(".answer").text_content() for n in range(3)] == said_first
+    it.page.reload()
+    turns(it, 3)
+    it.page.locator(".turn").nth(1).get_by_role("button", name="Later version").click()
+    assert questions(it) == ["one", "zwei"]
+
+
+MERGED = """async ([mine, theirs]) => {
+    const {merged, messagesOf, turnsOf} = await import("/page/versions.js");
+    const all = (turns) => turns.flatMap(({question, answer, others}) =>
+        [question.content + answer.content, ...others.flatMap(all)]);
+    const [a, b] = [turnsOf(mine), turnsOf(theirs)];
+    const both = merged(a, b);
+    const again = merged(merged(both, b), a);
+    return [both.map((turn) => turn.question.content), all(a), all(b), all(both), all(turnsOf(messagesOf(both))), all(again)];
+}"""
+
+
+def test_two_states_of_a_conversation_become_one_with_all_of_both(tab: Callable[..., Tab], server: Server) -> None:
+    def of(*turns_: Any) -> list[dict[str, Any]]:
+        messages = []
+        for question, answer, *versions in turns_:
+            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            if versions:
+                messages[-2] |= {"versions": [of(*each) for each in versions], "version": 0}
+        return messages
+
+    it = tab(server.url)
+    cases = [
+        (of(("a", "1")), of(("a", "1"), ("b", "2"))),
+        (of(("a", "1"), ("c", "3")), of(("a", "1"), ("b", "2"))),
+        (of(("a", "1")), of(("a", "one"))),
+        (of(("x", "0")), of(("y", "0"))),
+        (of(("a", "1", [("b", "2"), ("c", "3")])), of(("b", "2", [("a", "1"), ("d", "4")]), ("c", "3"), ("e", "5"))),
+        (of(("a", "1", [("a", "2")], [("a", "3")])), of(("a", "3", [("a", "1"), ("z", "9")], [("a", "4")]))),
+    ]
+    for mine, theirs in cases:
+        shown, ours, others, both, kept, again = it.run(MERGED, [mine, theirs])
+        assert shown[: len(mine) // 2] == [message["content"] for message in mine[::2]]  # nothing of mine moves
+        assert set(both) == set(ours) | set(others)
+        assert len(both) == len(set(both))
+        assert sorted(kept) == sorted(both) == sorted(again)
+
+
+# -- what it says ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [(1280, 800), (390, 844)])
+def test_the_buttons_of_an_answer_are_in_sight_when_it_ends(
+    tab: Callable[..., Tab], server: Server, size: tuple[int, int]
+) -> None:
+    it = tab(server.url, viewport={"width": size[0], "height": size[1]})
+    words = "\n\n".join(f"Paragraph {n}." for n in range(40))
+    it.page.route(ANSWERS, stream(said(words), said("", "stop")))
+    for finish in ("stop", "length", None):
+        it.page.route(ANSWERS, stream(said(words), *([said("", finish)] if finish else [])))
+        it.ask("say it")
+        inside = """() => {
+            const talk = document.getElementById("talk").getBoundingClientRect();
+            const row = document.querySelector(".turn:last-of-type .actions").getBoundingClientRect();
+            return row.height > 0 && row.bottom <= talk.bottom && row.top >= talk.top;
+        }"""
+        it.until(inside)
+    assert it.page.is_visible("#chat-alert")  # that the connection broke off: it takes room of the talk
+
+
+def test_a_number_out_of_range_is_not_sent(tab: Callable[..., Tab], server: Server) -> None:
+    it = tab(server.url)
+    for name, value, rule in (
+        ("temperature", "9", "Temperature must be a number from 0 to 2."),
+        ("max-tokens", "1.5", "Longest answer must be a whole number from 1 to 100,000."),
+        ("top-p", "-1", "Top p must be a number from 0 to 1."),
+    ):
+        it.run("([name, value]) => { const it = document.getElementById(name); it.value = value; }", [name, value])
+        it.say("hello")
+        assert it.page.text_content("#chat-alert") == rule
+        assert it.run("() => document.activeElement.id") == name
+        assert it.page.is_visible(f"#{name}")
+        assert it.page.input_value("#question") == "hello"
+        it.page.click("#race-tab")
+        it.page.click("#start")
+        assert it.page.text_content("#race-alert") == rule
+        it.page.click("#chat-tab")
+        it.page.fill("#question", "")
+        it.page.fill(f"#{name}", "")
+    it.page.fill("#temperature", "0.55")
+    it.ask("hello")
+    assert [body["temperature"] for body in it.asked] == [0.55]
+
+
+def test_what_to_do_is_said_where_a_question_does_not_fit(tab: Callable[..., Tab], server: Server) -> None:
+    it = tab(server.url)
+    it.page.set_input_files("#file", {"name": "a.py", "mimeType": "text/plain", "buffer": b"x = 1\n" * 1500})
+    it.say("what is it?")
+    it.page.wait_for_selector("#chat-alert:not([hidden])")
+    alert = it.page.text_content("#chat-alert")
+    found = re.fullmatch(
+        r"This has (\d+) tokens, and the context holds 2048, answer included: remove the file, or start the server with "
+        r"--ctx (\d+)\.",
+        alert,
+    )
+    assert found, alert
+    assert int(found[2]) > int(found[1])
+    assert it.page.input_value("#question") == "what is it?"
+    assert it.page.locator("#attached li").count() == 1
+    wait_until(lambda: on_disk(server) == [], "nothing is kept of what was refused")
+    it.page.reload()
+    assert it.page.input_value("#question") == "what is it?"
+    assert it.page.locator("#attached li").count() == 1
+
+
+def test_a_phone_has_buttons_for_fingers(tab: Callable[..., Tab], server: Server) -> None:
+    it = tab(server.url, viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    assert "drop a text file" not in it.page.inner_text("#welcome")
+    assert "add a text file" in it.page.inner_text("#welcome")
+    it.page.set_input_files("#file", {"name": "a.py", "mimeType": "text/plain", "buffer": b"x = 1\n"})
+    it.page.route(ANSWERS, stream(said("```python\nx = 1\n```"), said("", "length")))
+    it.ask("hello")
+    it.page.get_by_role("button", name="Regenerate the answer").click()
+    it.until("() => document.querySelector('.versions:not([hidden])')")
+    it.idle()
+    small = """() => [...document.querySelectorAll("button")].filter((it) => it.offsetParent)
+        .map((it) => [it.textContent, it.getBoundingClientRect()]).filter(([, {height, width}]) => height < 40 || width < 40)
+        .map(([text, {height, width}]) => `${text}: ${width} x ${height}`)"""
+    assert it.run(small) == []
+    assert it.run("() => document.documentElement.scrollWidth - innerWidth") <= 0
+
+
+# -- Markdown ----------------------------------------------------------------------------------------------------------
+
+WORK = """async (units) => {
+    // A unit of work: a character that a method of strings or an expression may have had to look at.
+    let work = 0;
+    const counted = (prototype, name, cost) => {
+        const real = prototype[name];
+        prototype[name] = function (...args) {
+            const result = real.apply(this, args);
+            work += cost(this, args, result);
+            return result;
+        };
+    };
+    const {blocks} = await import("/page/markdown.js"), {ReadingText} = await import("/page/reading.js");
+    counted(String.prototype, "indexOf", (it, [what, from = 0], at) => (at < 0 ? it.length : at) - from + 1);
+    counted(String.prototype, "includes", (it, [what, from = 0]) => Math.max(0, it.length - from) + 1);
+    counted(String.prototype, "lastIndexOf", (it, [what, from = it.length], at) => Math.max(0, from - at) + 1);
+    for (const name of ["charCodeAt", "startsWith"]) counted(String.prototype, name, () => 1);
+    for (const name of ["slice", "trim", "trimEnd"]) counted(String.prototype, name, (it, args, made) => made.length + 1);
+    counted(String.prototype, "split", (it) => it.length + 1);
+    counted(RegExp.prototype, "exec", (it, [text]) => text.length + 1);
+    const found = [];
+    for (const unit of units) {
+        const costs = [2000, 4000, 8000].map((n) => {
+            const text = unit.repeat(n / unit.length) + "\\nx";
+            work = 0;
+            blocks(text, false);
+            new ReadingText(document.createElement("div")).set(text, false);
+            return work / text.length;
+        });
+        found.push([unit, costs]);
+    }
+    return found;
+}"""
+
+
+def test_markdown_takes_work_that_grows_with_its_length(tab: Callable[..., Tab], server: Server) -> None:
+    """Work is counted, not timed: twice the text is about twice the work, whatever the text repeats."""
+    it = tab(server.url)
+    units = ["\\(", "\n", "\\[\n", "$$\n", "a\n\\[\n", "- \\[\n", "> \\[\n", "[\\(", "[", "](", "![", "\n\n|", "\n ", "| ",
+             "\\( ", "$", "`", "*", "$a\n", "x\n\n", "\n\\[\nx"]  # fmt: skip
+    for unit, costs in it.run(WORK, units):
+        assert costs[2] < 1.5 * costs[0] + 20, (unit, costs)
