@@ -105,13 +105,14 @@ class Ask:
 
     Attributes:
         goes_on: from which conversation before it, counted from the last; 0 is none.
-        kept: what share of that it keeps.
+        kept: what share of that it keeps; -1 keeps the prompt.
         fresh: seed and number of the tokens that come then.
         params: of ``PARAMS``, then ``FILTERED``.
         n_most: tokens of the answer.
         stop, grammar: of ``STOPS`` and ``GRAMMARS``; None is none.
         budget: of a thinking block; -1 lets thinking be, None does not tell it apart.
         length: of drafts.
+        predicted: whether n-grams are told what the target will say, as far as the middle.
         leaves: after how many rounds nobody wants the answer any more; None takes all of it.
         together: whether it is asked with the one before, rather than once that was answered.
         late: whether it is asked once the first of those has begun to answer.
@@ -129,6 +130,7 @@ class Ask:
     grammar: int | None = None
     budget: int | None = None
     length: int | str = 4
+    predicted: bool = False
     leaves: int | None = None
     together: bool = True
     late: bool = False
@@ -178,16 +180,18 @@ def _ask(rng: random.Random) -> Ask:
         return rng.choice(values) if rng.random() < share else otherwise
 
     grammar = at_times(0.12, range(len(GRAMMARS)))
+    kept = rng.choice([1.0, 1.0, 0.5, 0.9, -1.0, -1.0])
     return Ask(
         goes_on=rng.choice([0, 1, 1, 2, 3]),
-        kept=rng.choice([1.0, 1.0, 1.0, 0.5, 0.9]),
-        fresh=(rng.randrange(1000), rng.choice([0, 1, 2, 5, 20, 45])),
+        kept=kept,
+        fresh=(rng.randrange(1000), rng.choice([0, 0, 0, 1, 5] if kept < 0 else [0, 1, 2, 5, 20, 45])),
         params=rng.randrange(len(PARAMS) + len(FILTERED)),
         n_most=rng.choice([1, 2, 5, 12, 24]),
         stop=at_times(0.3, range(len(STOPS))),
         grammar=grammar,
         budget=None if grammar is not None else at_times(0.4, [-1, 0, 0, 1, 2, 4]),
         length=rng.choice([1, 2, 4, 7, "auto"]),
+        predicted=rng.random() < 0.2,
         leaves=at_times(0.15, [0, 1, 3]),
         together=rng.random() < 0.75,
         late=rng.random() < 0.3,
@@ -198,6 +202,10 @@ def _ask(rng: random.Random) -> Ask:
 
 
 CASES = st.randoms(use_true_random=False).map(case_of)
+
+
+Said = tuple[list[int], list[int]]
+"""A prompt and its answer, in tokens."""
 
 
 @dataclass
@@ -285,17 +293,17 @@ class World:
 
     def check(self, case: Case) -> None:
         """Ask all, and compare."""
-        said: list[list[int]] = []
+        said: list[Said] = []
         with self.opened(case) as llm:
             talks = [llm.session(system="Be brief."), llm.session()]
             for group in _groups(case.asks):
                 asked = self._answered(llm, case.family, group, said, talks)
                 for each in asked:
                     self._compare(case.family, each)
-                said += [[*each.tokens, *each.stream.reply.token_ids] for each in asked]
+                said += [(each.tokens, each.stream.reply.token_ids) for each in asked]
 
     def _answered(
-        self, llm: LLM, family: str, group: Sequence[Ask], said: Sequence[list[int]], talks: list[Session]
+        self, llm: LLM, family: str, group: Sequence[Ask], said: Sequence[Said], talks: list[Session]
     ) -> list[Asked]:
         """Ask a group together, those that are late once the first is being answered; until all are."""
         asked: list[Asked] = []
@@ -303,7 +311,7 @@ class World:
         early, late = [each for each in group if not each.late], [each for each in group if each.late]
 
         def send(ask: Ask) -> None:
-            before = [*said, *(each.tokens for each in asked)]
+            before = [*said, *((each.tokens, list[int]()) for each in asked)]
             talk = None if ask.talk in taken or ask.talk is None else talks[ask.talk]
             taken.update(() if talk is None else [ask.talk])
             asked.append(self._sent(llm, family, ask, before, talk))
@@ -330,7 +338,7 @@ class World:
                 assert talks[number].messages == messages
         return asked
 
-    def _sent(self, llm: LLM, family: str, ask: Ask, said: Sequence[list[int]], talk: Session | None) -> Asked:
+    def _sent(self, llm: LLM, family: str, ask: Ask, said: Sequence[Said], talk: Session | None) -> Asked:
         params, opening = self._choices[ask.params % len(self._choices)], FAMILIES[family].opening.strip()
         options: dict[str, Any] = {"logprobs": 2} if ask.fresh[0] % 4 == 0 else {}
         if ask.budget is not None:
@@ -352,8 +360,14 @@ class World:
             talk.messages = talk.messages[:1]
         rng, n = random.Random(ask.fresh[0]), ask.fresh[1]
         fresh = [rng.randrange(3, 250) for _ in range(n if n < 20 else n // 2)]
-        before = said[-ask.goes_on] if 0 < ask.goes_on <= len(said) else []
-        prompt = [*before[: round(ask.kept * len(before))], *fresh * (1 if n < 20 else 2)][: N_CTX - 30] or [5]
+        before, answer = said[-ask.goes_on] if 0 < ask.goes_on <= len(said) else ([], [])
+        if ask.kept > 0:
+            before = [*before, *answer]
+            before = before[: round(ask.kept * len(before))]
+        prompt = [*before, *fresh * (1 if n < 20 else 2)][: N_CTX - 30] or [5]
+        if ask.predicted:
+            known = self.plain(family).generate(prompt, params, **options).token_ids
+            drafting["prediction"] = [*known[: len(known) // 2], 7, *known[len(known) // 2 :]]
         return Asked(ask, prompt, prompt, params, options, llm.rounds(prompt, params, **options, **drafting))
 
     # -- comparing ---------------------------------------------------------------------------------------------------
