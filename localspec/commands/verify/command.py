@@ -47,7 +47,7 @@ def verify_command(
     Args:
         options: the pair. ``--max-tokens`` is the longest answer; penalties apply to all answers, temperature and
             filters to the sampled ones; stop strings do not matter here.
-        prompts: how many; None is 8, or 3 if ``quick``.
+        prompts: how many; None is 8, or 2 if ``quick``.
         quick: fewer and shorter answers, fewer draws.
         as_json: print one object (see ``result``) instead of a screen.
 
@@ -106,7 +106,7 @@ def _several(
             lengths = [SAMPLED_LENGTH] if audited.is_quick else [audited.draft_length, SAMPLED_LENGTH, LONG]
             lengths = lengths if llm.draft_names else [0]
             figures, judge = audit_several(
-                llm, enough(prompts), audited.n_tokens, lengths, log, check, watch, in_words(llm.vocab)
+                llm, enough(prompts), audited.n_tokens, lengths, log, check, watch, in_words(llm.vocab.display)
             )
     except AuditStopped:
         result.interrupted = True
@@ -117,7 +117,7 @@ def _several(
     result.several = asdict(figures)
     result.defects += [*log.defects, *(judge.defects if judge else [])]
     if judge is not None:
-        result.ties = [*result.ties, *(tie_of(seen, llm.vocab) for seen in judge.ties)]
+        result.ties = [*result.ties, *(tie_of(seen, llm.vocab.display) for seen in judge.ties)]
 
 
 def audit_options(options: RunOptions, llm: LLM, prompts: int | None, quick: bool) -> AuditOptions:
