@@ -79,7 +79,7 @@ class AuditOptions:
         draft_length: as the pair is going to be used.
         n_windows, n_draws: drafts that verification is asked about, and how often for each kind of draft.
         system: system prompt.
-        is_quick: as little as tells something: fewer ways of drafting.
+        is_quick: as little as tells something: fewer ways of drafting, rollbacks with one prompt alone.
     """
 
     n_prompts: int
@@ -181,10 +181,11 @@ class Audit:
         for arm, params in self._sampled_arms(number):
             self._step(f"{what}: {arm.name}")
             self.system.sample(plain, arm, params, self.bets, self.windows)
-        if number < 2 and self.llm.thinking is not None:
+        n_thorough = 1 if self.options.is_quick else 2
+        if number < n_thorough and self.llm.thinking is not None:
             self._step(f"{what}: thinking budgets")
             self._think(plain, self.llm.thinking)
-        if number < 2 and len(plain.tokens) > 2:
+        if number < n_thorough and len(plain.tokens) > 2:
             self._step(f"{what}: rollbacks")
             with self.log.noting(ARM, name, "a rollback"):
                 self.rollbacks.probe(self.pair.context, plain, self.reach, self.log, self._check)
@@ -210,7 +211,9 @@ class Audit:
         for _ in range(1 if is_quick else 2):  # its answers take few passes, and there are many places for a rejection
             yield self._arm([self.adversary], self.reach)
         yield self._arm([NearMisses(self.target.n_vocab)], 2)
-        if self.pair.context.can_branch:  # what is accepted lies in the branch, beside a chain that is always wrong
+        if self.pair.context.can_branch and (
+            number == 0 or not is_quick
+        ):  # what is accepted lies in the branch, beside a chain that is always wrong
             beside = [NearMisses(self.target.n_vocab), self.beside]
             yield AuditArm("branches", beside, FixedController(2, beside=self.reach))
 

@@ -30,7 +30,7 @@ LEAST_TOKENS = 16
 DRAWS, QUICK_DRAWS = 1000, 200
 WINDOWS, QUICK_WINDOWS = 4, 2
 LONG = 8
-"""Draft tokens of several answers at a time, besides what was asked for and a few."""
+"""Draft tokens of several answers at a time, where they are asked for a second time."""
 TOP_K = 256
 """Sampled answers keep so many tokens unless told otherwise: the tail of a large vocabulary only costs time."""
 
@@ -103,7 +103,7 @@ def _several(
     try:
         load = replace(options.load, parallel=SEQUENCES, idle=False, remember=False)
         with replace(options, load=load).open(progress.report) as llm:
-            lengths = [SAMPLED_LENGTH] if audited.is_quick else [audited.draft_length, SAMPLED_LENGTH, LONG]
+            lengths = [SAMPLED_LENGTH] if audited.is_quick else [audited.draft_length, LONG]
             lengths = lengths if llm.draft_names else [0]
             figures, judge = audit_several(
                 llm, enough(prompts), audited.n_tokens, lengths, log, check, watch, in_words(llm.vocab.display)
