@@ -25,6 +25,7 @@ from localspec.backends.base import Capabilities, Context, ContextState, FloatAr
 from localspec.backends.forward import NORM, Wanted, layer_name, n_wanted
 from localspec.backends.reference_tokenizer import PythonByteLevel
 from localspec.backends.reference_weights import BIASES, Array, Hyperparameters, Layer, read_tensor
+from localspec.backends.soundness import check_hyperparameters
 from localspec.backends.tokenizer import Tokenizer
 from localspec.errors import EngineError, UnsupportedModel, UsageError
 from localspec.model_files.gguf_file import GGUFFile
@@ -43,6 +44,7 @@ class ReferenceModel(Model):
                     f"{path.name} has the architecture {file.architecture!r}; the reference backend "
                     "computes 'llama' only"
                 )
+            check_hyperparameters(file)
             self.backend = NAME
             self.engine = f"{NAME} numpy {np.__version__}"
             self.capabilities = Capabilities(

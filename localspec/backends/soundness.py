@@ -74,7 +74,7 @@ def check_sound(gguf: GGUFFile, vocab: Vocab, computes: Callable[[TensorInfo], b
     for key in ("general.file_type", "general.alignment"):
         if gguf.kinds.get(key, _UINT32) != _UINT32:
             raise damaged(f"{key} is not a 32-bit number")
-    _check_hyperparameters(gguf, damaged)
+    check_hyperparameters(gguf)
     _check_experts(gguf, damaged)
     for tensor in gguf.tensors.values():
         if tensor.offset % alignment:
@@ -131,14 +131,19 @@ def _numbers(gguf: GGUFFile) -> list[tuple[str, Any]]:
     ]
 
 
-def _check_hyperparameters(gguf: GGUFFile, damaged: Callable[[str], ModelFileError]) -> None:
-    """No number that is none, no size under 0 or beyond what engines count with, no norm that divides by 0."""
+def check_hyperparameters(gguf: GGUFFile) -> None:
+    """Refuse a number that is none, a size under 0 or beyond what engines count with, a norm that divides by 0.
+
+    Raises:
+        ModelFileError: there is one.
+    """
     for name, value in _numbers(gguf):
         low, high = next(((low, high) for ends, low, high in _RANGES if name.endswith(ends)), (-math.inf, math.inf))
         for each in np.atleast_1d(value).tolist():
             # A list of numbers may say with an infinite one that a layer has no bound.
             if not low <= each <= high or (isinstance(value, float) and math.isinf(value)):
-                raise damaged(f"its {gguf.architecture}.{name} is {each:g}")
+                what = f"its {gguf.architecture}.{name} is {each:g}"
+                raise ModelFileError(f"{gguf.path.name} is damaged: {what}; fetch it again")
 
 
 def _check_experts(gguf: GGUFFile, damaged: Callable[[str], ModelFileError]) -> None:

@@ -223,7 +223,7 @@ def verify(
     model: Model = None,
     as_json: Json = False,
     quick: Annotated[bool, typer.Option("--quick", help="Ask fewer questions, with shorter answers.")] = False,
-    prompts: Annotated[int | None, typer.Option(help="Number of questions.", show_default="8, or 3 if --quick")] = None,
+    prompts: Annotated[int | None, typer.Option(help="Number of questions.", show_default="8, or 2 if --quick")] = None,
     **options: Any,
 ) -> int:
     """Check that decoding with these drafters is lossless on this machine. Exit status 1 if not."""

@@ -135,9 +135,9 @@ def test_an_unfamiliar_file_is_tried_elsewhere_first(
     tried: list[bool] = []
     run = trial._run
 
-    def counted(path: Path, kv_type: str, n_threads: int, progress: Any, several: bool) -> int:
+    def counted(path: Path, backend: str, kv_type: str, n_threads: int, progress: Any, several: bool) -> int:
         tried.append(several)
-        return run(path, kv_type, n_threads, progress, several)
+        return run(path, backend, kv_type, n_threads, progress, several)
 
     monkeypatch.setattr(trial, "_run", counted)
     load = open_backend("ik-llama").load

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +22,8 @@ from tests.fuzz.gguf_cases import Builder
 FIRST_TENSOR, NORM = 0.0, 0.09
 """Where the embedding and the first norm stand among the tensors."""
 
-U32, U64, TEXT = 4, 10, 8
+U32, U64, TEXT, FLOAT = 4, 10, 8, 6
+EPSILON = "llama.attention.layer_norm_rms_epsilon"
 
 CASES: dict[str, tuple[str, list[Any]]] = {
     "a size of 0": ("bpe", [("dim", FIRST_TENSOR, 0, 0)]),
@@ -43,6 +45,12 @@ CASES: dict[str, tuple[str, list[Any]]] = {
     "more experts used than there are": ("bpe", [("set", "llama.expert_used_count", (U32, struct.pack("<I", 1)))]),
     "too many experts": ("bpe", [("number", "llama.expert_count", 1 << 31)]),
     "a file type of 64 bits": ("bpe", [("set", "general.file_type", (U64, struct.pack("<Q", 0)))]),
+    "more layers than engines have room for": ("bpe", [("number", "llama.block_count", 513)]),
+    "a norm that divides by nothing": ("bpe", [("set", EPSILON, (FLOAT, struct.pack("<f", 0.0)))]),
+    "a norm with an epsilon under 0": ("bpe", [("set", EPSILON, (FLOAT, struct.pack("<f", -1.0)))]),
+    "a norm with an epsilon that is no number": ("bpe", [("set", EPSILON, (FLOAT, struct.pack("<f", math.nan)))]),
+    "an endless rope": ("bpe", [("set", "llama.rope.freq_base", (FLOAT, struct.pack("<f", math.inf)))]),
+    "heads that do not share evenly": ("bpe", [("number", "llama.attention.head_count_kv", 3)]),
     "no layers": ("bpe", [("number", "llama.block_count", 0)]),
     "no feed-forward channels": ("bpe", [("number", "llama.feed_forward_length", 0)]),
     "a single number for the embedding": ("bpe", [("dims", FIRST_TENSOR, [])]),

@@ -17,6 +17,7 @@ from localspec.backends.mlx.owner import owner
 from localspec.backends.mlx.sequences import MLXSequences, can_divide
 from localspec.backends.mlx.tokenizer import ByteLevel
 from localspec.backends.sequence_batch import SequenceBatch
+from localspec.backends.soundness import check_hyperparameters
 from localspec.backends.tokenizer import Tokenizer
 from localspec.errors import Closed, EngineUnavailable, LocalspecError, UnsupportedModel, UsageError
 from localspec.model_files.gguf_file import GGUFFile
@@ -39,6 +40,7 @@ class MLXModel(Model):
         self.owner = owner()
         with GGUFFile(path) as file:
             self._read_header(file)
+            check_hyperparameters(file)
             check_kv_type(file, kv_type)
             self.device = device_for(file, n_gpu_layers)
             self._tokenizer = Tokenizer(file, self.vocab, ByteLevel)

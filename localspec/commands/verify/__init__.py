@@ -29,13 +29,22 @@ about 0.003 (``backends.trust``).
 *Law of decoding*: at a temperature, each token of an answer follows the row computed for it, drafter, decoder and all
 (``betting``). (A draft that lies about its law.) False alarm 10^-6 for each law; the power is part of the report.
 
+*Samples*: whether a draft token that was sampled is sent does not depend on which token came out, and it follows the
+law that it is said to come from (``samples``). The law of verification takes that on trust. False alarm 10^-6.
+
+*Thinking*: where the model marks what it thinks, answers have budgets that are spent at once. Nothing that was accepted
+is left unsaid while the answer goes on: its place would be judged again with the same noise. Exact.
+
+*Several*: answers that share passes, draft steps and a memory are the target's own, up to the rounding of fresh
+memories of as many sequences (``several``). The pair is loaded anew for that.
+
 A greedy answer that differs from plain decoding is a *float tie* where all of this holds: its row says so, the row is
 right up to rounding, and the gap at width 1 is one that rounding can bridge. Everything else is a defect. Where the
 engine claims that width does not matter (``reference``), all rows are equal to the bit, and there are no ties.
 
 What it cannot see: what plain decoding does wrong as well (a wrong sampling chain, template or tokenizer, a damaged
 file); kernels that are wrong in the same way at every width (``backends.trust`` compares engines for that); defects
-that need longer contexts, other widths, other prompts or a load that these answers do not make; errors of a row under
-the noise bound that change no token and leave no trace behind a rollback; and whether the draft's own context is right,
-which costs speed, never text.
+that need longer contexts, other widths, other prompts or more load than these answers make; samples dropped for a
+reason that has to do with neither their probability nor their id; errors of a row under the noise bound that change no
+token and leave no trace behind a rollback; and whether the draft's own context is right, which costs speed, never text.
 """

@@ -37,7 +37,7 @@ class AuditArm:
 
 
 @dataclass(slots=True)
-class Answer:
+class BudgetedAnswer:
     """The tokens of an answer and the rows behind them [n_vocab]; None behind those that nobody chose."""
 
     tokens: list[int] = field(default_factory=list)
@@ -111,13 +111,13 @@ class RunningSystem:
 
     def think(
         self, plain: PlainAnswer, arm: AuditArm, params: SamplingParams, marks: ThinkingMarks, budget: int
-    ) -> tuple[int, Answer]:
+    ) -> tuple[int, BudgetedAnswer]:
         """Answer the same prompt with a budget for thinking.
 
         Returns:
             How often a block was closed because its budget was spent, and the answer.
         """
-        n_closed, answer = 0, Answer()
+        n_closed, answer = 0, BudgetedAnswer()
         reader = ThinkingReader(marks, budget=budget)
         with self.log.answering(arm.name, plain.name, sampled=not params.greedy) as tally:
             for round_, rows, _ in self._rounds(plain, 0, arm, params, tally, reader):

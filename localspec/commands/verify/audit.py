@@ -37,11 +37,10 @@ from localspec.controllers.fixed import FixedController
 from localspec.errors import UsageError
 from localspec.llm import LLM
 from localspec.measuring.questions import Question, in_turns, own_questions
-from localspec.model_files.vocab import Vocab
-from localspec.prompts.thinking import ThinkingFormat
 from localspec.runtime.pair import Pair
 from localspec.sampling.sampling import HUGE, SamplingParams
 from localspec.spec_decode.drafters.base import Drafter
+from localspec.spec_decode.thinking import ThinkingMarks
 
 LENGTHS = (3, 8, 0, 1, 5)
 """Forced draft lengths, in turns; 0 stands for the longest."""
@@ -80,7 +79,7 @@ class AuditOptions:
         draft_length: as the pair is going to be used.
         n_windows, n_draws: drafts that verification is asked about, and how often for each kind of draft.
         system: system prompt.
-        is_quick: as little as tells something: fewer ways of drafting.
+        is_quick: as little as tells something: fewer ways of drafting, rollbacks with one prompt alone.
     """
 
     n_prompts: int
@@ -132,7 +131,9 @@ class Audit:
         self.prompts: list[tuple[str, list[int]]] = []
         self.rollbacks = Rollbacks()
         self.spoiled: list[float] = []
-        self.system = RunningSystem(self.pair.context, in_words(self.target.vocab), self.log, self._check, self.samples)
+        self.system = RunningSystem(
+            self.pair.context, in_words(self.target.vocab.display), self.log, self._check, self.samples
+        )
         self._done = self._total = 0.0
 
     def run(self) -> AuditResult:
@@ -180,10 +181,11 @@ class Audit:
         for arm, params in self._sampled_arms(number):
             self._step(f"{what}: {arm.name}")
             self.system.sample(plain, arm, params, self.bets, self.windows)
-        if number < 2 and self.llm.thinking is not None:
+        n_thorough = 1 if self.options.is_quick else 2
+        if number < n_thorough and self.llm.thinking is not None:
             self._step(f"{what}: thinking budgets")
             self._think(plain, self.llm.thinking)
-        if number < 2 and len(plain.tokens) > 2:
+        if number < n_thorough and len(plain.tokens) > 2:
             self._step(f"{what}: rollbacks")
             with self.log.noting(ARM, name, "a rollback"):
                 self.rollbacks.probe(self.pair.context, plain, self.reach, self.log, self._check)
@@ -209,7 +211,9 @@ class Audit:
         for _ in range(1 if is_quick else 2):  # its answers take few passes, and there are many places for a rejection
             yield self._arm([self.adversary], self.reach)
         yield self._arm([NearMisses(self.target.n_vocab)], 2)
-        if self.pair.context.can_branch:  # what is accepted lies in the branch, beside a chain that is always wrong
+        if self.pair.context.can_branch and (
+            number == 0 or not is_quick
+        ):  # what is accepted lies in the branch, beside a chain that is always wrong
             beside = [NearMisses(self.target.n_vocab), self.beside]
             yield AuditArm("branches", beside, FixedController(2, beside=self.reach))
 
@@ -230,7 +234,7 @@ class Audit:
         seeded = replace(options.sampled, max_tokens=options.n_tokens, seed=seed)
         yield self._arm(all_drafters, SAMPLED_LENGTH, note=", seeded"), seeded
 
-    def _think(self, plain: PlainAnswer, marks: ThinkingFormat) -> None:
+    def _think(self, plain: PlainAnswer, marks: ThinkingMarks) -> None:
         """Answers with a budget for thinking that is spent at once, or soon; blocks are made to open by a bias."""
         mark = self.target.tokenize(marks.opening[0].replace(NAMED, ""), parse_special=True)
         with self.target.new_context(len(plain.prompt) + 1) as context:
@@ -272,7 +276,10 @@ class Audit:
         n_tested = max(1, len(observations))
         bounds, noise_figures = noise.bounds(n_tested), noise.figures(n_tested)
         judge = Judge(
-            self.target, bounds or (math.inf, math.inf), in_words(self.target.vocab), self.pair.context.can_branch
+            self.target,
+            bounds or (math.inf, math.inf),
+            in_words(self.target.vocab.display),
+            self.pair.context.can_branch,
         )
         judge.judge(observations if bounds else [])
         spoiled = None
@@ -308,7 +315,7 @@ class Audit:
             samples=self.samples.figures() if self.samples.drawn or self.samples.sent else None,
             thinking=asdict(self.thinking) if self.thinking.answers else None,
             several=None,
-            ties=[tie_of(seen, self.target.vocab) for seen in judge.ties],
+            ties=[tie_of(seen, self.target.vocab.display) for seen in judge.ties],
             rechecked={"rows": judge.n_rechecked, "explained": judge.n_explained},
             defects=[*self.log.defects, *self._general_defects(), *judge.defects],
         )
@@ -372,14 +379,14 @@ class Audit:
         return False
 
 
-def tie_of(seen: Observation, vocab: Vocab) -> dict[str, Any]:
+def tie_of(seen: Observation, display: Callable[[int], str]) -> dict[str, Any]:
     """An entry of ``ties``."""
     ids = {"plain": seen.plain.rows[seen.position].best, "speculative": seen.token}
     return {
         "arm": seen.arm,
         "prompt": seen.plain.name,
         "position": seen.position,
-        **{name: {"id": token, "text": vocab.display(token)} for name, token in ids.items()},
+        **{name: {"id": token, "text": display(token)} for name, token in ids.items()},
         "gap": seen.gap,
         "deviation": seen.deviation.rms,
     }

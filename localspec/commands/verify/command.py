@@ -30,7 +30,7 @@ LEAST_TOKENS = 16
 DRAWS, QUICK_DRAWS = 1000, 200
 WINDOWS, QUICK_WINDOWS = 4, 2
 LONG = 8
-"""Draft tokens of several answers at a time, besides what was asked for and a few."""
+"""Draft tokens of several answers at a time, where they are asked for a second time."""
 TOP_K = 256
 """Sampled answers keep so many tokens unless told otherwise: the tail of a large vocabulary only costs time."""
 
@@ -47,7 +47,7 @@ def verify_command(
     Args:
         options: the pair. ``--max-tokens`` is the longest answer; penalties apply to all answers, temperature and
             filters to the sampled ones; stop strings do not matter here.
-        prompts: how many; None is 8, or 3 if ``quick``.
+        prompts: how many; None is 8, or 2 if ``quick``.
         quick: fewer and shorter answers, fewer draws.
         as_json: print one object (see ``result``) instead of a screen.
 
@@ -103,10 +103,10 @@ def _several(
     try:
         load = replace(options.load, parallel=SEQUENCES, idle=False, remember=False)
         with replace(options, load=load).open(progress.report) as llm:
-            lengths = [SAMPLED_LENGTH] if audited.is_quick else [audited.draft_length, SAMPLED_LENGTH, LONG]
+            lengths = [SAMPLED_LENGTH] if audited.is_quick else [audited.draft_length, LONG]
             lengths = lengths if llm.draft_names else [0]
             figures, judge = audit_several(
-                llm, enough(prompts), audited.n_tokens, lengths, log, check, watch, in_words(llm.vocab)
+                llm, enough(prompts), audited.n_tokens, lengths, log, check, watch, in_words(llm.vocab.display)
             )
     except AuditStopped:
         result.interrupted = True
@@ -117,7 +117,7 @@ def _several(
     result.several = asdict(figures)
     result.defects += [*log.defects, *(judge.defects if judge else [])]
     if judge is not None:
-        result.ties = [*result.ties, *(tie_of(seen, llm.vocab) for seen in judge.ties)]
+        result.ties = [*result.ties, *(tie_of(seen, llm.vocab.display) for seen in judge.ties)]
 
 
 def audit_options(options: RunOptions, llm: LLM, prompts: int | None, quick: bool) -> AuditOptions:

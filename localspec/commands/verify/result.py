@@ -43,7 +43,6 @@ from typing import Any, Literal
 
 from localspec.commands.verify.plain import AuditStopped, Deviation, PlainAnswer
 from localspec.errors import line_of
-from localspec.model_files.vocab import Vocab
 
 FORMAT, VERSION = "localspec-audit", 1
 
@@ -229,9 +228,9 @@ def _with_lists(items: list[tuple[str, Any]]) -> dict[str, Any]:
     return {name: sorted(value) if isinstance(value, set) else value for name, value in items}
 
 
-def in_words(vocab: Vocab) -> Callable[[int], str]:
+def in_words(display: Callable[[int], str]) -> Callable[[int], str]:
     """Turns a token into words for a sentence."""
-    return lambda token: f"{vocab.display(token)!r} ({token})"
+    return lambda token: f"{display(token)!r} ({token})"
 
 
 def counted(n: int, noun: str) -> str:

@@ -576,7 +576,7 @@ def several_audited(tiny: TinyFiles, backend: str, draft: Sequence[str], spoil: 
     with LLM(target, draft=draft, backend=backend, n_ctx=512, parallel=3, idle=False) as llm:
         spoil()
         figures, judge = audit_several(
-            llm, prompts, 16, [3, 8], log, lambda: False, lambda what: None, in_words(llm.vocab)
+            llm, prompts, 16, [3, 8], log, lambda: False, lambda what: None, in_words(llm.vocab.display)
         )
     assert (figures.sequences, figures.answers) == (3, 8 if judge else figures.answers)
     assert figures.drafted > 0 or not judge
