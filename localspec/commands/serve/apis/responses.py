@@ -24,6 +24,8 @@ from localspec.commands.serve.requests import (
 from localspec.commands.serve.response_store import StoredResponse
 from localspec.commands.serve.service import Service
 
+MAX_METADATA, MAX_NAME, MAX_VALUE = 16, 64, 512
+
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _ECHOED = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "reasoning", "text", "tool_choice")
 
@@ -75,6 +77,7 @@ def responses_request(fields: Fields, served: ServedModel) -> ResponsesRequest:
         raise invalid("background cannot be had: answers are not kept beyond their request", "background")
     if any(include == "message.output_text.logprobs" for include in fields.items("include", MAX_TOOLS)):
         raise invalid("log-probabilities can be had at /v1/chat/completions", "include", "unsupported_parameter")
+    _check_metadata(fields)
     body = fields.those((*SHARED, "stream", "parallel_tool_calls"))
     body |= {"messages": _input(fields), "max_tokens": fields.integer("max_output_tokens", 1, MAX_COUNT)}
     if (reasoning := fields.object("reasoning")) is not None:
@@ -97,6 +100,18 @@ def responses_request(fields: Fields, served: ServedModel) -> ResponsesRequest:
         fields.flag("store", True),
         fields.those(_ECHOED) | {"tools": fields.items("tools", MAX_TOOLS)},
     )
+
+
+def _check_metadata(fields: Fields) -> None:
+    """It is only repeated, within OpenAI's own limits."""
+    metadata = fields.get("metadata") or {}
+    fits = isinstance(metadata, dict) and len(metadata) <= MAX_METADATA
+    for name, value in metadata.items() if fits else ():
+        is_simple = value is None or isinstance(value, str | bool | int | float)
+        fits = fits and is_simple and len(name) <= MAX_NAME and len(str(value)) <= MAX_VALUE
+    if not fits:
+        rule = f"at most {MAX_METADATA} names of {MAX_NAME} characters, with texts of at most {MAX_VALUE}"
+        raise fields.wrong("metadata", rule)
 
 
 def _tool(tool: Fields) -> dict[str, Any]:
