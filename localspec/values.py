@@ -133,6 +133,25 @@ def parse_json(text: str | bytes) -> Any:
     return value
 
 
+def written_json(text: str) -> Any:
+    """JSON as a model may have written it: a number that is none to others stays text, and half of a surrogate pair is
+    replaced, so that what is made of it can be sent.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+    try:
+        value = json.loads(text, parse_float=_number, parse_constant=str)
+        return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+
+
+def _number(text: str) -> float | str:
+    value = float(text)
+    return value if math.isfinite(value) else text
+
+
 def _check_nesting(body: bytes) -> None:
     brackets = _STRING.sub(b"", body.replace(b"\\\\", b"").replace(b'\\"', b"")).translate(None, _NO_BRACKETS)
     if len(brackets) > 2 * MAX_CONTAINERS:

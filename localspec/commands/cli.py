@@ -290,7 +290,9 @@ def serve(
     ] = None,
     allow_corpus: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATH|chats", help="Allow requests to draft from this text; repeatable."),
+        typer.Option(
+            metavar="PATH|chats", help="Allow requests from this computer to draft from this text; repeatable."
+        ),
     ] = None,
     allow_host: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Additional Host header to accept; repeatable.")

@@ -55,7 +55,7 @@ class BodyReader:
                 message = f"the body did not arrive within {self.seconds:g} s"
                 raise ApiError(408, message, code="request_timeout", headers={"Connection": "close"}) from None
             if len(body) <= LARGE_BYTES:
-                yield parse(bytes(body))
+                yield await asyncio.to_thread(parse, bytes(body))
                 return
             async with self._turns:
                 value = await asyncio.to_thread(parse, bytes(body))

@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
+from localspec.values import written_json
+
 Schema = Any
 """A JSON schema, or what a client sent in place of one; what cannot be read allows everything."""
 
@@ -302,7 +304,7 @@ def read_quote(source: Source) -> Generator[None, None, str]:
 def _whole_string(source: Source, quote: str) -> Generator[None, None, str]:
     found: list[str] = []
     yield from read_string(source, found.append, quote)
-    text: str = json.loads('"' + "".join(found) + '"')
+    text: str = written_json('"' + "".join(found) + '"')
     return text
 
 

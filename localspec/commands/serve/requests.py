@@ -17,6 +17,7 @@ from localspec.sampling.sampling import SamplingParams
 
 MAX_CHOICES, MAX_STOPS, MAX_STOP, MAX_MESSAGES, MAX_COUNT = 16, 16, 1024, 10_000, 1 << 31
 MAX_TOP_LOGPROBS, MAX_TOOLS = 20, 128  # OpenAI's own limits
+MAX_BIASES = 1024  # they are added to every row of logits
 
 # The sampling parameters, under OpenAI's names and those that local servers add to them, and what each may be.
 _NUMBERS = {
@@ -267,7 +268,9 @@ def _logit_bias(fields: Fields, served: ServedModel) -> dict[int, float] | None:
     biases = fields.object("logit_bias")
     if biases is None:
         return None
-    found = {}
+    found: dict[int, float] = {}
+    if len(fields.get("logit_bias")) > MAX_BIASES:
+        raise fields.wrong("logit_bias", f"an object of at most {MAX_BIASES} token ids")
     for key in fields.get("logit_bias"):
         if not (isinstance(key, str) and key.isdecimal() and len(key) < 10 and int(key) < served.n_vocab):
             raise invalid(f"logit_bias: {key!r:.40} is not a token id under {served.n_vocab}", "logit_bias")

@@ -30,6 +30,7 @@ from localspec.commands.serve.call_values import (
     read_key,
     read_value,
 )
+from localspec.values import written_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +343,7 @@ class ToolCallReader:
     def _object_name(self, mark: Mark, call: _Call) -> Reading:
         found: list[str] = []
         yield from read_value(self._source, found.append, Untyped(), None)
-        name = json.loads("".join(found))
+        name = written_json("".join(found))
         if not isinstance(name, str) or not name:
             raise NoCall
         call.name = self._function(name)
@@ -362,7 +363,7 @@ class ToolCallReader:
         yield from read_value(self._source, found.append, Untyped(), None)
         value = "".join(found)
         if value.startswith('"'):
-            value = json.loads(value)
+            value = written_json(value)
         call.arguments = "{}" if value.strip() in ("", "null") else value
         if mark is _BARE and not call.arguments.lstrip().startswith("{"):
             raise NoCall

@@ -11,7 +11,7 @@ from localspec.errors import UsageError
 from localspec.prompts.templates import ChatTemplate, checked_messages
 from localspec.sampling.sampling import SamplingParams
 from localspec.sampling.structured.request import changed
-from localspec.values import parse_json
+from localspec.values import written_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def _call(call: Any, i: int) -> dict[str, Any]:
     arguments = function.get("arguments", "{}")
     if isinstance(arguments, str):
         try:
-            arguments = parse_json(arguments or "{}")
+            arguments = written_json(arguments or "{}")
         except ValueError:
             arguments = {"arguments": arguments}
     return dict(call) | {"type": "function", "function": dict(function) | {"arguments": arguments}}

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from starlette.routing import Mount, Route
 
 from localspec import LLM, SamplingParams
 from localspec.commands.serve.access import RULES, Client, Kind, public_names
+from localspec.commands.serve.apis.embeddings import EmbeddingService
 from localspec.commands.serve.app import build
+from localspec.commands.serve.settings import ServerSettings
 from localspec.runtime.saved_chats import CONVERSATIONS
 from tests.conftest import TinyFiles
 from tests.support.serving import Server, serve
@@ -139,6 +142,9 @@ def body_for(method: str, path: str) -> Any:
 
 def test_every_address_has_a_rule_and_every_rule_an_address(house: House, tiny: TinyFiles) -> None:
     paths = {path for _, path in addresses(house)}
+    embedder: Any = SimpleNamespace(path=Path("x.gguf"))
+    of_embeddings = {route.path for route in EmbeddingService(embedder, ServerSettings()).application().routes}  # type: ignore[attr-defined]
+    assert of_embeddings <= set(RULES)
     assert paths == set(RULES)
 
 

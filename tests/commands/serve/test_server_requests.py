@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localspec import LLM, SamplingParams, TemplateError, UsageError
+from localspec.commands.serve.apis.blocks import AnswerBlock
 from localspec.commands.serve.body import parse
 from localspec.commands.serve.errors import ApiError, as_api_error
 from localspec.commands.serve.fields import Fields
@@ -221,6 +222,18 @@ def test_what_is_no_json_is_400(body: bytes) -> None:
 )
 def test_what_means_the_same_to_everybody_is_read(body: bytes, value: Any) -> None:
     assert parse(body) == value
+
+
+def test_what_a_model_wrote_can_be_sent_and_rendered() -> None:
+    text = '{"a": 1e999, "b": NaN, "c": -Infinity, "d": "\\ud83d", "e": 1.5, "f": 1, "f": 2}'
+    arguments = AnswerBlock(0, "call", text).arguments
+    assert arguments == {"a": "1e999", "b": "NaN", "c": "-Infinity", "d": "?", "e": 1.5, "f": 2}
+    json.dumps(arguments, allow_nan=False).encode()
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": text}}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    (_, sent) = messages_for(ChatTemplate("{{ tools }}{{ messages }}"), messages, ToolUse())
+    assert sent["tool_calls"][0]["function"]["arguments"] == arguments
+    assert AnswerBlock(0, "call", '{"a":' * 100_000).arguments == {}
 
 
 WORDS = [

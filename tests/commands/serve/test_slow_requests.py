@@ -15,7 +15,7 @@ from localspec import LLM
 from localspec.backends.base import Model
 from localspec.commands.serve import body as bodies
 from localspec.commands.serve import response_store
-from localspec.commands.serve.requests import MAX_STOP, MAX_STOPS
+from localspec.commands.serve.requests import MAX_BIASES, MAX_STOP, MAX_STOPS
 from localspec.prompts.template_sandbox import SandboxedTemplate
 from localspec.sampling.structured import request as structured
 from tests.conftest import TinyFiles
@@ -206,6 +206,25 @@ def test_stop_strings_are_bounded(server: Server, path: str, body: dict[str, Any
         status, answer = asked(stops)
         assert status == 400
         assert "stop" in answer
+
+
+def test_biases_and_metadata_are_bounded(server: Server) -> None:
+    biases = {str(i): -1 for i in range(MAX_BIASES)}
+    n_tokens = server.service.llm.vocab.n_tokens
+    most = {"input": "x", "max_output_tokens": 1, "metadata": {f"{i:064}": "x" * 512 for i in range(16)}}
+    assert n_tokens > MAX_BIASES or len(biases) > n_tokens
+    if n_tokens > MAX_BIASES:
+        assert server.ask("POST", "/v1/chat/completions", CHAT | {"logit_bias": biases})[0] == 200
+    assert server.ask("POST", "/v1/responses", most)[0] == 200
+    for path, body, name in (
+        ("/v1/chat/completions", CHAT | {"logit_bias": biases | {str(MAX_BIASES): 1}}, "logit_bias"),
+        ("/v1/responses", most | {"metadata": {"a": "x" * 513}}, "metadata"),
+        ("/v1/responses", most | {"metadata": {"a" * 65: "x"}}, "metadata"),
+        ("/v1/responses", most | {"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
+        ("/v1/responses", most | {"metadata": {"a": {"b": [1]}}}, "metadata"),
+    ):
+        status, _, answer = server.ask("POST", path, body)
+        assert (status, json.loads(answer)["error"]["param"]) == (400, name)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import isfinite
 from typing import Any, Literal
 
 from localspec.commands.serve.deltas import Delta
 from localspec.commands.serve.tool_calls import CallStart, TextPiece
+from localspec.values import written_json
 
 BlockKind = Literal["thinking", "text", "call"]
 
@@ -35,17 +34,10 @@ class AnswerBlock:
     def arguments(self) -> dict[str, Any]:
         """Of a call; none where the answer was cut before they were whole."""
         try:
-            # What is no number to others stays as the model wrote it; of half a surrogate pair nothing can be sent.
-            value = json.loads(self.text, parse_float=_number, parse_constant=str)
-            value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
-        except (ValueError, RecursionError):
+            value = written_json(self.text)
+        except ValueError:
             return {}
         return value if isinstance(value, dict) else {}
-
-
-def _number(text: str) -> float | str:
-    value = float(text)
-    return value if isfinite(value) else text
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ class EmbeddingService:
         form = fields.known(known.EMBEDDINGS).choice("encoding_format", ("float", "base64"))
         self._check_dimensions(fields)
         rows, n_tokens = await self._embedded(fields.get("input"), "input")
-        encoded = [_base64(row) if form == "base64" else row.tolist() for row in rows]
+        encoded = await asyncio.to_thread(lambda: [_base64(row) if form == "base64" else row.tolist() for row in rows])
         return {
             "object": "list",
             "data": [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(encoded)],
@@ -113,7 +113,7 @@ class EmbeddingService:
         rows, n_tokens = await self._embedded(fields.get("input"), "input", fields.flag("truncate", True))
         return {
             "model": self._names[0],
-            "embeddings": [row.tolist() for row in rows],
+            "embeddings": await asyncio.to_thread(lambda: [row.tolist() for row in rows]),
             "total_duration": time.monotonic_ns() - started,
             "load_duration": 0,
             "prompt_eval_count": n_tokens,

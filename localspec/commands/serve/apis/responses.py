@@ -28,6 +28,8 @@ from localspec.commands.serve.response_store import StoredResponse
 from localspec.commands.serve.service import Service
 from localspec.prompts.folding import merged
 
+MAX_METADATA, MAX_NAME, MAX_VALUE = 16, 64, 512
+
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _INCLUDES = (
     "reasoning.encrypted_content",
@@ -87,6 +89,7 @@ def responses_request(fields: Fields, served: ServedModel) -> ResponsesRequest:
         if include not in _INCLUDES:
             message = f"include: {include!r:.60} cannot be had; log-probabilities are at /v1/chat/completions"
             raise invalid(message, "include", "unsupported_parameter")
+    _check_metadata(fields)
     body = fields.those((*SHARED, "stream", "stop", "parallel_tool_calls", "thinking_budget", "chat_template_kwargs"))
     body |= {"messages": _input(fields, served), "max_tokens": fields.integer("max_output_tokens", 1, MAX_COUNT)}
     if (reasoning := fields.object("reasoning")) is not None:
@@ -121,6 +124,18 @@ def _tool_choice(choice: Fields) -> dict[str, Any]:
         return named(choice)
     tools = [Fields(item, choice.path(f"tools[{i}]")) for i, item in enumerate(choice.items("tools", MAX_TOOLS))]
     return {"type": kind, "allowed_tools": {"mode": choice.get("mode"), "tools": [named(tool) for tool in tools]}}
+
+
+def _check_metadata(fields: Fields) -> None:
+    """It is only repeated, within OpenAI's own limits."""
+    metadata = fields.get("metadata") or {}
+    fits = isinstance(metadata, dict) and len(metadata) <= MAX_METADATA
+    for name, value in metadata.items() if fits else ():
+        is_simple = value is None or isinstance(value, str | bool | int | float)
+        fits = fits and is_simple and len(name) <= MAX_NAME and len(str(value)) <= MAX_VALUE
+    if not fits:
+        rule = f"at most {MAX_METADATA} names of {MAX_NAME} characters, with texts of at most {MAX_VALUE}"
+        raise fields.wrong("metadata", rule)
 
 
 def _tool(tool: Fields) -> dict[str, Any]:

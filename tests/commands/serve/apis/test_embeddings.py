@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -156,3 +157,29 @@ def test_a_chat_with_such_a_file_is_one_line(model: EmbeddingModel) -> None:
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "is an embedding model" in done.stderr
+
+
+def test_a_request_of_many_texts_lets_others_in_between(
+    model: EmbeddingModel, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embed, order = EmbeddingModel.embed, list[int]()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def recorded(model: EmbeddingModel, tokens: Any) -> Any:
+        order.append(len(tokens))
+        begun.set()
+        assert go_on.wait(PATIENCE)
+        return embed(model, tokens)
+
+    monkeypatch.setattr(EmbeddingModel, "embed", recorded)
+    many, one = [[1]] * 300, [[1, 2, 3]]
+    slow = threading.Thread(target=lambda: client.embeddings.create(model="embed", input=many))
+    slow.start()
+    assert begun.wait(PATIENCE)
+    other = threading.Thread(target=lambda: client.embeddings.create(model="embed", input=one))
+    other.start()
+    go_on.set()  # there are texts enough for the other request to come meanwhile
+    for thread in (slow, other):
+        thread.join(PATIENCE)
+    assert sorted(order) == [1] * 300 + [3]
+    assert order[-1] == 1
