@@ -20,10 +20,10 @@ from localspec.commands.serve.call_marks import MARKS, SEPARATORS, TAGS, Mark, T
 from localspec.commands.serve.call_values import (
     WORD,
     EndOfText,
+    IncomingText,
     NoCall,
     Put,
     Reading,
-    Source,
     Untyped,
     as_json,
     escaped,
@@ -97,7 +97,7 @@ class ToolCallReader:
         functions = [tool["function"] for tool in tools]
         self._functions = {each["name"]: ArgumentTypes(each.get("parameters")) for each in functions}
         self._parallel = parallel
-        self._source = Source()
+        self._source = IncomingText()
         self._reading = self._read()
         self._over = False
         self._cut = False
