@@ -169,7 +169,10 @@ FORMATS: dict[str, Callable[[list[Call]], str]] = {
     "a bare list": joined("[", json_call, ", ", "]"),
     "a mark in a code block": joined("```xml\n<tool_call>\n", json_call, "\n", "\n</tool_call>\n```"),
 }
-MARKED = [name for name, write in FORMATS.items() if not write(WEATHER).lstrip().startswith(("{", "[{", "[w", "```"))]
+AT_THE_BEGINNING = ("{", "[{", "[w", "```", "Action:", "functools")
+MARKED = [name for name, write in FORMATS.items() if not write(WEATHER).lstrip().startswith(AT_THE_BEGINNING)]
+"""Those whose calls may stand anywhere in an answer."""
+
 
 CASES: dict[str, tuple[str, str, list[Call]]] = {
     "arguments first": (f'<tool_call>{{"arguments": {P}, "name": "weather"}}</tool_call>', "", WEATHER),
