@@ -462,7 +462,7 @@ def test_the_work_grows_with_the_text_only(name: str, size: int) -> None:
             "no call": '<tool_call>{"nome": "' * n,
         }[name]
 
-    assert n_steps(text(200), size) < 2.3 * n_steps(text(100), size) + 500
+    assert n_steps(text(120), size) < 2.3 * n_steps(text(60), size) + 200
 
 
 def test_no_schema_takes_long() -> None:
