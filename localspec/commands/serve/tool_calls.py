@@ -158,7 +158,8 @@ class ToolCallReader:
                 self.n_calls -= 1
         self._waiting, self._holding, self._muted = [], False, False
         taken, self._source.taken = self._source.taken, None
-        self._say("".join(taken or ()))
+        if self._parallel or not self.n_done:
+            self._say("".join(taken or ()))
 
     def _say(self, text: str) -> None:
         body = text.rstrip()
