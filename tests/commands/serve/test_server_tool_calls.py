@@ -655,8 +655,15 @@ def test_what_may_be_a_call_waits_for_so_long_only() -> None:
         assert "".join(piece.text for piece in pieces if isinstance(piece, TextPiece)) == text
 
 
-def test_random_texts_of_marks_are_read_alike() -> None:
-    rng = random.Random(1)
-    for _ in range(300):
-        text = "".join(rng.choices(_SCRAPS, k=rng.randint(1, 20)))
-        assert read(text, singly(text)) == read(text, [])
+def test_damaged_calls_are_read_alike_however_they_are_cut() -> None:
+    rng, names = random.Random(1), list(FORMATS)
+    for _ in range(200):
+        text = FORMATS[rng.choice(names)](BOTH)
+        for _ in range(rng.randint(1, 3)):
+            start = rng.randrange(len(text) + 1)
+            text = text[:start] + rng.choice(["", *_SCRAPS]) + text[start + rng.randint(0, 6) :]
+        options = {"parallel": rng.random() < 0.8, "cut": rng.random() < 0.3}
+        said, calls = read(text, [], **options)
+        assert read(text, singly(text), **options) == (said, calls)
+        if not calls:
+            assert said == text
