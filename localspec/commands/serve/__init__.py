@@ -2,6 +2,7 @@
 
 It is a consumer of rounds like the chat screen: no decoding logic lives here. Reading order: ``app`` (the routes),
 ``requests`` (what a client may ask), ``service`` (one answer at a time), ``deltas`` (what a round adds to an answer),
-``answers`` with ``chat`` and ``completions`` (OpenAI's shapes), ``tools`` and ``tool_calls``; ``guard``, ``body`` and
-``protocol`` keep strangers out.
+``answers`` with ``chat`` and ``completions`` (OpenAI's shapes), ``tools`` (what may be called), ``tool_calls`` with
+``call_marks``, ``call_values`` and ``argument_types`` (what was called); ``guard``, ``body`` and ``protocol`` keep
+strangers out.
 """

@@ -43,7 +43,7 @@ class EndOfText(NoCall):
     """The answer is over in the midst of it."""
 
 
-class Source:
+class IncomingText:
     """Text that comes in pieces and is read once.
 
     Attributes:
@@ -193,7 +193,7 @@ def readings(text: str) -> Iterator[tuple[str, str]]:
 
 def as_json(text: str, types: Untyped | None = None) -> str | None:
     """A whole value as JSON; None if it is none."""
-    source, found = Source(), list[str]()
+    source, found = IncomingText(), list[str]()
     source.feed(text, final=True)
     types = types or Untyped()
 
@@ -212,7 +212,7 @@ def as_json(text: str, types: Untyped | None = None) -> str | None:
 Put = Callable[[str], None]
 
 
-def read_value(source: Source, put: Put, types: Untyped, schema: Schema, depth: int = 0) -> Reading:
+def read_value(source: IncomingText, put: Put, types: Untyped, schema: Schema, depth: int = 0) -> Reading:
     """Read a value; its JSON goes out as it comes, of the types that a schema asks for.
 
     Raises:
@@ -239,7 +239,7 @@ def read_value(source: Source, put: Put, types: Untyped, schema: Schema, depth: 
         raise NoCall if (yield from source.peek()) else EndOfText
 
 
-def _read_members(source: Source, put: Put, types: Untyped, schema: Schema, depth: int) -> Reading:
+def _read_members(source: IncomingText, put: Put, types: Untyped, schema: Schema, depth: int) -> Reading:
     put(source.take(1))
     while not (yield from _closed(source, put, "}")):
         key = yield from read_key(source)
@@ -254,7 +254,7 @@ def _read_members(source: Source, put: Put, types: Untyped, schema: Schema, dept
             return
 
 
-def _read_items(source: Source, put: Put, types: Untyped, schema: Schema, depth: int) -> Reading:
+def _read_items(source: IncomingText, put: Put, types: Untyped, schema: Schema, depth: int) -> Reading:
     closer = "]" if source.take(1) == "[" else ")"
     put("[")
     while not (yield from _closed(source, put, closer)):
@@ -263,7 +263,7 @@ def _read_items(source: Source, put: Put, types: Untyped, schema: Schema, depth:
             return
 
 
-def _closed(source: Source, put: Put, closer: str, comma: str = "") -> Reading:
+def _closed(source: IncomingText, put: Put, closer: str, comma: str = "") -> Reading:
     """Whether a list or object ends here; else a comma has to be read, where one is given. One too many is dropped."""
     space = yield from source.spaces()
     if comma and (yield from source.one_of(comma)):
@@ -283,7 +283,7 @@ def _closed(source: Source, put: Put, closer: str, comma: str = "") -> Reading:
     return bool(found)
 
 
-def read_key(source: Source) -> Generator[None, None, str]:
+def read_key(source: IncomingText) -> Generator[None, None, str]:
     """A member's name, in quotes or bare."""
     if quote := (yield from read_quote(source)):
         return (yield from _whole_string(source, quote))
@@ -293,7 +293,7 @@ def read_key(source: Source) -> Generator[None, None, str]:
     return word
 
 
-def read_quote(source: Source) -> Generator[None, None, str]:
+def read_quote(source: IncomingText) -> Generator[None, None, str]:
     """The quote that a string begins with; "" if none does."""
     first = yield from source.peek()
     if first == "<":
@@ -301,14 +301,14 @@ def read_quote(source: Source) -> Generator[None, None, str]:
     return source.take(1) if first in ('"', "'") else ""
 
 
-def _whole_string(source: Source, quote: str) -> Generator[None, None, str]:
+def _whole_string(source: IncomingText, quote: str) -> Generator[None, None, str]:
     found: list[str] = []
     yield from read_string(source, found.append, quote)
     text: str = written_json('"' + "".join(found) + '"')
     return text
 
 
-def read_string(source: Source, put: Put, quote: str) -> Reading:
+def read_string(source: IncomingText, put: Put, quote: str) -> Reading:
     """A string behind its quote, up to and without the other, written as JSON writes it within quotes."""
     if quote not in _PLAIN:
         yield from read_until(source, lambda text: put(escaped(text)), quote)
@@ -327,7 +327,7 @@ def read_string(source: Source, put: Put, quote: str) -> Reading:
             put(escaped(first))
 
 
-def _escape(source: Source) -> Generator[None, None, str]:
+def _escape(source: IncomingText) -> Generator[None, None, str]:
     """What a backslash begins."""
     pair = yield from source.peek(2)
     if len(pair) < 2:
@@ -356,7 +356,7 @@ def escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def read_until(source: Source, put: Put, closer: str) -> Reading:
+def read_until(source: IncomingText, put: Put, closer: str) -> Reading:
     """Pass on what comes before a text, and read that too."""
     pattern, found = re.compile(re.escape(closer)), None
     while found is None:

@@ -20,10 +20,10 @@ from localspec.commands.serve.call_marks import MARKS, SEPARATORS, TAGS, Mark, T
 from localspec.commands.serve.call_values import (
     WORD,
     EndOfText,
+    IncomingText,
     NoCall,
     Put,
     Reading,
-    Source,
     Untyped,
     as_json,
     escaped,
@@ -98,7 +98,7 @@ class ToolCallReader:
         functions = [tool["function"] for tool in tools]
         self._functions = {each["name"]: ArgumentTypes(each.get("parameters")) for each in functions}
         self._parallel = parallel
-        self._source = Source()
+        self._source = IncomingText()
         self._reading = self._read()
         self._over = False
         self._cut = False
@@ -159,7 +159,8 @@ class ToolCallReader:
                 self.n_calls -= 1
         self._waiting, self._holding, self._muted = [], False, False
         taken, self._source.taken = self._source.taken, None
-        self._say("".join(taken or ()))
+        if self._parallel or not self.n_done:
+            self._say("".join(taken or ()))
 
     def _say(self, text: str) -> None:
         body = text.rstrip()

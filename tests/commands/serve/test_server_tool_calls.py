@@ -169,7 +169,10 @@ FORMATS: dict[str, Callable[[list[Call]], str]] = {
     "a bare list": joined("[", json_call, ", ", "]"),
     "a mark in a code block": joined("```xml\n<tool_call>\n", json_call, "\n", "\n</tool_call>\n```"),
 }
-MARKED = [name for name, write in FORMATS.items() if not write(WEATHER).lstrip().startswith(("{", "[{", "[w", "```"))]
+AT_THE_BEGINNING = ("{", "[{", "[w", "```", "Action:", "functools")
+MARKED = [name for name, write in FORMATS.items() if not write(WEATHER).lstrip().startswith(AT_THE_BEGINNING)]
+"""Those whose calls may stand anywhere in an answer."""
+
 
 CASES: dict[str, tuple[str, str, list[Call]]] = {
     "arguments first": (f'<tool_call>{{"arguments": {P}, "name": "weather"}}</tool_call>', "", WEATHER),
@@ -459,7 +462,7 @@ def test_the_work_grows_with_the_text_only(name: str, size: int) -> None:
             "no call": '<tool_call>{"nome": "' * n,
         }[name]
 
-    assert n_steps(text(200), size) < 2.3 * n_steps(text(100), size) + 500
+    assert n_steps(text(120), size) < 2.3 * n_steps(text(60), size) + 200
 
 
 def test_no_schema_takes_long() -> None:
@@ -652,8 +655,15 @@ def test_what_may_be_a_call_waits_for_so_long_only() -> None:
         assert "".join(piece.text for piece in pieces if isinstance(piece, TextPiece)) == text
 
 
-def test_random_texts_of_marks_are_read_alike() -> None:
-    rng = random.Random(1)
-    for _ in range(300):
-        text = "".join(rng.choices(_SCRAPS, k=rng.randint(1, 20)))
-        assert read(text, singly(text)) == read(text, [])
+def test_damaged_calls_are_read_alike_however_they_are_cut() -> None:
+    rng, names = random.Random(1), list(FORMATS)
+    for _ in range(200):
+        text = FORMATS[rng.choice(names)](BOTH)
+        for _ in range(rng.randint(1, 3)):
+            start = rng.randrange(len(text) + 1)
+            text = text[:start] + rng.choice(["", *_SCRAPS]) + text[start + rng.randint(0, 6) :]
+        options = {"parallel": rng.random() < 0.8, "cut": rng.random() < 0.3}
+        said, calls = read(text, [], **options)
+        assert read(text, singly(text), **options) == (said, calls)
+        if not calls:
+            assert said == text
