@@ -26,8 +26,8 @@ _KNOWS_TOOLS = re.compile(r"\btools\b")
 _KNOWS_NULL = re.compile(r"""content(['"]\])? is (not )?none""", re.IGNORECASE)
 _WORD = re.compile(r"localspec\d+(?:text|call\d+x|tool)")
 _MOST_KNOWN = 256
-_MANY_MESSAGES = 200
-"""Of longer conversations not all combinations of repairs are tried."""
+_AT_A_TIME = ((200, 3), (1000, 2))
+"""Messages -> how many repairs are tried together, before all of them are; of longer conversations one."""
 
 _TOOLS_AS_TEXT = """# Tools
 
@@ -428,7 +428,7 @@ def _candidates(
     able = [i for i, (_, repair) in enumerate(_REPAIRS) if i not in always and any(repair(s) != s for s in starts)]
     if not _KNOWS_NULL.search(template.source):  # others would print "None"
         able = [i for i in able if i != _NULLS]
-    most = 3 if len(probe.messages) <= _MANY_MESSAGES else 1
+    most = next((n for many, n in _AT_A_TIME if len(probe.messages) <= many), 1)
     subsets = [subset for n in range(1, most + 1) for subset in combinations(able, n)]
     subsets.append(tuple(able))
     for subset in sorted(subsets, key=lambda subset: sum(_REPAIRS[i][0] for i in subset)):

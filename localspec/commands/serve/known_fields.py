@@ -333,7 +333,7 @@ FUNCTION = _known("name description parameters", ignored={STRICT: "strict"})
 TOOL_CHOICE = _known("type function allowed_tools", refused={"cannot be had: only functions can be called": "custom"})
 ALLOWED_TOOLS = _known("mode tools")
 
-RESPONSES_MESSAGE = _known("type role content", ignored={REPEATED: "id status phase"})
+RESPONSES_MESSAGE = _known("type role content", ignored={REPEATED: "id status phase end_turn"})
 FUNCTION_CALL = _known("type call_id name arguments", ignored={REPEATED: "id status caller namespace async"})
 FUNCTION_CALL_OUTPUT = _known("type call_id output", ignored={REPEATED: "id status caller namespace name"})
 REASONING_ITEM = _known(

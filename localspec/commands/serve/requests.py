@@ -316,8 +316,11 @@ def _own(fields: Fields, served: ServedModel) -> tuple[tuple[str, ...] | None, i
 def _messages(fields: Fields) -> list[dict[str, Any]]:
     """The messages, the content of each as one text; None where an answer said nothing."""
     messages = []
-    for i, item in enumerate(fields.items("messages", MAX_MESSAGES)):
+    items = fields.items("messages", MAX_MESSAGES)
+    for i, item in enumerate(items):
         message = Fields(item, f"messages[{i}]").known(known.CHAT_MESSAGE)
+        if message.flag("prefix") and i < len(items) - 1:
+            raise message.wrong("prefix", "of the last message")
         content = message.get("content")
         if content is None and item.get("role") == "assistant":
             content = message.text("refusal")

@@ -157,6 +157,7 @@ def test_a_field_without_a_value_is_absent(kind: str) -> None:
         ("chat", {"messages": [{"role": "user"}]}, "messages[0].content"),
         ("chat", {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ("chat", {"continue_final_message": True}, "continue_final_message"),
+        ("chat", {"messages": [{"role": "assistant", "content": "a", "prefix": True}, USER]}, "messages[0].prefix"),
         ("completions", {"messages": [USER]}, "messages"),
         ("completions", {"best_of": 2}, "best_of"),
         ("completions", {"echo": True, "logprobs": 1}, "echo"),

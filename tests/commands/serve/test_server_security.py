@@ -176,7 +176,7 @@ def test_their_clients_work_in_a_page_of_an_allowed_origin(llm: LLM, browser: An
                 return "kept out";
             }
         };
-        const body = {model: "", input: "hi", messages: [{role: "user", content: "hi"}], max_tokens: 2};
+        const body = {model: "", messages: [{role: "user", content: "hi"}], max_tokens: 2};
         const answers = [];
         for (const path of ["/v1/chat/completions", "/v1/messages"]) {
             answers.push(await ask("POST", path, headers, body));
