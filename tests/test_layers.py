@@ -26,7 +26,7 @@ ROOMS = {
     "api": "system model_files backends prompts sampling spec_decode runtime",
     "measuring": "system model_files backends sampling spec_decode controllers runtime api",
     "training": "system model_files backends prompts sampling runtime api measuring",
-    "commands.files": "system terminal model_files",
+    "commands.files": "system terminal model_files backends",
     "commands.inspect": "terminal model_files",
     "commands.options": "system terminal model_files backends sampling spec_decode runtime api commands.files",
     "commands.report": "system terminal",

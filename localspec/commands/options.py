@@ -117,7 +117,7 @@ class RunOptions:
         self.set_up_logging()
         corpora = self.corpora()
         drafters = self.drafters() if late is None else [*AUTOMATIC, *corpora]
-        model = ensure_model(self.model, drafters, sparing=True, yes=self.yes)
+        model = ensure_model(self.model, drafters, sparing=True, late=late is not None, yes=self.yes)
         if late is not None and self.model is None and not offline():
             late += [entry for entry in Catalog.load().default_pair()[1:] if not entry.present]
         return LLM(model, drafters, draft_length=self.length(), progress=report, **self.load.as_arguments())
@@ -202,7 +202,9 @@ def base_model_notes(llm: LLM) -> list[str]:
     return [f"{entry.name} is {entry.note}; localspec generate --raw continues text"]
 
 
-def ensure_model(model: str | None, drafters: Sequence[str], *, sparing: bool = False, yes: bool = False) -> str:
+def ensure_model(
+    model: str | None, drafters: Sequence[str], *, sparing: bool = False, late: bool = False, yes: bool = False
+) -> str:
     """The model to load; what is not on the disk yet is fetched, after a question at a terminal.
 
     Without a terminal the default pair is fetched all the same, and a model that was named is not.
@@ -213,6 +215,7 @@ def ensure_model(model: str | None, drafters: Sequence[str], *, sparing: bool = 
         sparing: the draft model is not fetched where a head for the target is on this disk. Where further rows are
             cheap it adds much to that, elsewhere nothing (benchmarks/RESULTS.md, machines A and B), and only passes
             tell where one is: ``LateDraft`` measures that before it fetches one.
+        late: the draft model is left to ``LateDraft``.
         yes: nothing is asked.
 
     Raises:
@@ -222,7 +225,7 @@ def ensure_model(model: str | None, drafters: Sequence[str], *, sparing: bool = 
     from localspec.commands.files import at_terminal, wants
 
     asks = at_terminal() and not yes and not offline()
-    named = [entry for name in (model, *drafters) if name is not None and (entry := _known(name)) is not None]
+    named = [entry for name in dict.fromkeys([model, *drafters]) if name is not None and (entry := _known(name))]
     missing = [entry for entry in named if not entry.present]
     if missing and not offline() and (asks or yes):
         if asks and not wants(missing):
@@ -231,32 +234,29 @@ def ensure_model(model: str | None, drafters: Sequence[str], *, sparing: bool = 
     if model is not None:
         return model
     target, *drafts = Catalog.load().default_pair()
-    wanted = [target, *(drafts if "auto" in drafters else [])]
-    missing = [entry for entry in wanted if not entry.present]
-    if missing and offline():
-        if not target.present:
+    others = [entry for entry in drafts if not entry.present and (late or "auto" in drafters)]
+    if not target.present:
+        if offline():
             raise ModelFileError(
                 f"the default model {target.name} is not on this disk and LOCALSPEC_OFFLINE forbids fetching it; "
                 "name a .gguf file, or pull it elsewhere and set LOCALSPEC_HOME"
             )
-        return target.name
-    others, target_was_here = [entry for entry in missing if entry is not target], target not in missing
-    if not target_was_here:
-        more = sum(entry.bytes for entry in drafts if not entry.present)
-        besides = f" ({size_text(more)} more for a draft model, if that makes answers faster here)" if more else ""
-        if asks and not (wants([target], besides) if sparing else wants(missing)):
+        at_once, perhaps = ([target], others) if sparing or late else ([target, *others], [])
+        more = size_text(sum(entry.bytes for entry in perhaps))
+        besides = f" ({more} more for a draft model, if that makes answers faster here)" if perhaps else ""
+        if asks and not wants(at_once, besides):
             raise ModelFileError(f"{target.name} was not fetched; localspec list --all shows smaller models")
-        if sparing:
-            _fetch(target, [target])
-            missing = others
-    if sparing and others and _has_head(target):
-        if not target_was_here:
+        _fetch(target, at_once)
+        others = [] if late else perhaps
+        if others and _has_head(target):
             names, size = " ".join(entry.name for entry in others), sum(entry.bytes for entry in others) / 1e9
             line = f"a head drafts for it; localspec pull {names} fetches the draft model ({size:.1f} GB) as well"
             print(line, file=sys.stderr, flush=True)
-        return target.name
-    if missing and (target in missing or not asks or not target_was_here or wants(missing)):
-        _fetch(target, missing)
+            others = []
+    elif late or offline() or (sparing and others and _has_head(target)) or (asks and others and not wants(others)):
+        others = []
+    if others:
+        _fetch(target, others)
     return target.name
 
 

@@ -46,7 +46,7 @@ noticed. Speeds of plain decoding spread by 5 to 10 % from answer to answer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class EngineTimes:
     """Engines timed in turns with one file.
 
     Attributes:
@@ -113,7 +113,7 @@ def engines_comparing(n_ctx: int, kv_type: str) -> Callable[[Model, Model], Step
 def remember(models: Sequence[Model], timers: Sequence[Timer], kv_type: str) -> None:
     """Keep what nominal answers take on the engines of a file's models."""
     today, pairs = date.today(), list(zip(models, timers, strict=True))
-    found = Comparison(
+    found = EngineTimes(
         f"{today.day} {today:%b}",
         {model.backend: round(nominal_ms(timed.times()), 1) for model, timed in pairs},
         {model.backend: [round(nominal_ms(each), 1) for each in timed.quiet_rounds()] for model, timed in pairs},
@@ -122,7 +122,7 @@ def remember(models: Sequence[Model], timers: Sequence[Timer], kv_type: str) -> 
     _store().put(_key(fingerprint(models[0].path), models[0].n_threads, kv_type), asdict(found))
 
 
-def compared(path: Path, n_threads: int | None, kv_type: str) -> Comparison | None:
+def compared(path: Path, n_threads: int | None, kv_type: str) -> EngineTimes | None:
     """What was found of a file, with the present versions of all engines; None where nothing was."""
     return _comparison(_store().get(_key(fingerprint(path), n_threads or default_threads(), kv_type)))
 
@@ -165,14 +165,14 @@ def ordered(
     return [{first: second, second: first}.get(name, name) for name in names]
 
 
-def _comparison(stored: dict[str, Any] | None) -> Comparison | None:
+def _comparison(stored: dict[str, Any] | None) -> EngineTimes | None:
     """What is stored, if it is a comparison of all engines."""
     if not stored:
         return None
     try:
         ms = {str(name): float(value) for name, value in stored["ms"].items()}
         rounds = {str(name): [float(each) for each in values] for name, values in stored["rounds"].items()}
-        found = Comparison(str(stored["day"]), ms, rounds, float(stored["others_share"]))
+        found = EngineTimes(str(stored["day"]), ms, rounds, float(stored["others_share"]))
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
     return found if all(name in ms for name in ENGINES) else None

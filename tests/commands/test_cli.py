@@ -362,6 +362,26 @@ def test_at_a_terminal_the_default_model_is_one_question(
     assert size in err
 
 
+def test_what_is_not_to_be_fetched_is_not_spoken_of(
+    terminal: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(files, "pull", pull := _Pulled())
+    target, draft = (entry.name for entry in Catalog.load().default_pair())
+    for drafters, late in (([], False), (["ngram"], False), (["ngram"], True)):
+        pull.names.clear()
+        terminal("\n")
+        assert ensure_model(None, drafters, sparing=True, late=late) == target
+        assert pull.names == [target]
+        assert ("more for a draft model" in capsys.readouterr().err) == late
+    monkeypatch.setattr(Entry, "present", property(lambda entry: entry.name == target))
+    for answer, fetched in (("n\n", []), ("\n", [draft])):
+        pull.names.clear()
+        terminal(answer)
+        assert ensure_model(None, ["auto"]) == target
+        assert f"{draft} is not here: 491 MB. Fetch it?" in capsys.readouterr().err
+        assert pull.names == fetched
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals")
 @pytest.mark.parametrize("command", ["chat", "serve", "generate -p x", "bench", "verify", "distill"])
 def test_every_command_asks_at_a_terminal(command: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 from localspec.backends.trust import fingerprint
 from localspec.controllers.calibration import WIDE, curve_key, curves
 from localspec.runtime import engine_choice
-from localspec.runtime.engine_choice import ENGINES, Comparison, compared, engines_comparing, forget, ordered
+from localspec.runtime.engine_choice import ENGINES, EngineTimes, compared, engines_comparing, forget, ordered
 from localspec.system.json_store import JsonStore
 from localspec.system.steps import exhaust
 from tests.conftest import TinyFiles
@@ -71,7 +71,7 @@ def compare(
     slower: float,
     longer: Longer = lambda n, width: 1.0,
     others: Callable[[int], float] = lambda n: 0.0,
-) -> Comparison:
+) -> EngineTimes:
     """Compare the engines of which the other is so many times as slow as the usual one."""
     machine = Machine(longer, others).installed(patch)
     one, two = (Engine(name, path, machine, rate) for name, rate in ((USUAL, 1.0), (OTHER, slower)))

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from localspec.llm import LLM
     from localspec.model_files.catalog import Entry
 
-MEASURED_S = 120
-"""How long better figures than the first are waited for [s]."""
+ASKED_S = (1, 2, 4, 8, 16, 32, 64)
+"""How long better figures than the first are waited for, between one look and the next [s]."""
 
 LEAVING_S = 5.0
 """How long leaving waits for downloads to end; what arrived is kept."""
@@ -85,8 +85,8 @@ class LateDraft:
     def _would_gain(self) -> bool:
         """Whether the draft model would make answers faster here; if not, that is said."""
         self._say("looking whether a draft model would help")
-        for _ in range(MEASURED_S):  # the first figures are rough, and better ones come while nothing is asked
-            if not self._llm.run(lambda pair: pair.times.quick) or self._leaving.wait(1.0):
+        for seconds in ASKED_S:  # the first figures are rough, and better ones come while nothing is asked
+            if not self._llm.run(lambda pair: pair.times.quick) or self._leaving.wait(seconds):
                 break
         gain, provisional = self._llm.run(lambda pair: (draft_gain(pair.times), pair.times.noisy))
         if gain > 1.0:

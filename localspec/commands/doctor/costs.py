@@ -173,7 +173,7 @@ def compare_engines(llm: LLM, watch: Watch, *, busy: bool) -> Iterator[Finding]:
     text = f"on {found.day} a nominal answer took {took}"
     if found.provisional:
         others = f", while others used {found.others_share:.0%} of the CPU" if found.others_share >= BUSY else ""
-        text += f"{others}: too uneven to choose by, so auto keeps {ENGINES[0]}, and measures again in idle time"
+        text += f"{others}: nothing is chosen by that, auto keeps {ENGINES[0]} and measures again in idle time"
         yield Finding("note", "engines", text, "on an otherwise idle machine: localspec doctor --calibrate")
         return
     taken = ENGINES[1] if found.prefers(ENGINES[1], ENGINES[0]) else ENGINES[0]

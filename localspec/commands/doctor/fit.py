@@ -207,5 +207,5 @@ def _remedy(models: Sequence[ExaminedModel], found: FitFacts, room: Room) -> str
     if ways:
         return "use " + ", or ".join(ways[:3])
     if found.ram_needed_bytes < TIGHT * room.ram_total:
-        return "close other programs, or take a smaller model: localspec list"
-    return "take a smaller model, or one quantised further: localspec list"
+        return "close other programs, or take a smaller model: localspec list --all"
+    return "take a smaller model, or one quantised further: localspec list --all"

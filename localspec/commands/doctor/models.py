@@ -176,7 +176,7 @@ def model_findings(models: list[ExaminedModel]) -> Iterator[Finding]:
     if whole:
         yield Finding("ok", "on disk", ", ".join(whole))
     elif not models:
-        yield Finding("info", "on disk", f"none yet in {models_dir()}", "localspec pull; localspec list")
+        yield Finding("info", "on disk", f"none yet in {models_dir()}", "localspec pull; localspec list --all")
     for model in models:
         if model.error is not None:
             yield broken(model.name, model)

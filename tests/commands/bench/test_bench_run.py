@@ -24,6 +24,7 @@ from localspec.commands.bench import results as results_module
 from localspec.commands.bench.record import Record
 from localspec.commands.bench.results import analyse
 from localspec.commands.bench.storage import read_record, to_json
+from localspec.measuring.last_bench import last_bench
 from localspec.system import usage
 from localspec.system.memory import SystemMemory
 from tests.conftest import TinyFiles, open_backend
@@ -118,6 +119,20 @@ def test_tokens_are_those_of_the_rounds_and_all_arms_say_the_same(measured: Reco
     # The reference engine is exact: greedy answers do not depend on who guesses.
     for row in analyse(measured).rows:
         assert row.n_same == row.n_compared == row.n_samples
+
+
+def test_doctor_can_say_afterwards_how_much_faster_auto_was(
+    measured: Record, pair: list[str], warm_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCALSPEC_HOME", str(warm_home))
+    found = last_bench(Path(pair[0]), measured.engines[0].version)
+    assert found is not None
+    rows = [row for row in analyse(measured).rows if row.arm == "auto"]
+    assert found.speedups == {row.category: round(row.speedup.median, 3) for row in rows if row.speedup}
+    assert set(found.speedups) == {"all", "code", "chat"}
+    assert (found.n_questions, found.drafters) == (N_QUESTIONS, ["ngram", "model"])
+    assert found.n_guesses == sum(s.num_draft_tokens for s in measured.samples if s.arm == "auto")
+    assert last_bench(Path(pair[0]), "another engine") is None
 
 
 def test_only_an_arm_s_own_drafters_guess(measured: Record) -> None:

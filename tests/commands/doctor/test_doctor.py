@@ -223,7 +223,7 @@ def test_the_engine_that_auto_takes(
     monkeypatch.setattr(engine_choice, "_versions", lambda: ["ik-llama 1", "llama-cpp 1"])
     with engine_choice.engine_module("ik-llama").load(tiny.bpe) as model:
         threads = model.n_threads
-    known = engine_choice.Comparison(
+    known = engine_choice.EngineTimes(
         "25 Nov", {"ik-llama": 4000.0, "llama-cpp": 2000.0}, {"ik-llama": [4000.0] * 3, "llama-cpp": [2000.0] * 3}, 0.0
     )
     key = engine_choice._key(fingerprint(tiny.bpe), threads, "f16")
@@ -240,7 +240,7 @@ def test_the_engine_that_auto_takes(
     _, found = doctor.json(tiny.bpe, "--draft", "none")
     engines = row(found, "cost", "engines")
     assert engines["status"] == "note"
-    assert "while others used 45% of the CPU: too uneven to choose by, so auto keeps ik-llama" in engines["text"]
+    assert "others used 45% of the CPU: nothing is chosen by that, auto keeps ik-llama and" in engines["text"]
     doctor.json(tiny.bpe, "--draft", "none", "--calibrate")
     assert engine_choice.compared(tiny.bpe, threads, "f16") is None
 
