@@ -92,10 +92,11 @@ def is_windows_broken_pipe(error: Exception) -> bool:
 
 
 def _fail(message: str, status: int) -> int:
-    from localspec.terminal.text import visible
+    from localspec.terminal.text import terminal_size, visible, wrapped
 
-    line = " ".join(visible(message).split())
-    print(f"localspec: {line}", file=sys.stderr)
+    line = "localspec: " + " ".join(visible(message).split())
+    rows = wrapped(line, terminal_size()[0]) if sys.stderr.isatty() else [line]  # for scripts it is one line
+    print(*rows, sep="\n", file=sys.stderr)
     return status
 
 

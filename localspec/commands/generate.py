@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+from localspec.commands.chat.screen import no_echo
 from localspec.commands.chat.views import TextView, only_thought
 from localspec.commands.options import RunOptions, check_text
 from localspec.errors import ModelFileError, UnknownModel, UsageError
@@ -104,8 +106,9 @@ def _print_answer(stream: RoundStream, format: str) -> None:
     out = sys.stdout
     if format == "text":
         view = TextView(out, visible if out.isatty() else str)
-        for round_ in stream:
-            view.round(round_)
+        with no_echo() if out.isatty() else nullcontext():  # or the terminal prints ^C into the answer
+            for round_ in stream:
+                view.round(round_)
         view.finish()
         if said := only_thought(stream.reply.text, stream.reply.stats.thinking_tokens):
             print(f"localspec: {said}; --format json has it", file=sys.stderr)

@@ -63,7 +63,7 @@ def _state(estimates: Estimates, source: str, needed: float, may_cost: float, ha
     if has_begun and source in estimates.lagging:
         return "off for this answer so far, reading the prompt would cost more than it is expected to save"
     if share_of(source) * may_cost * estimates.ms_plain < _cheapest(estimates, source):
-        return "off for now, wrong guesses have cost as much as they may"
+        return "off for now, a wrong guess would cost more than may be lost"
     if needed < LEAST_SHOWN:
         return "on, as measured a wrong guess costs next to nothing here"
     if mean >= needed:

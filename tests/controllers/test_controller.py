@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from localspec.controllers.cost_model import Curve, PassTimes
 from localspec.controllers.fixed import FixedController
 from localspec.controllers.prefill_gate import PATIENCE_TOKENS, PROBE_TOKENS
 from localspec.controllers.stopping import Continuation, Prospects
+from localspec.controllers.time_budget import TimeBudget
 from localspec.errors import UsageError
 from localspec.sampling.rows import Row, top_probability
 from localspec.sampling.sampling import SamplingParams
@@ -607,3 +608,70 @@ def test_steps_that_are_hidden_behind_the_targets_passes_cost_as_much_less() -> 
     assert controller.estimates.break_even("model") < 0.5 < needed
     controller.hide({"another": 0.7})
     assert controller.estimates.break_even("model") == needed
+
+
+def explained(mean: float, curve: Mapping[int, float], *, step_ms: float | None = None) -> str:
+    """What is said of a source of which this share of the guesses is right, as seen in this text."""
+    acceptance, source = SourceAcceptance(GREEDY), "ngram" if step_ms is None else "model"
+    for i in range(400):
+        acceptance.notice(0.55)
+        acceptance.observe(0.55, i % 100 < 100 * mean)
+    steps = {} if step_ms is None else {source: PassTimes({1: step_ms})}
+    controller = AutoController(PassTimes(dict(curve)), steps, {source: acceptance})
+    return controller.explain()
+
+
+NEAR_FREE = {1: 50.0, 2: 50.1, 24: 52.0}
+CHEAP = {1: 50.0, 2: 65.0, 24: 400.0}
+DEAR = {1: 50.0, 2: 85.0, 3: 120.0, 24: 900.0}
+DEARER = {1: 50.0, 2: 101.0, 24: 1300.0}
+
+
+COPYING, MEAN = "Copying from the text: ", r"on average \d+ % are"
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        (explained(0.9, DEARER), f"{COPYING}off, checking a guess costs more than it saves on this machine"),
+        (explained(0.9, DEAR, step_ms=40.0), "Draft model: off, too slow on this machine"),
+        (explained(0.2, DEAR), rf"{COPYING}off, too few guesses are right in this text \(70 % must be right; {MEAN}\)"),
+        (explained(0.9, CHEAP), rf"{COPYING}on \(\d+ % must be right; {MEAN}\)"),
+        (explained(0.1, NEAR_FREE), f"{COPYING}on, as measured a wrong guess costs next to nothing here"),
+    ],
+)
+def test_the_figures_beside_a_verdict_lead_to_it(said: str, wanted: str) -> None:
+    assert re.fullmatch(rf"{wanted}\.", said), said
+    if shares := [int(share) for share in re.findall(r"(\d+) %", said)]:
+        needed, mean = shares
+        assert (mean >= needed) == (": on (" in said), said
+
+
+def test_a_mean_under_what_is_needed_is_no_reason_where_only_likely_guesses_are_sent() -> None:
+    acceptance = SourceAcceptance(GREEDY)
+    for i in range(400):  # one in five is sure, and right; the rest are neither
+        acceptance.notice(0.97 if i % 5 == 0 else 0.05)
+        acceptance.observe(0.97 if i % 5 == 0 else 0.05, i % 5 == 0)
+    controller = AutoController(PassTimes({1: 50.0, 2: 68.0, 24: 500.0}), {}, {"ngram": acceptance})
+    said = r"Copying from the text: on, only where a repeat is likely \(36 % must be right; on average \d+ % are\)\."
+    assert re.fullmatch(said, controller.explain()), controller.explain()
+
+
+def test_where_nothing_more_may_be_lost_that_is_the_reason() -> None:
+    acceptance = SourceAcceptance(GREEDY)
+    times, budget = PassTimes({1: 50.0, 2: 65.0, 24: 400.0}), TimeBudget(balance=0.0)
+    controller = AutoController(times, {}, {"ngram": acceptance}, budget=budget)
+    assert controller.explain() == "Copying from the text: off for now, a wrong guess would cost more than may be lost."
+
+
+def test_every_source_has_a_line() -> None:
+    sources = {name: SourceAcceptance(GREEDY) for name in ("ngram", "head", "model", "model2")}
+    steps = {name: PassTimes({1: 1.0}) for name in ("head", "model", "model2")}
+    lines = AutoController(PassTimes({1: 50.0, 2: 60.0, 24: 400.0}), steps, sources).explain().split("\n")
+    assert [line.partition(":")[0] for line in lines] == [
+        "Copying from the text",
+        "Head",
+        "Draft model",
+        "Draft model 2",
+    ]
+    assert all(line.endswith(".") for line in lines)

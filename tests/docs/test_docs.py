@@ -14,7 +14,7 @@ import pytest
 import typer
 
 from localspec import LLM, Draft, DraftToken, EmittedToken, Round, SamplingParams, SpecStats, Verdict, values
-from localspec.commands.chat.commands import COMMANDS
+from localspec.commands.chat.commands import ALIASES, COMMANDS
 from localspec.commands.chat.views import VIEWS
 from localspec.commands.cli import app
 from localspec.commands.serve import body, infill, requests, response_store, slots
@@ -109,7 +109,7 @@ def test_the_environment_variables_that_are_named_are_those_that_are_read() -> N
 
 def test_every_slash_command_is_on_the_page_of_the_chat() -> None:
     named = set(re.findall(r"`/(\w+)", text_of("docs/chat.md")))
-    assert set(COMMANDS) == named
+    assert {*COMMANDS, *ALIASES} - {"?"} == named
     assert {f"/view {view}" for view in VIEWS} <= set(re.findall(r"`(/view \w+)`", text_of("docs/chat.md")))
 
 

@@ -23,6 +23,7 @@ from localspec.commands.chat.commands import (
     set_parameter,
 )
 from localspec.commands.chat.figures import histogram
+from localspec.commands.chat.race import NOISE, verdict
 from localspec.commands.chat.saved_chat import AnswerRecord
 from localspec.commands.chat.screen import ChatScreen
 from localspec.commands.chat.status import status_line
@@ -569,3 +570,98 @@ def test_the_legend_is_broken_between_kinds_only(columns: int, monkeypatch: pyte
     assert all(width(row) <= columns for row in rows)
     kinds = [kind.strip() for row in rows for kind in row.split("·") if kind.strip()]
     assert kinds == ["guessed by draft model", "by head", "copied", "from your files", "wrong guess", "the model's own"]
+
+
+# -- nothing is lost, and nothing is said that is not so ---------------------------------------------------------------
+
+
+def broken(text: str) -> list[Round]:
+    """An answer that ends before it is whole."""
+    return [replace(round_, finish_reason=None) for round_ in speak(text)]
+
+
+def test_an_answer_that_is_stopped_takes_the_place_of_no_whole_one() -> None:
+    it = Scripted("the whole answer", "again")
+    it.chat.screen.interactive = True
+    it.chat.ask("q")
+    it.llm.answers = [broken("a part")]
+    it.run("/retry")
+    assert answers(it) == ["the whole answer"]
+    assert it.chat.records[-1].finish_reason == "stop"
+    assert "[stopped; the answer before stays; /retry asks again]" in it.errors
+    it.run("/undo")
+    it.chat.ask("q")
+    it.llm.answers = [broken("another part")]
+    it.run("/retry")  # of two parts the later one
+    assert answers(it) == ["another part"]
+    assert len(it.chat.records) == 1
+
+
+def test_an_answer_that_fails_in_the_middle_is_kept_and_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Scripted("one two three four five six seven eight", "whole")
+
+    def fail(view: TextView, round_: Round) -> None:
+        if round_.index == 1:
+            raise PromptTooLong("the engine is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TextView, "round", fail)
+        assert not it.chat.ask("q")
+    errors = it.errors
+    assert errors.splitlines() == [
+        "localspec: the engine is gone",
+        "[broken off; what was said is kept; /retry asks again]",
+    ]
+    assert answers(it) == ["one two three four five six "]
+    assert it.run(f"/save {tmp_path / 'a.chat'}")
+    again = Scripted()
+    again.chat.screen.terminal = True
+    again.run(f"/load {tmp_path / 'a.chat'}")
+    assert "[broken off; /retry asks again]" in again.out
+    it.run("/retry")
+    assert answers(it) == ["whole"]
+
+
+def test_a_file_is_not_silently_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "a.chat"
+    it = Scripted()
+    it.chat.ask("about rivers")
+    assert it.run(f"/save {path}")
+    assert "in place of" not in it.errors
+    it.chat.ask("and lakes")
+    assert it.run(f"/save {path}")
+    assert "in place of what was saved there before (1 turn)" in it.errors
+    before = path.read_bytes()
+    it.run("/new")
+    it.chat.ask("about hills")
+    assert not it.run(f"/save {path}")
+    assert "holds another conversation (about rivers)" in it.errors
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("ratios", "others", "said"),
+    [
+        ([None], 0.0, NOISE),
+        ([None], 0.9, NOISE),
+        ([1.42, 1.31], 0.01, "With guesses: ×1.31 to ×1.42 of plain; 70 of 88 guesses right."),
+        ([0.8, 0.9], 0.0, "With guesses: ×0.80 to ×0.90 of plain; 70 of 88 guesses right."),
+        ([0.9, 1.2], 0.0, "No verdict: two races, in both orders, gave ×0.90 to ×1.20 of plain with guesses; 70 of 88"),
+        ([1.3, 1.4], 0.34, "Other programs used 34 % of the CPUs meanwhile"),
+        ([1.3, None], 0.0, "With guesses: ×1.30 of plain, once;"),
+    ],
+)
+def test_the_verdict_of_a_race(ratios: list[float | None], others: float, said: str) -> None:
+    stats = {"completion_tokens": 90, "num_accepted_tokens": 70, "num_draft_tokens": 88}
+    assert said in verdict(ratios, stats, others)
+    assert "no tokens" in verdict(ratios, stats | {"completion_tokens": 0}, others)
+
+
+def test_a_race_without_guesses_is_run_once_and_is_noise() -> None:
+    it = Scripted()
+    it.llm.answers = [[make_round(0, [], "a "), make_round(1, [], "b", "stop")]]
+    it.chat.ask("q")
+    it.out  # noqa: B018
+    it.run("/race")
+    assert f"\n{NOISE}\n" in it.out
+    assert len(it.llm.options) == 3

@@ -231,7 +231,7 @@ def test_what_a_model_wrote_can_be_sent_and_rendered() -> None:
     json.dumps(arguments, allow_nan=False).encode()
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": text}}
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    (_, sent) = messages_for(ChatTemplate("{{ tools }}{{ messages }}"), messages, ToolUse())
+    (_, sent) = messages_for(messages)
     assert sent["tool_calls"][0]["function"]["arguments"] == arguments
     assert AnswerBlock(0, "call", '{"a":' * 100_000).arguments == {}
 
