@@ -212,6 +212,11 @@ def test_a_server_that_keeps_none_leaves_it_to_the_tab(tab: Callable[..., Tab], 
         it.press("Enter")
         turns(it, 1)
         assert questions(it) == ["hello"]
+        it.press("Alt+n")
+        turns(it, 0)
+        it.page.get_by_role("button", name="hello").click()  # until the tab is closed it can be gone back to
+        turns(it, 1)
+        assert it.page.input_value("#question") == "half a ques"
         assert it.run("() => Object.keys(localStorage).filter((name) => name.includes('unsaved'))") == []
 
 
