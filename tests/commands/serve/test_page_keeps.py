@@ -39,6 +39,10 @@ def on_disk(server: Server) -> list[list[dict[str, Any]]]:
     return [json.loads(server.ask("GET", f"{CONVERSATIONS}/{each['id']}")[2])["messages"] for each in listed]
 
 
+def texts(conversations: list[list[dict[str, Any]]]) -> list[list[str]]:
+    return [[message["content"] for message in messages] for messages in conversations]
+
+
 def questions(it: Tab) -> list[str]:
     return it.page.locator(".question > p").all_text_contents()
 
@@ -116,7 +120,10 @@ def test_a_reload_in_the_middle_keeps_the_question_and_the_part(tab: Callable[..
 def test_a_part_is_saved_while_the_answer_comes(tab: Callable[..., Tab], endless: Server) -> None:
     it = tab(endless.url)
     begin(it, "go on for long")
-    wait_until(lambda: any(messages[1]["content"] for messages in on_disk(endless)), "a part is on the server's disk")
+    wait_until(
+        lambda: any(part for question, part in texts(on_disk(endless)) if question == "go on for long"),
+        "a part is on the server's disk",
+    )
     assert it.page.is_enabled("#stop")
     it.press("Escape")
     it.idle()
@@ -138,7 +145,7 @@ def test_a_server_that_dies_in_an_answer_gets_it_when_it_is_back(
     it.page.fill("#question", "typed meanwhile")
     with serve(llm, port=first.port) as second:
         # It is not asked for: the page tries again by itself.
-        wait_until(lambda: any(messages[1]["content"] == part for messages in on_disk(second)), "it is saved")
+        wait_until(lambda: ["before the death", part] in texts(on_disk(second)), "it is saved")
         it.page.reload()
         turns(it, 1)
         assert answers(it) == [part]
@@ -302,12 +309,13 @@ def test_a_question_that_is_being_edited_survives(tab: Callable[..., Tab], serve
     assert box.count() == 0
 
 
-def test_a_new_title_survives(tab: Callable[..., Tab], server: Server) -> None:
+def test_a_title_that_is_being_typed_survives(tab: Callable[..., Tab], server: Server) -> None:
     it = tab(server.url)
     it.ask("first")
     it.until("() => document.querySelectorAll('#list li').length === 1")
     it.page.fill("#title", "Fruit")  # and not Enter
-    it.ask("second")
+    it.page.reload()
+    turns(it, 1)
     assert it.page.input_value("#title") == "Fruit"
     it.until("() => document.querySelector('#list button').textContent === 'Fruit'")
 

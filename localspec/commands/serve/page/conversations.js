@@ -217,7 +217,8 @@ export class Conversations {
   }
 
   get isUnsaved() {
-    return this.present && (this.changes !== this.kept || this.chat.running);
+    const title = $("title").value.trim(); // no event comes before a title that is typed is left
+    return this.present && (this.changes !== this.kept || this.chat.running || (title && title !== this.present.title));
   }
 
   /* Saves, one after the other, since each must know the revision before it. */
