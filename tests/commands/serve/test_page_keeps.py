@@ -129,6 +129,24 @@ def test_a_part_is_saved_while_the_answer_comes(tab: Callable[..., Tab], endless
     it.idle()
 
 
+def test_a_page_that_goes_keeps_the_part_before_it_is_gone(tab: Callable[..., Tab], endless: Server) -> None:
+    """At once, in the browser: a request of a page that goes may never be sent."""
+    it = tab(endless.url)
+    begin(it, "go on until you go")
+    part, *held = it.run(
+        """() => {
+            const part = document.querySelector(".turn").turn.text;
+            for (const name of Object.keys(localStorage)) if (name.includes("unsaved")) localStorage.removeItem(name);
+            dispatchEvent(new PageTransitionEvent("pagehide"));
+            const states = Object.keys(localStorage).filter((name) => name.includes("unsaved"));
+            return [part, ...states.map((name) => JSON.parse(localStorage[name]).messages[1].content)];
+        }"""
+    )
+    assert held == [part]
+    it.press("Escape")
+    it.idle()
+
+
 def test_a_server_that_dies_in_an_answer_gets_it_when_it_is_back(
     tab: Callable[..., Tab], endless: Server, module_home: Path
 ) -> None:
