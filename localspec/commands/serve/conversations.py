@@ -21,8 +21,8 @@ from localspec.system.files import private_folder, write_atomically
 
 FORMAT = 1
 FINISHES = ("stop", "length", "cancelled", "broken")
-"""How an answer ended: by itself, at its longest, stopped by a person, or broken off (by a server that went away, or a
-page that was closed in the middle; also what an answer has that is still being made)."""
+"""How an answer ended: by itself, at its longest, stopped by a person, or broken off: the server went away, or the page
+was closed in the middle. Until it has ended, an answer that is being made is kept as broken off too."""
 _LOCK_SECONDS = 10.0  # a write takes milliseconds; a server that was stopped with Ctrl-Z holds its lock for ever
 _ID = re.compile(r"[0-9a-f]{16}")
 _FIELDS: dict[str, type | tuple[type, ...]] = {

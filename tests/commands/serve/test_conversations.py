@@ -79,6 +79,46 @@ def test_a_change_to_what_has_been_changed_is_refused(server: Server) -> None:
     assert ask(server, "GET", one)[1]["title"] == "first"
 
 
+def test_versions_and_how_an_answer_ended_are_kept(server: Server) -> None:
+    body = content()
+    other = [{"role": "user", "content": "plums?"}, {"role": "assistant", "content": "no", "finish": "length"}]
+    body["messages"][0] |= {"versions": [other, [{"role": "assistant", "content": "the same question"}]], "version": 2}
+    body["messages"][1]["finish"] = "broken"
+    one = "/" + ask(server, "POST", body=body)[1]["id"]
+    assert ask(server, "GET", one)[1]["messages"] == body["messages"]
+    assert len(ask(server, "GET", "?q=plums")[1]["data"]) == 1
+    assert ask(server, "GET")[1]["data"][0]["messages"] == 2  # those that are shown
+    text = ask(server, "GET", one + "?format=markdown")[1]
+    assert text.endswith("*hi*\n\n*(The answer broke off here.)*\n")
+    assert "plums" not in text
+
+
+def test_an_id_of_the_client_makes_one_conversation_however_often_it_asks(server: Server) -> None:
+    body = content() | {"id": "0123456789abcdef"}
+    status, made = ask(server, "POST", body=body)
+    assert (status, made["id"], made["revision"]) == (201, "0123456789abcdef", 1)
+    status, refused = ask(server, "POST", body=body | {"title": "again"})
+    assert (status, refused["error"]["code"]) == (409, "conversation_changed")
+    assert [entry["title"] for entry in ask(server, "GET")[1]["data"]] == ["A title"]
+
+
+def nested(depth: int) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "x"}]
+    for _ in range(depth):
+        messages = [{"role": "user", "content": "x", "versions": [messages]}]
+    return messages
+
+
+def test_versions_within_versions_have_a_bound_and_what_is_in_it_works(server: Server) -> None:
+    one = "/" + ask(server, "POST", body={"messages": nested(100)})[1]["id"]
+    assert len(ask(server, "GET", one)[1]["messages"]) == 1
+    assert len(ask(server, "GET", "?q=x")[1]["data"]) == 1
+    for depth in (101, 200):
+        status, refused = ask(server, "POST", body={"messages": nested(depth)})
+        assert (status, refused["error"]["type"]) == (400, "invalid_request_error")
+        assert len(refused["error"]["message"]) <= 600
+
+
 @pytest.mark.parametrize(
     ("body", "field"),
     [
@@ -90,6 +130,19 @@ def test_a_change_to_what_has_been_changed_is_refused(server: Server) -> None:
         (content() | {"settings": {"a": {"b": 1}}}, "settings"),
         (content() | {"settings": {str(i): i for i in range(65)}}, "settings"),
         (content() | {"title": 1}, "title"),
+        (content() | {"id": "../x"}, "id"),
+        (content() | {"id": 7}, "id"),
+        ({"messages": [{"role": "user", "content": "x", "finish": "maybe"}]}, "messages[0].finish"),
+        ({"messages": [{"role": "user", "content": "x", "versions": [[]]}]}, "messages[0].versions[0]"),
+        ({"messages": [{"role": "user", "content": "x", "versions": ["x"]}]}, "messages[0].versions[0]"),
+        (
+            {"messages": [{"role": "user", "content": "x", "versions": [[{"role": "user"}]]}]},
+            "messages[0].versions[0][0].content",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x", "versions": [nested(0)], "version": 2}]},
+            "messages[0].version",
+        ),
     ],
 )
 def test_what_is_no_conversation_is_refused(server: Server, body: Any, field: str) -> None:
@@ -196,6 +249,8 @@ def without(name: str) -> Callable[[dict[str, Any]], object]:
         lambda conversation: conversation["messages"].append("hello"),
         lambda conversation: conversation["messages"][0].pop("content"),
         lambda conversation: conversation["messages"][0].update(files=[{"text": "hello"}]),
+        lambda conversation: conversation["messages"][0].update(versions=[[{"role": "user"}]]),
+        lambda conversation: conversation["messages"][0].update(versions=[[]]),
     ],
 )
 def test_a_file_with_parts_missing_is_passed_over(

@@ -131,7 +131,9 @@ def test_a_conversation_and_its_settings_reach_the_server(tab: Callable[..., Tab
     it.ask("go on")
     assert it.page.text_content("#acceptance") == "none made"
     assert it.page.text_content("#faster") == "plain"  # nothing is estimated where nothing was guessed
-    assert re.fullmatch(r"plain, [\d.]+ tok/s", it.page.text_content(".turn:last-of-type .turn-figures").split(" · ")[0])
+    assert re.fullmatch(
+        r"plain, [\d.]+ tok/s", it.page.text_content(".turn:last-of-type .turn-figures").split(" · ")[0]
+    )
     assert it.page.locator(".turn:last-of-type .answer .token:not(.plain)").count() == 0
     it.page.locator("#speculation").click()
     it.page.select_option("#draft-length", "3")
@@ -373,10 +375,13 @@ def test_the_race_is_one_after_the_other_and_ends_with_a_verdict(
         assert racer.locator(".clock").text_content().endswith(" ✓")
         assert f"{len(reply.token_ids)} tokens" in racer.locator(".racer-figures").text_content()
         assert racer.locator(".runner").evaluate("(runner) => runner.style.width") == "100%"
-        assert racer.locator(".place").text_content() == {
-            "plain": "ran first, second turn",
-            "speculative": "ran second, second turn",
-        }[name]
+        assert (
+            racer.locator(".place").text_content()
+            == {
+                "plain": "ran first, second turn",
+                "speculative": "ran second, second turn",
+            }[name]
+        )
     assert racers["plain"].locator(".rejected").count() == 0
     assert racers["speculative"].locator(".rejected").count() > 0
     verdict = it.page.text_content("#verdict")

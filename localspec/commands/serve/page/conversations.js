@@ -124,6 +124,10 @@ export class Conversations {
       this.note(data.length ? "" : query ? "None has all of these words." : "None yet.");
     } catch (error) {
       this.here = error.status !== 403; // a server that other computers reach keeps none
+      if (!this.here) {
+        const own = this.unsaved().map(({id, title, time, messages}) => ({id, title, updated: time / 1000, messages: messages.length}));
+        $("list").replaceChildren(...own.map((each) => this.entry(each)));
+      }
       this.note(error.status === 401 ? "" : error.message);
     }
   }
@@ -170,7 +174,7 @@ export class Conversations {
   async open(id) {
     if (this.opened) await this.settle();
     await this.attempt(async () => {
-      let kept = this.unsaved(id);
+      let [kept] = this.unsaved(id);
       try {
         if (!kept) kept = await server.get(id);
       } catch (error) {
@@ -213,7 +217,8 @@ export class Conversations {
   }
 
   get isUnsaved() {
-    return this.present && (this.changes !== this.kept || this.chat.running);
+    const title = $("title").value.trim(); // no event comes before a title that is typed is left
+    return this.present && (this.changes !== this.kept || this.chat.running || (title && title !== this.present.title));
   }
 
   /* Saves, one after the other, since each must know the revision before it. */
@@ -304,7 +309,7 @@ export class Conversations {
 
   hold() {
     const content = this.content();
-    return this.box.set(`unsaved.${this.present.id}.${this.tab}`, content.messages.length ? {...this.present, ...content} : null);
+    return this.box.set(`unsaved.${this.present.id}.${this.tab}`, content.messages.length ? {...this.present, ...content, time: Date.now()} : null);
   }
 
   release(id) {
@@ -321,10 +326,15 @@ export class Conversations {
     this.again = setTimeout(() => this.save().then(() => this.rescue()), AGAIN);
   }
 
-  /* What was left unsaved of a conversation, by whichever page. */
-  unsaved(id) {
-    const states = [thisTab, allTabs].flatMap((box) => box.names(`unsaved.${id}.`).map((name) => box.get(name))).filter(Boolean);
-    return states.length ? {...states[0], messages: messagesOf(states.map((state) => turnsOf(state.messages)).reduce(merged))} : null;
+  /* What was left unsaved of a conversation, by whichever page, or of all; the latest first. */
+  unsaved(id = "") {
+    const states = [thisTab, allTabs].flatMap((box) => box.names(`unsaved.${id}`).map((name) => box.get(name))).filter(Boolean);
+    const found = new Map();
+    for (const state of states.toSorted((a, b) => b.time - a.time)) {
+      const latest = found.get(state.id) || {...state, messages: []};
+      found.set(state.id, {...latest, messages: messagesOf(merged(turnsOf(latest.messages), turnsOf(state.messages)))});
+    }
+    return [...found.values()];
   }
 
   /* Saves what other pages, or other conversations of this one, have left unsaved. */
@@ -337,7 +347,7 @@ export class Conversations {
       const before = JSON.stringify(state);
       const merge = (theirs) => (state = {...state, messages: messagesOf(merged(turnsOf(state.messages), turnsOf(theirs)))});
       try {
-        await this.deliver({state: () => state, merge, took: () => {}});
+        await this.deliver({state: () => ({...state, time: undefined}), merge, took: () => {}});
         if (JSON.stringify(box.get(name)) === before) box.set(name, null);
         saved = true;
       } catch (error) {
