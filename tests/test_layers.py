@@ -40,7 +40,7 @@ ROOMS = {
     "commands.bench": "system terminal model_files backends sampling spec_decode controllers runtime api "
     "commands.options commands.report measuring commands.doctor",
     "commands.distill": "system terminal model_files backends api training commands.options commands.report",
-    "commands": "system terminal spec_decode runtime api commands.files commands.inspect commands.options "
+    "commands": "system terminal model_files spec_decode runtime api commands.files commands.inspect commands.options "
     "commands.chat commands.replay commands.serve commands.verify commands.doctor commands.bench commands.distill",
     "__main__": "terminal commands",
 }
