@@ -33,7 +33,7 @@ from localspec.spec_decode.drafters.corpus import CorpusDrafter
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.drafters.recycling import RecyclingDrafter
-from localspec.spec_decode.rounds import DraftToken, Round
+from localspec.spec_decode.rounds import DraftToken, Round, Span
 from localspec.spec_decode.thinking import ThinkingReader
 from localspec.system.steps import exhaust
 from tests.conftest import TinyFiles
@@ -381,6 +381,17 @@ def test_the_law_where_a_block_opens_within_a_draft(
         assert sum(law.values()) == pytest.approx(1.0, abs=EXACT)
         assert largest_difference(plain, law) < EXACT
         assert n_drafted[0] > 0
+
+
+def test_a_draft_behind_a_mark_that_has_half_come_keeps_to_the_budget() -> None:
+    """A block may open with its first token."""
+    for rest, room in (("a", 1), ("b", math.inf)):
+        reader = ThinkingReader(TokenAndText(), over=True, budget=2)
+        assert reader.room == math.inf
+        for text, expected in ((NAMED + "<t>", 2), (rest, room)):
+            reader.count()
+            reader.read(Span(text, "plain", "target"))
+            assert reader.room == expected
 
 
 def test_the_law_with_recycled_tokens(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
