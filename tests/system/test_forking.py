@@ -58,7 +58,7 @@ def child():
             assert another.generate("hi", params).token_ids == expected
 
 def forked():
-    with llm._worker.queue._changed, llm._encoder._in_use, llm.template._lock:  # as another thread may have them
+    with llm._worker.queue._changed, llm._encoder._in_use.alone(), llm.template._lock:  # as others may have them
         pid = os.fork()
     return pid
 
