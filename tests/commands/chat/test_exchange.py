@@ -44,7 +44,7 @@ def test_a_file_goes_with_the_next_message_and_its_path_is_completed(open_chat: 
     terminal.keys("Tab")
     terminal.wait(lambda s: "notes.txt" in s.replace("\n", ""))
     terminal.keys("Enter")
-    terminal.wait("(2 lines)")
+    terminal.wait(lambda s: "(2 lines)" in " ".join(s.split()))
     terminal.type("what is it")
     terminal.wait("[cut short: max_tokens is 3")
     terminal.type("and now")
