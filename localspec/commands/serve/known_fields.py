@@ -69,7 +69,6 @@ TEXT_ONLY = "cannot be had: text only"
 NO_SAMPLER = "cannot be had: there is no such sampler"
 LOADED = "the model was loaded before, with the server's own options"
 REPEATED = "part of an answer that is sent back; it says nothing to the model"
-STRICT = "calls follow the schema of their tool where tool_choice asks for one"
 STYLE = "nothing that a model's chat template takes"
 
 _SAMPLERS = _known(
@@ -329,7 +328,7 @@ CALLED_FUNCTION = _known("name arguments", ignored={REPEATED: "index parsed_argu
 TOOL = _known(
     "type function", ignored={CACHE: "cache_control"}, refused={"cannot be had: only functions can be called": "custom"}
 )
-FUNCTION = _known("name description parameters", ignored={STRICT: "strict"})
+FUNCTION = _known("name description parameters strict")
 TOOL_CHOICE = _known("type function allowed_tools", refused={"cannot be had: only functions can be called": "custom"})
 ALLOWED_TOOLS = _known("mode tools")
 
@@ -342,8 +341,8 @@ REASONING_ITEM = _known(
 )
 ITEM_REFERENCE = _known("type id")
 RESPONSES_TOOL = _known(
-    "type name description parameters",
-    ignored={STRICT: "strict", "calls are the client's to run": "async allowed_callers defer_loading output_schema"},
+    "type name description parameters strict",
+    ignored={"calls are the client's to run": "async allowed_callers defer_loading output_schema"},
 )
 RESPONSES_TOOL_CHOICE = _known("type name mode tools")
 REASONING = _known(
@@ -358,9 +357,8 @@ TOOL_RESULT = _known("type tool_use_id content is_error", ignored={CACHE: "cache
 THINKING_BLOCK = _known("type thinking", ignored={REPEATED: "signature"})
 REDACTED_THINKING = _known("type", ignored={"nobody but who encrypted it can read it": "data"})
 ANTHROPIC_TOOL = _known(
-    "type name description input_schema",
+    "type name description input_schema strict",
     ignored={
-        STRICT: "strict",
         CACHE: "cache_control",
         "calls are the client's to run": "allowed_callers defer_loading eager_input_streaming",
         STYLE: "input_examples",

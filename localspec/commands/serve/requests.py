@@ -419,6 +419,7 @@ def _tools(fields: Fields) -> ToolUse:
             raise invalid(f"{path} must be 1 to {MAX_TOOL_NAME} letters, digits, _ . and -", path)
         function.known(known.FUNCTION).text("description")
         function.object("parameters")
+        function.flag("strict")
         tools.append(dict(item) | {"type": "function"})
     choice = fields.get("tool_choice") or "auto"
     forced: str | None = None

@@ -39,7 +39,9 @@ def llm(tiny: TinyFiles, module_home: Any) -> Iterator[LLM]:
 
 
 def ask(server: Server, path: str, **body: Any) -> tuple[int, Any]:
-    status, _, answer = server.ask("POST", path, {"temperature": 0, "max_tokens": 200, "seed": 1} | body)
+    few = {"temperature": 0, "seed": 1}
+    own = {"/v1/responses": few | {"max_output_tokens": 200}, "/api/chat": {"options": few | {"num_predict": 200}}}
+    status, _, answer = server.ask("POST", path, own.get(path, few | {"max_tokens": 200}) | body)
     return status, json.loads(answer) if answer.startswith(b"{") else answer.decode()
 
 
@@ -210,6 +212,20 @@ def test_a_schema_that_cannot_be_followed_gives_way_for_its_own_tool_only() -> N
     assert given_up["properties"]["arguments"] == {"type": "object"}
     with pytest.raises(UsageError, match="the tool strange is strict, but"):
         forced_call(template, ToolUse([tool(look_ahead, "strange", strict=True)], required=True), SamplingParams())
+
+
+def test_a_strict_tool_is_refused_in_every_api(server: Server) -> None:
+    strange = {"name": "strange", "strict": True}
+    schema = {"type": "object", "properties": {"x": {"pattern": "(?=a)"}}}
+    for path, body in (
+        ("/v1/chat/completions", {"messages": CHAT, "tools": [tool(schema, **strange)], "tool_choice": "required"}),
+        ("/v1/responses", {"input": CHAT, "tools": [{"type": "function", "parameters": schema} | strange],
+                           "tool_choice": "required"}),
+        ("/v1/messages", {"messages": CHAT, "tools": [strange | {"input_schema": schema}],
+                          "tool_choice": {"type": "any"}, "max_tokens": 9}),
+    ):  # fmt: skip
+        status, _, answer = server.ask("POST", path, body)
+        assert (status, b"the tool strange is strict, but" in answer) == (400, True), answer
 
 
 def test_names_of_tools(server: Server) -> None:

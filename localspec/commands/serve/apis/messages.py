@@ -87,7 +87,8 @@ def _tool(tool: Fields) -> dict[str, Any]:
         raise invalid(f"{tool.path('type')}: only tools with an input_schema can be used", tool.path("type"))
     tool.known(known.ANTHROPIC_TOOL)
     function = {"name": tool.required_text("name"), "description": tool.text("description") or ""}
-    return {"type": "function", "function": function | {"parameters": tool.get("input_schema")}}
+    function |= {"parameters": tool.get("input_schema")} | tool.those(("strict",))
+    return {"type": "function", "function": function}
 
 
 def _tool_choice(choice: Fields) -> Any:
