@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -11,6 +11,12 @@ from localspec.commands.serve.call_values import Schema, Untyped, readings
 
 _MAX_DEPTH, _MAX_STEPS = 32, 256
 """References and combinations followed, within each other and in all; what lies beyond allows everything."""
+
+_MAX_VALUES = 10_000
+"""Longest ``enum`` that is looked at; a longer one allows all values of the types that it begins with."""
+
+Alternative = tuple[tuple[str, ...] | None, frozenset[str] | None]
+"""Types, None is all, and values in the form of ``_comparable``, None is any."""
 
 
 class ArgumentTypes(Untyped):
@@ -22,7 +28,9 @@ class ArgumentTypes(Untyped):
 
     def __init__(self, parameters: Schema) -> None:
         self.root = parameters
+        # By the identity of a schema, all of which are parts of the root.
         self._known: dict[int, list[Mapping[str, Any]]] = {}
+        self._allowed: dict[int, list[Alternative]] = {}
 
     def member(self, schema: Schema, key: str) -> Schema:
         """The schema of an object's member; None where none is known."""
@@ -87,18 +95,11 @@ class ArgumentTypes(Untyped):
         asked = not fits and "null" not in found and self.takes_strings(schema)
         return json.dumps(word, ensure_ascii=False) if asked else super().literal(word, schema)
 
-    def _alternatives(self, schema: Schema) -> list[tuple[tuple[str, ...] | None, Sequence[Any] | None]]:
-        """What a value may be, in the schema's order: types (None is all) and values (None is any) of each."""
-        found: list[tuple[tuple[str, ...] | None, Sequence[Any] | None]] = []
-        for one in self._combined(schema):
-            values = [one["const"]] if "const" in one else one.get("enum")
-            values = values if isinstance(values, list) else None
-            kinds = one.get("type")
-            if kinds is None and values is not None:
-                kinds = list(dict.fromkeys(kind for value in values for kind in _kinds_of(value)))
-            kinds = [kinds] if isinstance(kinds, str) else kinds
-            known = tuple(kind for kind in kinds if kind in _KINDS) if isinstance(kinds, list) else ()
-            found.append((known or None, values))
+    def _alternatives(self, schema: Schema) -> list[Alternative]:
+        """What a value may be, in the schema's order."""
+        found = self._allowed.get(id(schema))
+        if found is None:
+            found = self._allowed[id(schema)] = [_alternative(one) for one in self._combined(schema)]
         return found
 
     def _combined(self, schema: Schema) -> list[Mapping[str, Any]]:
@@ -114,7 +115,7 @@ class ArgumentTypes(Untyped):
             return [{}]
         parts: list[Schema] = next(
             (schema[name] for name in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(name), list)), []
-        )
+        )[: left[0] + 1]
         if isinstance(schema.get("$ref"), str):
             parts = [self._referred(schema["$ref"])]
         says = any(name in schema for name in _SAYING)
@@ -147,6 +148,17 @@ _KINDS = ("string", "number", "integer", "boolean", "null", "array", "object")
 _SAYING = ("type", "enum", "const", "properties", "items", "additionalProperties")
 
 
+def _alternative(schema: Mapping[str, Any]) -> Alternative:
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    kinds = schema.get("type")
+    if kinds is None and isinstance(values, list):
+        kinds = list(dict.fromkeys(kind for value in values[:_MAX_VALUES] for kind in _kinds_of(value)))
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    known = tuple(kind for kind in kinds if kind in _KINDS) if isinstance(kinds, list) else ()
+    is_short = isinstance(values, list) and len(values) <= _MAX_VALUES
+    return known or None, frozenset(map(_comparable, values)) if is_short else None
+
+
 def _kinds_of(value: Any) -> tuple[str, ...]:
     if isinstance(value, bool):
         return ("boolean",)
@@ -155,8 +167,11 @@ def _kinds_of(value: Any) -> tuple[str, ...]:
     return {str: ("string",), type(None): ("null",), list: ("array",), dict: ("object",)}.get(type(value), ())
 
 
-def _among(value: str, values: Sequence[Any] | None) -> bool:
-    if values is None:
-        return True
-    read = json.loads(value)
-    return any(read == one and isinstance(read, bool) == isinstance(one, bool) for one in values)
+def _comparable(value: Any) -> str:
+    """A JSON value as a text that all values equal to it have."""
+    is_whole = isinstance(value, float) and value.is_integer()
+    return json.dumps(int(value) if is_whole else value, sort_keys=True)
+
+
+def _among(value: str, values: Collection[str] | None) -> bool:
+    return values is None or _comparable(json.loads(value)) in values

@@ -28,7 +28,7 @@ MAX_DEPTH = 100
 
 SPACE = re.compile(r"\s+")
 WORD = re.compile(r"""[^\s,:;{}\[\]()<>"'`=]+""")
-_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 _WORDS = {"true": "true", "True": "true", "TRUE": "true", "false": "false", "False": "false", "FALSE": "false",
           "null": "null", "None": "null"}  # fmt: skip
 _QUOTES = ('<|"|>', "<escape>")

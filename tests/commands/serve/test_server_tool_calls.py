@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 
 from localspec.commands.serve.call_marks import MARKS
 from localspec.commands.serve.tool_calls import CallArguments, CallStart, TextPiece, ToolCallReader
+from tests.support.steps import n_steps
 
 Call = tuple[str, dict[str, Any]]
 
@@ -427,25 +427,16 @@ def test_no_text_is_lost_and_cuts_never_matter(text: str, data: st.DataObject) -
         assert said == text
 
 
-def n_steps(text: str, size: int) -> int:
-    """Lines of Python that reading takes: a count, which no load of the machine changes."""
-    steps = 0
+def reading(text: str, size: int, tools: list[Any] = TOOLS) -> Callable[[], None]:
+    """Reads a text in pieces of a size."""
+    reader = ToolCallReader(tools)
 
-    def count(frame: Any, event: str, argument: Any) -> Any:
-        nonlocal steps
-        steps += 1
-        return count
-
-    reader = ToolCallReader(TOOLS)
-    before = sys.gettrace()
-    sys.settrace(count)
-    try:
+    def read() -> None:
         for start in range(0, len(text), size):
             reader.push(text[start : start + size])
         reader.finish()
-    finally:
-        sys.settrace(before)
-    return steps
+
+    return read
 
 
 @pytest.mark.parametrize("name", [*FORMATS, "arguments first", "text", "white space", "no call"])
@@ -462,7 +453,7 @@ def test_the_work_grows_with_the_text_only(name: str, size: int) -> None:
             "no call": '<tool_call>{"nome": "' * n,
         }[name]
 
-    assert n_steps(text(120), size) < 2.3 * n_steps(text(60), size) + 200
+    assert n_steps(reading(text(120), size)) < 2.3 * n_steps(reading(text(60), size)) + 200
 
 
 def test_no_schema_takes_long() -> None:
@@ -474,6 +465,23 @@ def test_no_schema_takes_long() -> None:
         reader = ToolCallReader([{"function": {"name": "f", "parameters": parameters}}])
         pieces = reader.push("<tool_call><function=f><parameter=x>007</parameter></function></tool_call>")
         assert "".join(piece.text for piece in pieces if isinstance(piece, CallArguments)) == '{"x": "007"}'
+
+
+@pytest.mark.parametrize("n", [5_000, 50_000])
+@pytest.mark.parametrize("kind", ["enum", "anyOf"])
+def test_a_schema_of_many_values_is_read_once(kind: str, n: int) -> None:
+    items: Any = {"enum": [*range(n)]} if kind == "enum" else {"anyOf": [{"const": i} for i in range(n)]}
+    parameters = {"properties": {"x": {"type": "array", "items": items}}}
+    tools = [{"function": {"name": "f", "parameters": parameters}}]
+
+    def written(n_items: int) -> str:
+        return f"[TOOL_CALLS]f[ARGS]{json.dumps({'x': [3] * n_items})}"
+
+    few, many = (n_steps(reading(written(n_items), 10, tools)) for n_items in (1, 5))
+    assert many < few + 20_000
+    assert arguments_of("[TOOL_CALLS]f[ARGS]" + json.dumps({"x": [3, n]}), parameters["properties"]["x"]) == {
+        "x": [3, n]
+    }
 
 
 # -- types -------------------------------------------------------------------------------------------------------------
@@ -513,6 +521,10 @@ TYPED: list[tuple[Any, str, Any]] = [
     ({"type": "number"}, "3", 3),
     ({"type": "number"}, "-2.5e3", -2500.0),
     ({"type": "number"}, "1e999", "1e999"),
+    ({"type": "number"}, "1٢", "1٢"),
+    ({"enum": [12]}, "1٢", "1٢"),
+    ({"enum": ["x", 1.0]}, "1", 1),
+    ({"enum": [1, "true"]}, "true", "true"),
     ({"type": "number"}, "NaN", "NaN"),
     *(({"type": "boolean"}, word, word.lower() == "true") for word in ("true", "True", "TRUE", "false", "False")),
     (ENUM, "1", "1"),
