@@ -25,7 +25,8 @@ Known = MutableMapping[tuple[Any, ...], tuple[int, ...]]
 _KNOWS_TOOLS = re.compile(r"\btools\b")
 _KNOWS_NULL = re.compile(r"""content(['"]\])? is (not )?none""", re.IGNORECASE)
 _WORD = re.compile(r"localspec\d+(?:text|call\d+x|tool)")
-_MOST_KNOWN = 256
+_MOST_KNOWN, _MOST_TRAITS = 256, 256
+"""Kinds of conversations that are remembered, and what one may consist of."""
 _AT_A_TIME = ((200, 3), (1000, 2))
 """Messages -> how many repairs are tried together, before all of them are; of longer conversations one."""
 
@@ -73,7 +74,7 @@ def folded(
     """
     asked = Conversation(checked_messages(messages), tools)
     probe = _worded(asked)
-    wanted = [part for part in _parts(asked, probe) if part.word]
+    wanted = [part for part in _parts(probe) if part.word]
     traits = (*sorted(set(_traits(asked))), tools is not None)
 
     def missing(repairs: tuple[int, ...]) -> list[_Part]:
@@ -94,7 +95,8 @@ def folded(
         if not found:
             if len(known) >= _MOST_KNOWN:
                 known.clear()
-            known[traits] = repairs
+            if len(traits) <= _MOST_TRAITS:
+                known[traits] = repairs
             return _applied(asked, repairs)
         lost = lost or found
     if lost:
@@ -176,7 +178,7 @@ def _tool_worded(tool: Any, i: int) -> Any:
     return dict(tool) | {"function": dict(function) | {"description": f"localspec{i}tool"}}
 
 
-def _parts(asked: Conversation, probe: Conversation) -> Iterator[_Part]:
+def _parts(probe: Conversation) -> Iterator[_Part]:
     for i, message in enumerate(probe.messages):
         name = f"message {i} ({message['role']})"
         yield _Part(name, message["content"] or "")
@@ -259,23 +261,24 @@ def _text_before_calls(asked: Conversation) -> Conversation:
 def _one_call_each(asked: Conversation) -> Conversation:
     """Calls that were made together one after the other, each with its result."""
     messages: list[Message] = []
-    waiting: list[Message] = []  # calls whose results have not come
+    waiting: dict[str, Message] = {}  # calls whose results have not come
     for message in asked.messages:
         if message["role"] == "tool" and waiting:
-            id = message.get("tool_call_id")
-            call = next((one for one in waiting if one["tool_calls"][0].get("id") == id), waiting[0])
-            waiting.remove(call)
-            messages += [call, message]
+            id = str(message.get("tool_call_id"))
+            messages += [waiting.pop(id if id in waiting else next(iter(waiting))), message]
             continue
-        messages += waiting
-        waiting = []
+        messages += waiting.values()
+        waiting = {}
         calls = _calls(message)
         if len(calls) < 2:
             messages.append(message)
             continue
         later = {"role": message["role"], "content": ""}
-        waiting = [(message if i == 0 else later) | {"tool_calls": [call]} for i, call in enumerate(calls)]
-    return replace(asked, messages=[*messages, *waiting])
+        for i, call in enumerate(calls):
+            id = str(call.get("id"))
+            one = (message if i == 0 else later) | {"tool_calls": [call]}
+            waiting[id if id not in waiting else f"{id} again: {i}"] = one
+    return replace(asked, messages=[*messages, *waiting.values()])
 
 
 def _one_system(asked: Conversation) -> Conversation:
@@ -365,19 +368,19 @@ def _arguments_as_json(asked: Conversation) -> Conversation:
 def _short_ids(asked: Conversation) -> Conversation:
     """Ids of nine letters and digits, also where there were none."""
     new: dict[str, str] = {}
-    messages, waiting = [], list[str]()  # ids of calls without a result
+    messages, waiting = [], dict[str, None]()  # ids of calls without a result
     for message in asked.messages:
         if message.get("tool_calls"):
-            calls, waiting = [], []
+            calls, waiting = [], {}
             for call in _calls(message):
                 id = f"call{len(new) + 1:05}"
                 new[str(call.get("id") or id)] = id
                 calls.append(dict(call) | {"id": id})
-                waiting.append(id)
+                waiting[id] = None
             message = message | {"tool_calls": calls}
         elif message["role"] == "tool":
-            id = new.get(str(message.get("tool_call_id")), waiting[0] if waiting else "call00000")
-            waiting = [each for each in waiting if each != id]
+            id = new.get(str(message.get("tool_call_id"))) or next(iter(waiting), "call00000")
+            waiting.pop(id, None)
             message = message | {"tool_call_id": id}
         messages.append(message)
     return replace(asked, messages=messages)

@@ -16,6 +16,7 @@ from localspec.prompts import template_sandbox
 from localspec.prompts.folding import folded
 from localspec.prompts.templates import ChatTemplate
 from tests.support.chat_templates import CONVERSATIONS, TEMPLATES, TOOLS, A, U
+from tests.support.steps import n_steps
 
 PUBLISHED = os.environ.get("LOCALSPEC_TEST_TEMPLATES")
 """A folder of published templates; files that are named by the SHA-256 of their text are held to it."""
@@ -140,6 +141,19 @@ def test_roles_that_have_another_name_today(role: str) -> None:
     template = ChatTemplate(TEMPLATES["qwen 2.5"], "<s>", "</s>")
     put = folded(template, [U, {"role": role, "name": "look", "content": "It is cold."}, U], None, {})
     assert "It is cold." in template.render(put.messages)
+
+
+def test_results_in_any_order_stand_behind_their_calls() -> None:
+    def talk(n: int) -> list[Any]:
+        calls = [{"id": f"c{i}", "function": {"name": "f", "arguments": {"a": f"ask{i}"}}} for i in range(n)]
+        results = [{"role": "tool", "tool_call_id": f"c{i}", "content": f"say{i}"} for i in reversed(range(n))]
+        return [U, A | {"content": "", "tool_calls": calls}, *results]
+
+    template = ChatTemplate(TEMPLATES["llama 3"], "<s>", "</s>")
+    prompt = prompt_of(template, talk(9), None)
+    assert is_in_order(prompt, [text for i in reversed(range(9)) for text in (f"ask{i}", f"say{i}")])
+    small, large = (n_steps(lambda n=n: folded(template, talk(n), None, {})) for n in (50, 100))
+    assert large < 2.5 * small
 
 
 def test_ten_thousand_short_messages(monkeypatch: pytest.MonkeyPatch) -> None:
