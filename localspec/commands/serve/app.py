@@ -13,7 +13,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
@@ -119,19 +119,16 @@ def _answer_at(service: Service, kind: str) -> Any:
 
     async def endpoint(http: Request) -> Response:
         started = time.monotonic()
-        try:
-            with service.counted(kind, started, goes_on=True):
-                service.check_open()
-                seen = service.seen_by(client_of(http))
-                async with service.bodies.json(http) as body:
-                    answering, is_stream = await asyncio.to_thread(prepared, seen, body)
-            if is_stream:
-                return EventStream(events(answering, started), service.ending, wire)
-            with service.counted(kind, started):
-                whole = await while_connected(http.receive, service.ending, answering.whole())
-                return await asyncio.to_thread(JSONResponse, whole)  # it repeats as much as was sent
-        except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it
+        with service.counted(kind, started, goes_on=True):
+            service.check_open()
+            seen = service.seen_by(client_of(http))
+            async with service.bodies.json(http) as body:
+                answering, is_stream = await asyncio.to_thread(prepared, seen, body)
+        if is_stream:
+            return EventStream(events(answering, started), service.ending, wire)
+        with service.counted(kind, started):
+            whole = await while_connected(http.receive, service.ending, answering.whole())
+            return await asyncio.to_thread(JSONResponse, whole)  # it repeats as much as was sent
 
     return endpoint
 
@@ -189,7 +186,7 @@ class _WhatIsThere:
             "plain_tokens_per_second": llm.plain_tokens_per_second,
             "uptime_s": round(time.time() - service.started, 3),
             "queue": {"running": llm.busy, "waiting": llm.queue_length, "limit": llm.max_queue},
-            "parallel": llm.parallel_info(),
+            "parallel": {n: value for n, value in llm.parallel_info().items() if n != "passes" or client.sees_others},
             "cpu": dataclasses.asdict(CPUTimes.now()),
         }
         if client.sees_others:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import math
 from typing import Any
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
@@ -62,12 +61,9 @@ class ConversationApi:
 
     async def _saved(self, http: Request, name: str | None) -> Response:
         """Save the body as a new conversation, or in the place of one; the answer is what the store says of it."""
-        try:
-            async with self._service.bodies.json(http) as body:
-                fields = Fields(body)
-                content = await asyncio.to_thread(conversation_of, fields)
-        except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it
+        async with self._service.bodies.json(http) as body:
+            fields = Fields(body)
+            content = await asyncio.to_thread(conversation_of, fields)
         if name is None:
             kept = await asyncio.to_thread(self._store.create, content, fields.text("id"))
         else:
@@ -87,8 +83,7 @@ def conversation_of(fields: Fields) -> dict[str, Any]:
     messages = _messages(fields.get("messages"), "messages")
     settings = fields.get("settings") or {}
     simple = isinstance(settings, dict) and all(
-        isinstance(value, str | int | float | bool) and value not in (math.inf, -math.inf)
-        for value in settings.values()
+        isinstance(value, str | int | float | bool) for value in settings.values()
     )
     if not simple or len(settings) > MAX_SETTINGS or len(json.dumps(settings)) > 1 << 16:
         raise fields.wrong("settings", f"at most {MAX_SETTINGS} names with a string, a number, true or false")

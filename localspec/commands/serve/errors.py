@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
 from localspec import errors
@@ -107,6 +107,7 @@ def stopping() -> ApiError:
 
 
 _KNOWN: tuple[tuple[type[Exception], int, str | None, str | None, str | None], ...] = (
+    (ClientDisconnect, 499, None, None, "the client has gone"),
     (errors.PromptTooLong, 400, "messages", "context_length_exceeded", None),
     (errors.ContextFull, 400, "messages", "context_length_exceeded", None),
     (errors.UnknownModel, 404, "model", "model_not_found", "no such model here"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,10 +57,10 @@ class ResponseStore:
             self._kept.move_to_end(name)
             return self._kept[name][0]
 
-    def item(self, name: str) -> dict[str, Any] | None:
-        """An item of an answer that is kept, by its id, which is made of the answer's."""
+    def item(self, name: str, may_read: Callable[[str], bool]) -> dict[str, Any] | None:
+        """An item of an answer that is kept, by its id, which is made of the answer's; ``may_read``: of its owner."""
         stored = self.get(f"resp_{name.partition('_')[2][:-4]}")
-        items = stored.response["output"] if stored is not None else ()
+        items = stored.response["output"] if stored is not None and may_read(stored.owner) else ()
         return next((item for item in items if item["id"] == name), None)
 
     def remove(self, name: str) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, aclosing, contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from starlette.requests import ClientDisconnect
@@ -129,7 +130,8 @@ class Service:
         on_request = [public for public, name in drafters.items() if name in settings.corpora]
         thinks = llm.thinking is not None
         as_loaded = {name: public for public, name in drafters.items()}
-        names, n_vocab, item = list(drafters), llm.vocab.n_tokens, self.responses.item
+        names, n_vocab = list(drafters), llm.vocab.n_tokens
+        item = partial(self.responses.item, may_read=self.client.may_read)
         return ServedModel(settings.params, names, n_vocab, on_request, thinks, item, as_loaded)
 
     # -- prompts -------------------------------------------------------------------------------------------------------

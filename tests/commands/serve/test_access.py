@@ -212,18 +212,23 @@ def test_an_answer_that_is_kept_is_for_who_asked_for_it(house: House) -> None:
         ("another computer", {"another computer": 200, "site with the key": 404}),
     ):
         _, _, answer = house.ask(who, "POST", "/v1/responses", {"input": "my PIN is 4711", "max_output_tokens": 1})
-        name = json.loads(answer)["id"]
+        name, item = json.loads(answer)["id"], json.loads(answer)["output"][0]["id"]
         for other, status in others.items():
             assert house.ask(other, "GET", f"/v1/responses/{name}")[0] == status, (who, other)
             more = {"input": "go on", "previous_response_id": name, "max_output_tokens": 1}
             found, _, answer = house.ask(other, "POST", "/v1/responses", more)
             assert found == (200 if status == 200 else 400), (who, other)
+            more = {"input": [{"type": "item_reference", "id": item}, *CHAT], "max_output_tokens": 1}
+            found, _, answer = house.ask(other, "POST", "/v1/responses", more)
+            assert found == (200 if status == 200 else 400), (who, other, answer)
         refused = [other for other, status in others.items() if status != 200]
         assert all(house.ask(other, "DELETE", f"/v1/responses/{name}")[0] == 404 for other in refused)
         assert house.ask(who, "DELETE", f"/v1/responses/{name}")[0] == 200
 
 
-def test_how_much_of_a_prompt_was_known_is_not_for_a_site(house: House) -> None:
+def test_how_much_of_a_prompt_was_known_is_not_for_a_site(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    about = house.llm.parallel_info() | {"passes": {"rows": {"prompts": 4711}}}  # as where several are answered
+    monkeypatch.setattr(LLM, "parallel_info", lambda llm: about)
     prompt = "the vault code is zebra quartz nineteen, " * 3
     house.ask("program", "POST", "/v1/completions", {"prompt": prompt, "max_tokens": 1})
     for who, cached in (("program", True), ("site", False)):
@@ -232,7 +237,8 @@ def test_how_much_of_a_prompt_was_known_is_not_for_a_site(house: House) -> None:
         assert (whole["usage"]["prompt_tokens_details"]["cached_tokens"] > 0) == cached
         assert (whole["localspec"]["stats"]["cached_tokens"] > 0) == cached
         _, _, answer = house.ask(who, "GET", "/v1/localspec/stats")
-        assert ("totals" in json.loads(answer), "prefix_cache" in json.loads(answer)) == (cached, cached)
+        stats = json.loads(answer)
+        assert ("totals" in stats, "prefix_cache" in stats, "passes" in stats["parallel"]) == (cached, cached, cached)
 
 
 def test_a_window_of_an_editor_is_its_own(house: House) -> None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -80,17 +80,14 @@ class EmbeddingService:
         self, answer: Callable[[Fields], Coroutine[Any, Any, dict[str, Any]]], *, any_name: bool = False
     ) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(http: Request) -> Response:
-            try:
-                async with self._bodies.json(http) as body:
-                    fields = Fields(body)
-                name = fields.text("model")
-                if name and not any_name and name.removesuffix(":latest") not in self._names:
-                    message = f"there is no model {name!r:.80} here; this server answers with {self._names[0]}"
-                    raise ApiError(404, message, param="model", code="model_not_found")
-                whole = await while_connected(http.receive, self.ending, answer(fields))
-                return await asyncio.to_thread(JSONResponse, whole)
-            except ClientDisconnect:
-                return Response(status_code=499)  # nobody reads it
+            async with self._bodies.json(http) as body:
+                fields = Fields(body)
+            name = fields.text("model")
+            if name and not any_name and name.removesuffix(":latest") not in self._names:
+                message = f"there is no model {name!r:.80} here; this server answers with {self._names[0]}"
+                raise ApiError(404, message, param="model", code="model_not_found")
+            whole = await while_connected(http.receive, self.ending, answer(fields))
+            return await asyncio.to_thread(JSONResponse, whole)
 
         return endpoint
 
