@@ -30,12 +30,17 @@ def shown(value: object) -> str:
     return text if len(text) <= 120 else f"{text[:80]}…{text[-30:]}"
 
 
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that begins with an unknown one, or is most like it; None if none is like it."""
+    names = list(known)
+    longer = [each for each in names if name and each.startswith(name)]
+    return next(iter(longer or get_close_matches(name, names, n=1)), None)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """What ends a message about an unknown name: the known one that begins so, or is most like it; or nothing."""
-    known = list(known)
-    longer = [each for each in known if name and each.startswith(name)]
-    close = longer[:1] or get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    """What ends a message about an unknown name."""
+    near = nearest(name, known)
+    return f"; did you mean {near}?" if near else ""
 
 
 def is_whole(value: object) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from localspec.commands.serve.errors import ApiError, invalid
 from localspec.commands.serve.known_fields import Known
+from localspec.values import nearest
 
 _LONGEST_NAME = 60
 
@@ -45,7 +45,7 @@ class Fields:
                 if table.asks_nothing(name, value):
                     continue
                 raise invalid(f"{self.path(name)} {table.refused[name]}", self.path(name), "unsupported_parameter")
-            near = _nearest(name, table.names)
+            near = nearest(name, table.names) if 2 < len(name) <= _LONGEST_NAME else None
             hint = f"; did you mean {self.path(near)}?" if near else ""
             path = self.path(f"{name:.{_LONGEST_NAME}}")
             raise invalid(f"{path} is no field that is known here{hint}", path, "unknown_parameter")
@@ -116,14 +116,6 @@ class Fields:
     def object(self, name: str) -> Fields | None:
         value = self._value.get(name)
         return None if value is None else Fields(value, self.path(name))
-
-
-def _nearest(name: str, names: Sequence[str]) -> str | None:
-    """Of several names the one that was probably meant, if any."""
-    if not 2 < len(name) <= _LONGEST_NAME:
-        return None
-    longer = [each for each in names if each.startswith(name)]
-    return next(iter(longer or difflib.get_close_matches(name, names, 1)), None)
 
 
 def _is_number(value: Any) -> bool:

@@ -72,7 +72,9 @@ def infill_request(fields: Fields, served: ServedModel) -> InfillRequest:
     request = completion_request(Fields(body), served)
     extra = enumerate(fields.items("input_extra", MAX_FILES))
     files = [Fields(item, f"input_extra[{i}]").known(known.INPUT_EXTRA) for i, item in extra]
-    wanted = [name for name in fields.items("response_fields", MAX_FIELDS) if isinstance(name, str)]
+    wanted = fields.items("response_fields", MAX_FIELDS)
+    if not all(isinstance(name, str) for name in wanted):
+        raise fields.wrong("response_fields", "a list of strings")
     slot = fields.integer("id_slot", -1, MAX_SLOT)
     milliseconds = fields.number("t_max_predict_ms", -1, LONGEST_MS) or 0.0
     return InfillRequest(

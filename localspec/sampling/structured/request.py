@@ -129,7 +129,8 @@ def _check_objects(schema: Any) -> None:
         if isinstance(each, Mapping):
             properties, required = each.get("properties"), each.get("required")
             if isinstance(properties, Mapping):
-                n = len(properties) - (len(required) if isinstance(required, list) else 0)
+                names = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+                n = len(properties.keys() - names)
                 if n > MAX_OPTIONAL:
                     message = f"an object of the JSON schema has {n} properties that may be left out"
                     raise UsageError(f"{message}, and at most {MAX_OPTIONAL} can be used")
