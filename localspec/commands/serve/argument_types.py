@@ -12,7 +12,7 @@ from localspec.commands.serve.call_values import Schema, Untyped, readings
 _MAX_DEPTH, _MAX_STEPS = 32, 256
 """References and combinations followed, within each other and in all; what lies beyond allows everything."""
 
-_MAX_VALUES = 10_000
+_MAX_VALUES = 5000
 """Longest ``enum`` that is looked at; a longer one allows all values of the types that it begins with."""
 
 Alternative = tuple[tuple[str, ...] | None, frozenset[str] | None]
@@ -167,10 +167,12 @@ def _kinds_of(value: Any) -> tuple[str, ...]:
     return {str: ("string",), type(None): ("null",), list: ("array",), dict: ("object",)}.get(type(value), ())
 
 
+_encoded = json.JSONEncoder(sort_keys=True).encode
+
+
 def _comparable(value: Any) -> str:
     """A JSON value as a text that all values equal to it have."""
-    is_whole = isinstance(value, float) and value.is_integer()
-    return json.dumps(int(value) if is_whole else value, sort_keys=True)
+    return _encoded(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 def _among(value: str, values: Collection[str] | None) -> bool:
