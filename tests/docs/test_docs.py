@@ -17,7 +17,7 @@ from localspec import LLM, Draft, DraftToken, EmittedToken, Round, SamplingParam
 from localspec.commands.chat.commands import ALIASES, COMMANDS
 from localspec.commands.chat.views import VIEWS
 from localspec.commands.cli import app
-from localspec.commands.serve import body, infill, requests, response_store, slots
+from localspec.commands.serve import argument_types, body, infill, requests, response_store, slots
 from localspec.commands.serve.apis import embeddings, responses
 from localspec.commands.serve.conversations import ConversationLimits
 from localspec.commands.serve.protocol import MAX_CONNECTIONS
@@ -143,6 +143,7 @@ def test_the_bounds_of_the_server_are_those_that_hold() -> None:
     bounds += [body.LARGE_BYTES >> 10, body.N_LARGE, values.MAX_DEPTH, values.MAX_CONTAINERS, values.MAX_DIGITS]
     bounds += [requests.MAX_MESSAGES, requests.MAX_TOOLS, requests.MAX_CHOICES, requests.MAX_STOPS, requests.MAX_STOP]
     bounds += [structured.MAX_SCHEMA, structured.MAX_OPTIONAL, requests.MAX_BIASES]
+    bounds += [argument_types.MAX_VALUES, argument_types.MAX_STEPS]
     bounds += [responses.MAX_METADATA, responses.MAX_NAME, responses.MAX_VALUE]
     bounds += [response_store.MAX_RESPONSES, response_store.MAX_BYTES >> 20]
     bounds += [conversations.conversations, conversations.bytes_each >> 20, conversations.bytes_together >> 20]

@@ -9,10 +9,10 @@ from urllib.parse import unquote
 
 from localspec.commands.serve.call_values import Schema, Untyped, readings
 
-_MAX_DEPTH, _MAX_STEPS = 32, 256
+MAX_DEPTH, MAX_STEPS = 32, 256
 """References and combinations followed, within each other and in all; what lies beyond allows everything."""
 
-_MAX_VALUES = 5000
+MAX_VALUES = 5000
 """Longest ``enum`` that is looked at; a longer one allows all values of the types that it begins with."""
 
 Alternative = tuple[tuple[str, ...] | None, frozenset[str] | None]
@@ -103,15 +103,15 @@ class ArgumentTypes(Untyped):
         return found
 
     def _combined(self, schema: Schema) -> list[Mapping[str, Any]]:
-        """The schemas that apply, or of which one does: references followed, combinations taken apart."""
+        """The schemas that may apply to a value: references followed, ``anyOf`` and the like taken apart."""
         known = self._known.get(id(schema))
         if known is None:
-            known = self._known[id(schema)] = self._taken_apart(schema, 0, [_MAX_STEPS])
+            known = self._known[id(schema)] = self._taken_apart(schema, 0, [MAX_STEPS])
         return known
 
     def _taken_apart(self, schema: Schema, depth: int, left: list[int]) -> list[Mapping[str, Any]]:
         left[0] -= 1
-        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH or left[0] < 0:
+        if not isinstance(schema, Mapping) or depth > MAX_DEPTH or left[0] < 0:
             return [{}]
         parts: list[Schema] = next(
             (schema[name] for name in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(name), list)), []
@@ -150,13 +150,14 @@ _SAYING = ("type", "enum", "const", "properties", "items", "additionalProperties
 
 def _alternative(schema: Mapping[str, Any]) -> Alternative:
     values = [schema["const"]] if "const" in schema else schema.get("enum")
+    values = values if isinstance(values, list) else None
     kinds = schema.get("type")
-    if kinds is None and isinstance(values, list):
-        kinds = list(dict.fromkeys(kind for value in values[:_MAX_VALUES] for kind in _kinds_of(value)))
+    if kinds is None and values is not None:
+        kinds = list(dict.fromkeys(kind for value in values[:MAX_VALUES] for kind in _kinds_of(value)))
     kinds = [kinds] if isinstance(kinds, str) else kinds
     known = tuple(kind for kind in kinds if kind in _KINDS) if isinstance(kinds, list) else ()
-    is_short = isinstance(values, list) and len(values) <= _MAX_VALUES
-    return known or None, frozenset(map(_comparable, values)) if is_short else None
+    is_short = values is not None and len(values) <= MAX_VALUES
+    return known or None, frozenset(map(_comparable, values or ())) if is_short else None
 
 
 def _kinds_of(value: Any) -> tuple[str, ...]:

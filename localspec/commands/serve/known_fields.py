@@ -62,20 +62,20 @@ def _known(
     return Known(names, all_ignored, all_refused, all_off)
 
 
-ACCOUNT = "of the provider's accounts, tiers and logs, which there are none of here"
+ACCOUNT = "for a provider's accounts, tiers and logs; this server has none"
 CACHE = "processed tokens always stay in memory"
 OUTSIDE = "cannot be had: nothing leaves this computer"
 TEXT_ONLY = "cannot be had: text only"
 NO_SAMPLER = "cannot be had: there is no such sampler"
 LOADED = "the model was loaded before, with the server's own options"
 REPEATED = "part of an answer that is sent back; it says nothing to the model"
-STYLE = "nothing that a model's chat template takes"
+STYLE = "chat templates do not use it"
 
 _SAMPLERS = _known(
     "temperature top_k top_p min_p presence_penalty frequency_penalty repetition_penalty repeat_penalty repeat_last_n "
     "seed logit_bias",
     ignored={
-        "says how a sampler works that is off": "mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold dry_base "
+        "sets a sampler that is off": "mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold dry_base "
         "dry_allowed_length dry_penalty_last_n dry_sequence_breakers",
     },
     refused={
@@ -195,16 +195,15 @@ EMBEDDINGS = _known(
 
 RESPONSES = _known(
     "model input instructions max_output_tokens metadata parallel_tool_calls previous_response_id reasoning store "
-    "stream text tool_choice tools include thinking_budget chat_template_kwargs stop",
+    "stream stream_options text tool_choice tools include thinking_budget chat_template_kwargs stop",
     SHARED,
     ignored={
         ACCOUNT: "user service_tier safety_identifier client_metadata",
         CACHE: "prompt_cache_key prompt_cache_options prompt_cache_retention",
         "all that was sent stays in the prompt": "context_management",
         "there are no tools that run here": "max_tool_calls",
-        "of answers in the background, which there are none of here": "background_options",
-        "of images, which are refused": "image",
-        "events are never padded": "stream_options",
+        "for answers in the background; this server has none": "background_options",
+        "for images, which are refused": "image",
     },
     refused={
         "cannot be had: send previous_response_id, or the whole input": "conversation",
@@ -297,9 +296,10 @@ INFILL = _known(
 # -- objects inside of a request ---------------------------------------------------------------------------------------
 
 LOCALSPEC = _known("draft draft_length off priority")
+RESPONSES_STREAM_OPTIONS = _known("", ignored={"events are never padded": "include_obfuscation"})
 STREAM_OPTIONS = _known(
     "include_usage localspec_rounds",
-    ignored={"events are never padded": "include_obfuscation"},
+    RESPONSES_STREAM_OPTIONS,
     refused={"cannot be had: usage comes at the end": "continuous_usage_stats"},
 )
 RESPONSE_FORMAT = _known(
@@ -313,9 +313,8 @@ PART = _known(
 REFUSAL_PART = _known("type refusal")
 
 CHAT_MESSAGE = _known(
-    "role content tool_calls tool_call_id reasoning_content reasoning thinking refusal prefix",
+    "role name content tool_calls tool_call_id reasoning_content reasoning thinking refusal prefix",
     ignored={
-        "templates get it, and few print it": "name",
         REPEATED: "id annotations parsed reasoning_details provider_specific_fields",
         CACHE: "cache_control",
     },
@@ -337,16 +336,16 @@ FUNCTION_CALL = _known("type call_id name arguments", ignored={REPEATED: "id sta
 FUNCTION_CALL_OUTPUT = _known("type call_id output", ignored={REPEATED: "id status caller namespace name"})
 REASONING_ITEM = _known(
     "type content summary",
-    ignored={REPEATED: "id status", "nobody but who encrypted it can read it": "encrypted_content"},
+    ignored={REPEATED: "id status", "only the provider that encrypted it can read it": "encrypted_content"},
 )
 ITEM_REFERENCE = _known("type id")
 RESPONSES_TOOL = _known(
     "type name description parameters strict",
-    ignored={"calls are the client's to run": "async allowed_callers defer_loading output_schema"},
+    ignored={"the client runs the calls": "async allowed_callers defer_loading output_schema"},
 )
 RESPONSES_TOOL_CHOICE = _known("type name mode tools")
 REASONING = _known(
-    "effort", ignored={"what was thought is given as it is": "summary generate_summary context", STYLE: "mode"}
+    "effort", ignored={"thinking is returned as it is": "summary generate_summary context", STYLE: "mode"}
 )
 TEXT_FORMAT = _known("type name schema", ignored={"schemas are always followed": "strict", STYLE: "description"})
 TEXT = _known("format", ignored={STYLE: "verbosity"})
@@ -355,18 +354,18 @@ ANTHROPIC_MESSAGE = _known("role content")
 TOOL_USE = _known("type id name input", ignored={CACHE: "cache_control", REPEATED: "caller toolset_name"})
 TOOL_RESULT = _known("type tool_use_id content is_error", ignored={CACHE: "cache_control", REPEATED: "toolset_name"})
 THINKING_BLOCK = _known("type thinking", ignored={REPEATED: "signature"})
-REDACTED_THINKING = _known("type", ignored={"nobody but who encrypted it can read it": "data"})
+REDACTED_THINKING = _known("type", ignored={"only the provider that encrypted it can read it": "data"})
 ANTHROPIC_TOOL = _known(
     "type name description input_schema strict",
     ignored={
         CACHE: "cache_control",
-        "calls are the client's to run": "allowed_callers defer_loading eager_input_streaming",
+        "the client runs the calls": "allowed_callers defer_loading eager_input_streaming",
         STYLE: "input_examples",
     },
 )
 ANTHROPIC_TOOL_CHOICE = _known("type name disable_parallel_tool_use")
 OUTPUT_CONFIG = _known("effort format", refused={"cannot be had: send max_tokens": "task_budget"})
-THINKING = _known("type budget_tokens", ignored={"what was thought is given as it is": "display"})
+THINKING = _known("type budget_tokens", ignored={"thinking is returned as it is": "display"})
 OUTPUT_FORMAT = _known("type schema name")
 
 OLLAMA_MESSAGE = _known("role content thinking tool_calls tool_name tool_call_id", refused={TEXT_ONLY: "images"})

@@ -278,6 +278,10 @@ def test_tables_of_token_texts(tiny: TinyFiles, vocab: Vocab) -> None:
         (schema_format({"x-guidance": 3}), "x-guidance in a JSON schema must be an object"),
         (schema_format({"description": "x" * (1 << 18)}), "at most 262144"),
         (schema_format({"properties": {f"p{i}": {} for i in range(1001)}}), "1001 properties that may be left out"),
+        (
+            schema_format({"properties": {f"p{i}": {} for i in range(1001)}, "required": ["x", "x", [], "y"]}),
+            "1001 properties that may be left out",
+        ),
     ],
 )
 def test_what_cannot_be_followed_gets_one_line_before_anything_runs(response_format: Any, complaint: str) -> None:

@@ -90,6 +90,8 @@ def responses_request(fields: Fields, served: ServedModel) -> ResponsesRequest:
             message = f"include: {include!r:.60} cannot be had; log-probabilities are at /v1/chat/completions"
             raise invalid(message, "include", "unsupported_parameter")
     _check_metadata(fields)
+    if (options := fields.object("stream_options")) is not None:
+        options.known(known.RESPONSES_STREAM_OPTIONS)
     body = fields.those((*SHARED, "stream", "stop", "parallel_tool_calls", "thinking_budget", "chat_template_kwargs"))
     body |= {"messages": _input(fields, served), "max_tokens": fields.integer("max_output_tokens", 1, MAX_COUNT)}
     if (reasoning := fields.object("reasoning")) is not None:
