@@ -1,4 +1,4 @@
-"""What callers give: numbers, Python's, NumPy's or none at all, and JSON."""
+"""Checks of what callers give: numbers of Python or NumPy, names, token ids, JSON."""
 
 from __future__ import annotations
 

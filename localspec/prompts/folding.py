@@ -1,9 +1,9 @@
-"""Conversations that a chat template refuses, or prints in part only, put so that all of them is in the prompt.
+"""Conversations that a chat template refuses, or prints in part only, changed so that all of them is in the prompt.
 
 Templates differ in what they know: some have no role ``system``, or only one message of it, some want users and
-assistants in turns, some print no text beside a call, some no results of tools. What a template does with a
+assistants in turns, some print no text of a message with calls, some no results of tools. What a template does with a
 conversation is found by rendering it with a word of its own in place of each text. Where that fails, or a word is
-missing, parts of the conversation are put otherwise, as little as does: see ``_REPAIRS``.
+missing, the conversation is changed by the repairs that change the least of it: see ``_REPAIRS``.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def _object(text: str) -> Any:
 
 
 def _text_before_calls(asked: Conversation) -> Conversation:
-    """A text beside calls as a message of its own."""
+    """The text of a message with calls as a message of its own."""
     messages = []
     for message in asked.messages:
         if message["content"] and message.get("tool_calls"):
@@ -337,7 +337,7 @@ def _user_first(asked: Conversation) -> Conversation:
 
 
 def _null_contents(asked: Conversation) -> Conversation:
-    """No text, rather than an empty one, beside calls."""
+    """No text, rather than an empty one, in a message with calls."""
     return replace(
         asked,
         messages=[

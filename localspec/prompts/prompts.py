@@ -84,9 +84,9 @@ class PromptEncoder:
     ) -> list[int]:
         """Token ids of a prompt: messages through the chat template, ids unchanged, a text as it is.
 
-        In a text, names of special tokens such as ``<|im_end|>`` are these tokens: who writes a prompt as a text writes
-        the format too. In messages they stay text. Messages that the template would leave out or refuse are put so that
-        it prints them, see ``folding``.
+        In a text, names of special tokens such as ``<|im_end|>`` are these tokens: the author of such a prompt writes
+        the format too. In messages they stay text. Messages that the template would leave out or refuse are changed so
+        that it prints them, see ``folding``.
 
         Args:
             prompt: the prompt.
@@ -136,7 +136,7 @@ class PromptEncoder:
         return n_tokens * max(1, self.vocab.longest)
 
     def check_room(self, room: int | None, *texts: str) -> None:
-        """Refuse a text by its length: cutting it into tokens takes the longer, the longer it is.
+        """Refuse a text by its length, before it is cut into tokens: that takes the longer, the longer it is.
 
         Raises:
             PromptTooLong: it has more tokens than there is room for.

@@ -151,7 +151,7 @@ class ChatTemplate:
         self._lock = threading.Lock()
 
     def _render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
-        with self._lock:  # a rendering takes no lock: a long one keeps nobody waiting
+        with self._lock:  # renderings need none: a long one delays no other
             if self._template is None:
                 from localspec.prompts.template_sandbox import SandboxedTemplate  # jinja2 takes 0.1 s to import
 

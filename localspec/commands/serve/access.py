@@ -1,8 +1,8 @@
 """What a client may see: the one place that decides it, for every address and every field of an answer.
 
-``guard`` says what kind of client a request comes from. ``RULES`` says which kinds an address answers; an address
-without a rule answers nobody. A ``Client`` says which drafters may draft for it and which figures it is told: a draft
-token shows the text that it was copied from, as rejected ones are shown, and an accepted one confirms it.
+``guard`` finds what kind of client sent a request. ``RULES`` names the kinds that each address answers; an address
+without a rule refuses all. A ``Client`` says which drafters may draft for it and which figures it gets: a draft token
+shows the text that it was copied from, because rejected ones are shown, and an accepted one confirms it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ class Kind(Enum):
     """Where a request comes from, as far as can be told."""
 
     LOCAL = "this computer"
-    """A program on this computer, or the server's own page in its browser, at a server that listens there alone."""
+    """A program on this computer, or the server's own page in its browser; the server listens on loopback only."""
     REMOTE = "another computer"
-    """All who have the key of a server that listens to others, and what comes by way of a proxy."""
+    """A client with the key of a server that other computers reach; also what comes through a proxy."""
     SITE = "a site"
     """A page of an origin that ``--allow-origin`` lets in."""
-    KEYLESS = "nobody known"
-    """Without the key that the server asks for."""
+    KEYLESS = "a client without the key"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,33 +50,33 @@ class Client:
 
     @property
     def owner(self) -> str:
-        """Whose what it leaves here is: answers that are kept, slots and windows of ``/infill``."""
+        """The name under which it leaves things here: answers that are kept, slots and windows of ``/infill``."""
         return f"{self.kind.value} {self.origin}"
 
     @property
     def reads_texts(self) -> bool:
-        """Whether it may read what lies on this computer: conversations, chats, the files of a corpus, and what the
-        answers to others taught."""
+        """Whether it may read texts of this computer: conversations, chats, the files of a corpus, and what drafters
+        learned from the answers to others."""
         return self.kind is Kind.LOCAL
 
     @property
     def sees_others(self) -> bool:
-        """Whether it may see figures about the requests of others. How much of a prompt was in memory is one of them:
-        by it a client could try, token by token, what others have said."""
+        """Whether it may see figures about the requests of others. How much of a prompt was cached is one of them:
+        from it a client could find out, token by token, what others have said."""
         return self.kind in (Kind.LOCAL, Kind.REMOTE)
 
     def may_read(self, owner: str) -> bool:
-        """Whether it may have what another client, or itself, left here."""
+        """Whether it may read what a client, itself or another, left here."""
         return owner == self.owner or self.reads_texts
 
     def drafters(self, loaded: Sequence[str]) -> dict[str, str]:
-        """The drafters that may draft for it: what clients call each -> what it was loaded as."""
+        """The drafters that may draft for it: public name -> the name that it was loaded by."""
         return {
             public: name for public, name in public_names(loaded).items() if self.reads_texts or not copies_texts(name)
         }
 
     def shown(self, reply: Reply, drafters: Mapping[str, str]) -> Reply:
-        """A reply without what is not for it; ``drafters``: see there."""
+        """A reply without what is not for it; ``drafters``: what ``drafters()`` says."""
         stats = reply.stats if self.sees_others else replace(reply.stats, cached_tokens=0)
         return replace(reply, stats=stats, draft=[each for each, name in drafters.items() if name in reply.draft])
 
@@ -148,7 +147,7 @@ def _kinds(path: str) -> Collection[Kind] | None:
 
 
 def copies_texts(name: str) -> bool:
-    """Whether a drafter copies what other clients may not read: files, chats, what the answers to others taught."""
+    """Whether a drafter copies texts that only this computer may read: files, chats, the answers to others."""
     return is_corpus(name) or name == RECYCLED
 
 
@@ -164,8 +163,8 @@ def public_name(name: str) -> str:
 
 
 def public_names(loaded: Sequence[str]) -> dict[str, str]:
-    """What clients call the drafters -> what they were loaded as. No part of a path is in it: files of a corpus are
-    called as in rounds and statistics, ``corpus``, ``corpus2``."""
+    """Public names of the drafters -> the names that they were loaded by. A public name has no part of a path: corpora
+    are ``corpus``, ``corpus2``, as in rounds and statistics."""
     found: dict[str, str] = {}
     n_corpora = 0
     for name in loaded:

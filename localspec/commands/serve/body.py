@@ -13,11 +13,8 @@ from starlette.requests import Request
 from localspec.commands.serve.errors import ApiError, invalid
 from localspec.values import parse_json
 
-LARGE_BYTES = 256 << 10
-"""A body of more than this is parsed, and what it asks for prepared, in its turn with others that are as large."""
-
-N_LARGE = 2
-"""How many of those at a time."""
+LARGE_BYTES, N_LARGE = 256 << 10, 2
+"""Of bodies with more bytes than this, so many at a time are parsed and their requests prepared."""
 
 
 class BodyReader:
@@ -98,10 +95,10 @@ def parse(body: bytes) -> Any:
 def _check_type(headers: Headers) -> None:
     """Refuse a body that a page of another site could have a browser send without asking first.
 
-    A page may post forms and plain text so, and bytes without a type, but not JSON. All that has reached this place has
-    no foreign ``Origin`` and no ``Sec-Fetch-Site`` of another site (see ``guard``), which every browser of today sends
-    with what it posts; one of former days is known by its name. Programs are not asked for a type where they commonly
-    send none, or that of a form: ``curl -d`` and Ollama's clients.
+    Such a page can post forms, plain text and bytes without a type, but not JSON. The guard has refused what has the
+    ``Origin`` or ``Sec-Fetch-Site`` of another site, which today's browsers send with every post; an older browser is
+    known by its name and other headers. Programs may leave the type out or send that of a form, as Ollama's clients
+    and ``curl -d`` do.
     """
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):

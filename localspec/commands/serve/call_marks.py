@@ -24,14 +24,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What calls stand behind.
+    """A text that announces calls.
 
     Attributes:
         closers: what may end them; an answer may also just go on, or end.
         each: what a single call may begin with, and end with, where there are several behind one mark.
-        sure: nothing but a call is written so; else it has to be one of a tool that was offered.
+        sure: only calls are written behind it; otherwise the call must be of a tool that was offered.
         header: what ends the words between a call's name and its arguments.
-        first: it is one at the beginning of an answer only.
+        first: it is a mark only at the beginning of an answer.
     """
 
     closers: tuple[str, ...] = ()

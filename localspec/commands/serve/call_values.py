@@ -177,7 +177,7 @@ class Untyped:
 
 
 def readings(text: str) -> Iterator[tuple[str, str]]:
-    """What a text may be besides a string: kinds, and the value of each as JSON."""
+    """What a text may be other than a string: kinds, and the value of each as JSON."""
     word = text.strip()
     if word in _WORDS:
         yield ("null" if _WORDS[word] == "null" else "boolean"), _WORDS[word]

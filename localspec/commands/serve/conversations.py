@@ -53,7 +53,7 @@ class ConversationStore:
     A conversation is a mapping with ``id``, ``revision`` (one more with every change), ``created`` and ``updated``
     [seconds since 1970], and what the client sent: ``title``, ``system``, ``settings``, ``messages``. A message of the
     user may have ``versions``: what else stood in its place and after it, each a list of messages, one that begins
-    with an answer having the same question; ``version`` says as which of them all this one came.
+    with an answer having the same question; ``version`` is its own number among them, from 0.
 
     Args:
         folder: where the files lie; made when first needed.

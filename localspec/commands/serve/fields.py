@@ -33,7 +33,7 @@ class Fields:
         self._path = path
 
     def known(self, table: Known) -> Fields:
-        """This object, all of whose fields are in the table; one that is ``null`` need not be.
+        """This object, once its fields are checked: all that are not ``null`` are in the table.
 
         Raises:
             ApiError: a field that is unknown, or that cannot be had: ignoring it would answer another question.

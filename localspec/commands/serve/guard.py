@@ -2,8 +2,8 @@
 
 A page of any site can make a browser send requests to 127.0.0.1. It is kept out by what a browser cannot be made to
 lie about: the ``Host`` it thinks it talks to (a name that an attacker let point to this computer is no name of ours),
-the ``Origin`` it speaks for, and the kinds of body it may send without asking first (see ``body``). What those who are
-let in may see is decided in ``access``.
+the ``Origin`` it speaks for, and the kinds of body it may send without asking first (see ``body``). What the others may
+see is decided in ``access``.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def _harden(headers: MutableHeaders, path: str, allowed: str | None, asked: Head
     if allowed:
         headers["Access-Control-Allow-Origin"] = allowed
         headers["Access-Control-Allow-Methods"] = "GET, POST, DELETE"
-        # Whatever its client adds: a header lets nobody see more, but for the key, and an allowed site may send that.
+        # All that its client adds: no header but the key shows more, and an allowed site may send the key.
         names = (name.strip().lower() for name in asked.get("access-control-request-headers", "").split(","))
         valid = [name for name in names if _HEADER.fullmatch(name)][:_MOST_HEADERS]
         headers["Access-Control-Allow-Headers"] = ", ".join(valid or ["authorization", "content-type"])

@@ -50,7 +50,7 @@ class AnswerTask:
         begun: the beginning of the answer that stands at the prompt's end.
         keep_tokens: see ``Asking.rounds``.
         enough: asked after every round: whether the answer may end there.
-        think: of a chat, see ``Asking.rounds``; None: a text, of which nothing is told apart.
+        think: of a chat, see ``Asking.rounds``; None: a text, where thinking is not separated.
     """
 
     prompt: list[int]
@@ -103,7 +103,7 @@ class Service:
         llm.vocab.show(MARKERS)  # the marks of tool calls are read as text
 
     def seen_by(self, client: Client) -> Service:
-        """The same for one client: with what it may use, and what it has left here."""
+        """The service as a client sees it: with the drafters that it may use, and the slots and windows of its own."""
         seen = copy(self)
         seen.client = client
         seen.slots, seen.windows = self._of_owner.setdefault(client.owner, (Slots(), Windows()))

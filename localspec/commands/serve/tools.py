@@ -91,7 +91,7 @@ def forced_call(template: ChatTemplate, use: ToolUse, params: SamplingParams) ->
         UsageError: the request also has a grammar, or the schema of a strict tool cannot be followed.
     """
     if params.grammar is not None:
-        raise UsageError("grammar cannot be had beside a forced tool call, which follows the schema of its tool")
+        raise UsageError("grammar and a forced tool call, which follows the schema of its tool, exclude each other")
     if "<|python_tag|>" in template.source:
         prefix, key = "", "parameters"
     else:

@@ -1,4 +1,4 @@
-"""One answer in another API's shape, whole or as events; the modules beside this say how theirs looks."""
+"""One answer in another API's shape, whole or as events; the other modules of this folder have the shapes."""
 
 from __future__ import annotations
 

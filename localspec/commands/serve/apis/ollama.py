@@ -83,7 +83,7 @@ def ollama_generate_request(fields: Fields, served: ServedModel) -> OllamaReques
     suffix, system = fields.text("suffix"), fields.text("system")
     if suffix or (prompt and fields.flag("raw")):
         if system:
-            raise invalid("system cannot be had beside raw or suffix: write it into the prompt", "system")
+            raise invalid("system and raw or suffix exclude each other: write it into the prompt", "system")
         request = completion_request(Fields(body | {"prompt": prompt, "suffix": suffix}), served)
         return OllamaRequest(request.options, request)
     head = [{"role": "system", "content": system}] if system else []
