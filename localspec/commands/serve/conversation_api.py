@@ -19,7 +19,6 @@ from localspec.commands.serve.service import Service
 
 PATH = "/v1/localspec/conversations"
 MAX_FILES, MAX_SETTINGS, MAX_TITLE, MAX_VERSIONS = 32, 64, 200, 1000  # more than a person uses; the store bounds sizes
-MAX_DEPTH = 100  # of versions within versions
 _STAMPS = ("id", "revision", "title", "created", "updated")
 
 
@@ -91,13 +90,13 @@ def conversation_of(fields: Fields) -> dict[str, Any]:
     return {"title": title, "system": fields.text("system") or "", "settings": settings, "messages": messages}
 
 
-def _messages(value: Any, path: str, depth: int = 0) -> list[dict[str, Any]]:
+def _messages(value: Any, path: str) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not 0 < len(value) <= MAX_MESSAGES:
         raise invalid(f"{path} must be a list of 1 to {MAX_MESSAGES} messages", path)
-    return [_message(Fields(item, f"{path}[{i}]"), depth) for i, item in enumerate(value)]
+    return [_message(Fields(item, f"{path}[{i}]")) for i, item in enumerate(value)]
 
 
-def _message(fields: Fields, depth: int) -> dict[str, Any]:
+def _message(fields: Fields) -> dict[str, Any]:
     message: dict[str, Any] = {"role": fields.required_text("role"), "content": fields.required_text("content")}
     fields.choice("role", ("user", "assistant"))
     if reasoning := fields.text("reasoning_content"):
@@ -113,9 +112,6 @@ def _message(fields: Fields, depth: int) -> dict[str, Any]:
     if files:
         message["files"] = files
     if versions := fields.items("versions", MAX_VERSIONS):
-        if depth == MAX_DEPTH:
-            raise fields.wrong("versions", f"nested at most {MAX_DEPTH} deep")
-        paths = [fields.path(f"versions[{i}]") for i in range(len(versions))]
-        message["versions"] = [_messages(*each, depth + 1) for each in zip(versions, paths, strict=True)]
+        message["versions"] = [_messages(each, fields.path(f"versions[{i}]")) for i, each in enumerate(versions)]
         message["version"] = fields.integer("version", 0, len(versions)) or 0
     return message

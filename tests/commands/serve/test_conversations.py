@@ -15,6 +15,7 @@ import pytest
 from localspec import LLM
 from localspec.commands.serve.conversations import ConversationLimits, ConversationStore
 from localspec.commands.serve.errors import ApiError
+from localspec.values import MAX_DEPTH
 from tests.conftest import TinyFiles
 from tests.support.serving import Server, serve
 
@@ -109,11 +110,12 @@ def nested(depth: int) -> list[dict[str, Any]]:
     return messages
 
 
-def test_versions_within_versions_have_a_bound_and_what_is_in_it_works(server: Server) -> None:
-    one = "/" + ask(server, "POST", body={"messages": nested(100)})[1]["id"]
+def test_versions_within_versions_have_the_bound_of_json_and_what_is_in_it_works(server: Server) -> None:
+    most = (MAX_DEPTH - 3) // 3
+    one = "/" + ask(server, "POST", body={"messages": nested(most)})[1]["id"]
     assert len(ask(server, "GET", one)[1]["messages"]) == 1
     assert len(ask(server, "GET", "?q=x")[1]["data"]) == 1
-    for depth in (101, 200):
+    for depth in (most + 1, 200):
         status, refused = ask(server, "POST", body={"messages": nested(depth)})
         assert (status, refused["error"]["type"]) == (400, "invalid_request_error")
         assert len(refused["error"]["message"]) <= 600

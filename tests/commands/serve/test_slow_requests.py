@@ -85,7 +85,7 @@ class Held:
 def others_are_answered(server: Server) -> None:
     assert server.ask("POST", "/v1/chat/completions", CHAT)[0] == 200
     assert server.ask("POST", "/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
-    assert server.ask("POST", "/v1/messages/count_tokens", CHAT)[0] == 200
+    assert server.ask("POST", "/v1/messages/count_tokens", {"messages": CHAT["messages"]})[0] == 200
     for path in ("/health", "/v1/models", "/v1/localspec/stats"):
         assert server.ask("GET", path)[0] == 200
 
@@ -137,6 +137,20 @@ def test_what_was_sent_is_repeated(server: Server, monkeypatch: pytest.MonkeyPat
         others_are_answered(server)
 
 
+@pytest.fixture
+def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of all texts that are cut into tokens."""
+    found: list[int] = []
+    tokenize = Model.tokenize
+
+    def measured(model: Model, text: str, **options: Any) -> list[int]:
+        found.append(len(text))
+        return tokenize(model, text, **options)
+
+    monkeypatch.setattr(Model, "tokenize", measured)
+    return found
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -151,16 +165,8 @@ def test_what_was_sent_is_repeated(server: Server, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_what_cannot_fit_is_refused_by_its_length(
-    server: Server, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+    server: Server, lengths: list[int], path: str, body: dict[str, Any]
 ) -> None:
-    lengths: list[int] = []
-    tokenize = Model.tokenize
-
-    def measured(model: Model, text: str, **options: Any) -> list[int]:
-        lengths.append(len(text))
-        return tokenize(model, text, **options)
-
-    monkeypatch.setattr(Model, "tokenize", measured)
     most = server.service.llm.n_ctx * server.service.llm.vocab.longest
     text = json.dumps(body).replace("{}", " " * 4 * most).encode()
     status, _, answer = server.ask("POST", path, text)
@@ -169,17 +175,7 @@ def test_what_cannot_fit_is_refused_by_its_length(
     assert max(lengths, default=0) <= most
 
 
-def test_of_a_prediction_no_more_is_read_than_an_answer_can_have(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lengths: list[int] = []
-    tokenize = Model.tokenize
-
-    def measured(model: Model, text: str, **options: Any) -> list[int]:
-        lengths.append(len(text))
-        return tokenize(model, text, **options)
-
-    monkeypatch.setattr(Model, "tokenize", measured)
+def test_of_a_prediction_no_more_is_read_than_an_answer_can_have(server: Server, lengths: list[int]) -> None:
     most = server.service.llm.n_ctx * server.service.llm.vocab.longest
     body = CHAT | {"prediction": {"type": "content", "content": "word " * most}}
     assert server.ask("POST", "/v1/chat/completions", body)[0] == 200
