@@ -109,6 +109,19 @@ def test_clients_that_leave_while_they_wait_are_not_answered(server: Server, llm
     wait_until(lambda: server.service.metrics.requests["chat", "cancelled"] == cancelled + 5)
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/api/show", "/v1/localspec/conversations"])
+def test_a_client_that_leaves_within_its_body_is_no_failure(
+    server: Server, path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sent = request(SHORT, length=9999).replace(b"/v1/chat/completions", path.encode())
+    with closing(connect(server)) as sock:
+        sock.sendall(sent)
+        wait_until(lambda: server.service.bodies._held, "the body has not begun")
+    wait_until(lambda: not server.service.bodies._held, "the body is still waited for")
+    assert server.ask("GET", "/health")[0] == 200  # and what it might have said has been said
+    assert capsys.readouterr().err == ""
+
+
 def test_a_half_closed_connection_counts_as_gone(server: Server, llm: LLM) -> None:
     with Brake(llm) as brake, closing(connect(server)) as sock:
         sock.sendall(request(LONG))
