@@ -17,6 +17,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from localspec import LLM
+from localspec.commands.serve import known_fields as known
 from tests.fuzz.target import Check, Target, Timed, words
 from tests.support import ggufs
 from tests.support.serving import Server, serve
@@ -212,10 +213,24 @@ SHAPED: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
+TABLES = {
+    "/v1/chat/completions": known.CHAT,
+    "/v1/completions": known.COMPLETIONS,
+    "/v1/responses": known.RESPONSES,
+    "/v1/messages": known.MESSAGES,
+    "/v1/messages/count_tokens": known.COUNT_TOKENS,
+    "/api/chat": known.OLLAMA_CHAT,
+    "/api/generate": known.OLLAMA_GENERATE,
+    "/api/show": known.OLLAMA_SHOW,
+}
+
+
 @st.composite
-def objects(draw: Any) -> dict[str, Any]:
-    """A request with a few fields that are nearly right or quite wrong."""
-    names = draw(st.lists(st.sampled_from(FIELDS), max_size=5, unique=True))
+def objects(draw: Any, path: str) -> dict[str, Any]:
+    """A request with a few fields that are nearly right or quite wrong; mostly fields that the address knows."""
+    honoured = TABLES[path].honoured
+    are_known = draw(st.integers(0, 9)) > 0
+    names = draw(st.lists(st.sampled_from(sorted(honoured) if are_known else FIELDS), max_size=5, unique=True))
     body = {name: draw(SHAPED[name] if name in SHAPED and draw(st.integers(0, 3)) else VALUES) for name in names}
     if draw(st.integers(0, 9)):
         body = {"messages": GOOD_CHAT["messages"], "prompt": "the", "input": "the", "model": "served-target"} | body
@@ -223,7 +238,11 @@ def objects(draw: Any) -> dict[str, Any]:
         body.setdefault("max_tokens", draw(st.integers(1, 12)))
     body.setdefault("max_output_tokens", 12)
     body.setdefault("options", {"num_predict": 12})
-    return body
+    return {name: value for name, value in body.items() if name in honoured} if are_known else body
+
+
+def cases(paths: list[str]) -> st.SearchStrategy[tuple[str, str, dict[str, Any]]]:
+    return st.sampled_from(paths).flatmap(lambda path: st.tuples(st.just("json"), st.just(path), objects(path)))
 
 
 BYTES = st.one_of(
@@ -283,11 +302,11 @@ FRAMINGS = st.sampled_from(
 )
 
 CASES = st.one_of(
-    st.tuples(st.just("json"), st.sampled_from(PATHS), objects()),
-    st.tuples(st.just("json"), st.sampled_from(PATHS), objects()),
-    st.tuples(st.just("json"), st.sampled_from(PATHS), objects()),
-    st.tuples(st.just("json"), st.sampled_from(TRANSLATED), objects()),
-    st.tuples(st.just("json"), st.sampled_from(TRANSLATED), objects()),
+    cases(PATHS),
+    cases(PATHS),
+    cases(PATHS),
+    cases(TRANSLATED),
+    cases(TRANSLATED),
     st.tuples(st.just("bytes"), st.sampled_from(PATHS + TRANSLATED), BYTES),
     st.tuples(
         st.just("raw"),
