@@ -743,7 +743,7 @@ def test_the_command_says_so_in_one_sentence(tiny: TinyFiles) -> None:
     assert result.returncode == 0, result.stderr.decode()
     first = result.stdout.decode().splitlines()[0]
     assert first.startswith("lossless here: ")
-    assert first.endswith("each of them the target's own, to the bit")
+    assert first.endswith("each of them the model's own, to the bit")
     short, _, details = result.stdout.decode().partition("Greedy answers")
     assert not any(word in short for word in ("nats", "argmax", "law", "logits", "adversary"))
     assert "3 answers at a time" in short
