@@ -83,6 +83,6 @@ def _thin(record: Record, rows: Sequence[Row]) -> Iterator[str]:
     n_apart = sum(sample.parted_by is not None and sample.parted_by > NEAR_TIE for sample in record.samples)
     if n_apart:
         yield (
-            f"{n_apart} answer{'s' * (n_apart != 1)} part from plain's where the target prefers its own token by over "
-            f"{NEAR_TIE:g} logits, which is more than rounding moves as a rule: localspec verify tells."
+            f"{n_apart} answer{' parts' if n_apart == 1 else 's part'} from plain's at two tokens over {NEAR_TIE:g} "
+            "logits apart, as a rule more than rounding: localspec verify tells."
         )
