@@ -54,7 +54,7 @@ def pull_command(names: Sequence[str] = ()) -> int:
             return 130
     drafts = [draft for entry in entries for draft in entry.draft[:1] if not catalog[draft].present]
     for draft in dict.fromkeys(drafts):
-        _note(f"its draft model makes it faster: localspec pull {draft} ({size_text(catalog[draft].bytes)})")
+        _note(f"its draft model can make answers faster: localspec pull {draft} ({size_text(catalog[draft].bytes)})")
     heads = [head for entry in entries for head in entry.heads[:1] if not catalog[head].present]
     for head in dict.fromkeys(heads):
         _note(f"a head was published for it: localspec pull {head} ({size_text(catalog[head].bytes)})")
