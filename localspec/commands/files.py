@@ -109,7 +109,7 @@ def _comparison(entry: Entry, n_bytes: int | None) -> str:
 
 
 def at_terminal() -> bool:
-    """Whether somebody sits there who can be asked."""
+    """Whether a question can be asked: input and errors are at a terminal."""
     return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
 
 

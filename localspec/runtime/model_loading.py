@@ -35,7 +35,7 @@ Report = Callable[[str, "float | None"], None]
 
 
 class Remarks(list[str]):
-    """One-line remarks that a user should see, each once: a fact stays one, however often a model is loaded."""
+    """One-line remarks that a user should see, each once, however often a model is loaded."""
 
     def append(self, line: str) -> None:
         if line not in self:
