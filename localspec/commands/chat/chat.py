@@ -90,7 +90,7 @@ class Chat:
         return self.ask(with_files(text, self.attached), tuple(self.attached))
 
     def ask(self, question: str, files: tuple[AttachedFile, ...] = (), instead: Turn | None = None) -> bool:
-        """Ask, show the answer, and keep both; an error is reported and changes nothing.
+        """Ask, show the answer, and keep both; an error is reported, and what was said until then is kept.
 
         Args:
             question: what is asked.
