@@ -162,7 +162,7 @@ def list_command(as_json: bool = False, everything: bool = False) -> int:
     if left := listed.left():
         print()
         _print_columns([("HEAD OF ANOTHER MODEL", "SIZE", "KIND", "FOR"), *left])
-    print(f"\nfits: this machine's memory holds {ROOM:g} times its size")
+    print(f"\nfits: this machine's memory holds {ROOM:g} times its size" if rows else "")
     if everything:
         print("~: never fetched by us; localspec pull --check asks the hub for the size")
     else:

@@ -95,8 +95,8 @@ class LateDraft:
         names, size = " ".join(entry.name for entry in self._missing), sum(entry.bytes for entry in self._missing)
         what, pull = f"The draft model ({size / 1e9:.1f} GB)", f"To get it anyway: localspec pull {names}"
         if times.noisy:
-            beside = ", while other programs used the CPU" if times.others_share >= BUSY else ""
-            why = f"was not downloaded: by a first measurement{beside} it would not help"
+            when = "while other programs used the CPU" if times.others_share >= BUSY else "so far"
+            why = f"was not downloaded: by what was measured {when} it would not help"
             self.notes.append(f"{what} {why}. The next start looks again. {pull}")
         else:
             why = "would not make answers faster on this machine, so it was not downloaded"
