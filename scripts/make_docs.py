@@ -54,8 +54,8 @@ MODELS = """
 The models that localspec knows by name, from [`models/catalog.toml`](../models/catalog.toml). Any other GGUF file works
 by its path or its hub address, `hf:OWNER/REPO/FILE.gguf`. `localspec list` shows those on the disk,
 `localspec list --all` all of them and which fit this machine's memory, `localspec list --json` all as
-`{"models": [{"name", "path", "bytes", "present", …}]}`. `localspec pull NAME` fetches one, and any part of a name will
-do that no other has; so does the question that other commands ask at a terminal about a model that is not there.
+`{"models": [{"name", "path", "bytes", "present", …}]}`. `localspec pull NAME` fetches one; a part of the
+name is enough if no other name has it. At a terminal, other commands offer to fetch a model that is not there.
 `localspec rm NAME` removes it. How to add one: [CONTRIBUTING](../CONTRIBUTING.md#a-model).
 """
 

@@ -6,7 +6,7 @@ answers use of it is compared with a context that branches nowhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from localspec.backends.base import Context, FloatArray, Model
 from localspec.backends.trust import agreement, check_tokens, fingerprint, verdict_key, verdicts
@@ -32,12 +32,15 @@ _TREES: tuple[tuple[list[int], list[int]], ...] = (
 """The parents of trees fed one after another, and the path that is kept of each."""
 
 
-def why_no_branches(model: Model, n_gpu_layers: int | None = None) -> str | None:
+def why_no_branches(
+    model: Model, n_gpu_layers: int | None = None, say: Callable[[str], None] = lambda line: None
+) -> str | None:
     """Why drafts may not branch; None where they may. Checked once for an engine and a file.
 
     Args:
         model: the weights.
         n_gpu_layers: that it was loaded with.
+        say: takes a line if it is checked now.
     """
     reason = model.why_no_trees()
     if reason is not None or not model.capabilities.trees_apart:
@@ -50,6 +53,7 @@ def why_no_branches(model: Model, n_gpu_layers: int | None = None) -> str | None
     }
     verdict = store.get(key)
     if verdict is None:
+        say(f"checking that {model.engine} computes branching drafts of {model.path.name} correctly (once)")
         try:
             kl = check_branches(model)
         except EngineError as error:  # for want of memory, it may be: not so for ever

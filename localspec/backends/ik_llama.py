@@ -320,8 +320,8 @@ def is_familiar(gguf: GGUFFile) -> bool:
     )
 
 
-def open_untried(path: Path, *, n_threads: int, kv_type: str, progress: Progress | None = None) -> LlamaModel:
+def open_untried(path: Path, *, n_threads: int, kv_type: str) -> LlamaModel:
     """Load a file whatever that may do to the process, which does nothing else: its pages are not repacked."""
     engine = binding()
     engine.repacks = False
-    return LlamaModel(engine, path, n_threads=n_threads, kv_type=kv_type, progress=progress)
+    return LlamaModel(engine, path, n_threads=n_threads, kv_type=kv_type)

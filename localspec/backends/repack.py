@@ -69,8 +69,9 @@ def copies(path: Path, source: str, say: Callable[[str], None]) -> Iterator[Path
 
 
 def why_copied(path: Path, loaded: Path) -> tuple[str, str] | None:
-    """In how many bits a file was copied that an engine computes wrongly, and the types that are wrong; None: it was
-    not.
+    """The bits of the copy that is loaded in place of a file, and the file's types that its engine computes wrongly.
+
+    None where the file itself is loaded.
 
     Args:
         path: the file.

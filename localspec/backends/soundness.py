@@ -94,8 +94,8 @@ def check_sound(gguf: GGUFFile, vocab: Vocab, computes: Callable[[TensorInfo], b
 
 
 def has_usual_sizes(gguf: GGUFFile) -> bool:
-    """Whether a file has but the numbers of an ordinary decoder, and these fit together: all that engines assert of
-    such a one then holds."""
+    """Whether a file has only the numbers of an ordinary decoder, and they fit together: then no engine's assertion
+    fails."""
     sizes = dict(_numbers(gguf))
     if not _USUAL.issuperset(sizes):
         return False
@@ -132,7 +132,7 @@ def _numbers(gguf: GGUFFile) -> list[tuple[str, Any]]:
 
 
 def check_hyperparameters(gguf: GGUFFile) -> None:
-    """Refuse a number that is none, a size under 0 or beyond what engines count with, a norm that divides by 0.
+    """Refuse NaN and infinity, sizes that are negative or over 31 bits, and a norm without an epsilon.
 
     Raises:
         ModelFileError: there is one.

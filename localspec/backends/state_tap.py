@@ -81,8 +81,8 @@ _EVERYWHERE = _Everywhere()
 class StateTap:
     """The evaluation callback of one context; must live as long as it.
 
-    An engine asks it of other graphs of the context too, such as one that moves keys and values together. So it takes
-    nothing out, and ends nothing, but within ``armed``.
+    The engine calls it for other graphs of the context too, such as one that moves keys and values together. So it
+    copies states, and stops a graph, within ``armed`` only.
 
     Attributes:
         callback: for the engine.

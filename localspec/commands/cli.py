@@ -96,7 +96,7 @@ def generate(
     text: Annotated[
         str | None,
         typer.Argument(
-            metavar="PROMPT", help="Prompt to answer; without MODEL, one of several words.", show_default=False
+            metavar="PROMPT", help="Prompt to answer; without MODEL it needs several words.", show_default=False
         ),
     ] = None,
     prompt: Annotated[

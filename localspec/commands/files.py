@@ -54,7 +54,7 @@ def pull_command(names: Sequence[str] = ()) -> int:
             return 130
     drafts = [draft for entry in entries for draft in entry.draft[:1] if not catalog[draft].present]
     for draft in dict.fromkeys(drafts):
-        _note(f"its draft model makes it faster: localspec pull {draft} ({size_text(catalog[draft].bytes)})")
+        _note(f"its draft model can make answers faster: localspec pull {draft} ({size_text(catalog[draft].bytes)})")
     heads = [head for entry in entries for head in entry.heads[:1] if not catalog[head].present]
     for head in dict.fromkeys(heads):
         _note(f"a head was published for it: localspec pull {head} ({size_text(catalog[head].bytes)})")
@@ -109,7 +109,7 @@ def _comparison(entry: Entry, n_bytes: int | None) -> str:
 
 
 def at_terminal() -> bool:
-    """Whether somebody sits there who can be asked."""
+    """Whether a question can be asked: input and errors are at a terminal."""
     return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
 
 
@@ -162,7 +162,7 @@ def list_command(as_json: bool = False, everything: bool = False) -> int:
     if left := listed.left():
         print()
         _print_columns([("HEAD OF ANOTHER MODEL", "SIZE", "KIND", "FOR"), *left])
-    print(f"\nfits: this machine's memory holds {ROOM:g} times its size")
+    print(f"\nfits: this machine's memory holds {ROOM:g} times its size" if rows else "")
     if everything:
         print("~: never fetched by us; localspec pull --check asks the hub for the size")
     else:

@@ -250,7 +250,7 @@ def ensure_model(
         others = [] if late else perhaps
         if others and _has_head(target):
             names, size = " ".join(entry.name for entry in others), sum(entry.bytes for entry in others) / 1e9
-            line = f"a head drafts for it; localspec pull {names} fetches the draft model ({size:.1f} GB) as well"
+            line = f"a head guesses for it; localspec pull {names} fetches the draft model ({size:.1f} GB) as well"
             print(line, file=sys.stderr, flush=True)
             others = []
     elif late or offline() or (sparing and others and _has_head(target)) or (asks and others and not wants(others)):

@@ -66,7 +66,7 @@ Samples = dict[int, list[float]]
 
 
 def calibrating(model: Model, n_ctx: int, passes: PassKind = WHOLE) -> Steps[PassTimes]:
-    """Measure t(w) of a model in contexts made for it, a pass at a time; see ``timing`` and ``timer``."""
+    """Measure t(w) of a model in contexts made for it, a pass at a time; see ``Timer``."""
     with timer(model, n_ctx, passes) as one:
         yield from in_turns([one])
         return one.times()
@@ -84,13 +84,6 @@ def timer(model: Model, n_ctx: int, passes: PassKind = WHOLE) -> Iterator[Timer]
     n_ctx = min(max(n_ctx, _LEAST_CTX), CALIBRATED_PAST + WIDE + FEW_ROWS)
     with passes.context(model, n_ctx) as narrow, passes.context(model, n_ctx) as wide:
         yield Timer(narrow, wide, passes.tokens(model), passes)
-
-
-def timing(narrow: Context, wide: Context, tokens: Sequence[int], passes: PassKind = WHOLE) -> Steps[PassTimes]:
-    """Measure t(w) on contexts of one size, a pass at a time; arguments as of ``Timer``."""
-    one = Timer(narrow, wide, tokens, passes)
-    yield from in_turns([one])
-    return one.times()
 
 
 def in_turns(timers: Sequence[Timer]) -> Steps[None]:

@@ -53,9 +53,9 @@ def is_tight(speedups: Sequence[Values], tolerance: float) -> bool:
     """Whether every arm's overall speed-up is known well enough to end the run.
 
     An interval that ends a run by being narrow was chosen for it, and covers the true median less often than it says.
-    So the run is ended by another one than is printed. It is of the level at which trials of medicines are ended before
-    their time (Haybittle 1971; Peto et al. 1976), and the first half of the questions makes it: how narrow that half is
-    says nothing about where the other lies. Simulated, for speed-ups of which most are alike and some far off, normal,
+    So another interval than the printed one ends the run. Its level is that at which clinical trials are stopped early
+    (Haybittle 1971; Peto et al. 1976), and it comes of the first half of the questions: how narrow that half is says
+    nothing about where the other lies. Simulated, for speed-ups of which most are alike and some far off, normal,
     lognormal and of Student's law, with 3 looks and 27 questions: where one run in 20 or more ended so, the 95 %
     interval over all of its questions covered the median in 93 to 98 % of those runs, and in 95 % or more of all runs.
     (With the printed interval ending the run it was 82 to 95 %.)

@@ -27,5 +27,4 @@ def why_chains(model: Model, times: PassTimes, options: LoadOptions, parallel: i
     row = row_ms(times) / times(1)
     if row >= FLAT_ROW:
         return f"a further row of a pass costs {row:.2f} of a token here, and branches pay under {FLAT_ROW}"
-    report(f"checking that {model.engine} computes branching drafts of {model.path.name} correctly (once)", None)
-    return why_no_branches(model, options.n_gpu_layers)
+    return why_no_branches(model, options.n_gpu_layers, lambda line: report(line, None))

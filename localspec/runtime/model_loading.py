@@ -35,7 +35,7 @@ Report = Callable[[str, "float | None"], None]
 
 
 class Remarks(list[str]):
-    """One-line remarks that a user should see, each once: a fact stays one, however often a model is loaded."""
+    """One-line remarks that a user should see, each once, however often a model is loaded."""
 
     def append(self, line: str) -> None:
         if line not in self:
@@ -108,11 +108,8 @@ class Loader:
         idle, key = self.options.idle, curve_key(model, self.options.kv_cache_type)
         times = curves().get(key)
         if times is None or (times.noisy and not idle and curves().is_worth_waiting_for(key)):
-            report(
-                f"measuring what a pass of {called or model.path.name} costs here "
-                f"({'a first time, briefly' * idle or 'once'})",
-                None,
-            )
+            how = "a first time, briefly" if idle else "once" if times is None else "again"
+            report(f"measuring what a pass of {called or model.path.name} costs here ({how})", None)
             measuring = calibrating_quickly if idle else calibrating
             times = exhaust(measuring(model, n_ctx, passes), tick=lambda: report("measuring", None))
             curves().put(key, times)  # which keeps the best of what it knows

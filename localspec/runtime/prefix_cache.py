@@ -134,7 +134,7 @@ class PrefixCache:
     def _share(self, context: Context, prompt: Sequence[int]) -> None:
         """Begin with what another sequence of the same memory holds, unless more is known otherwise.
 
-        It takes no copying, and no cells. Draft tokens are none of that, nor rows of an early exit.
+        It takes no copying, and no cells. Draft tokens and rows of an early exit are not shared.
         """
         batch, number = self._batches.get(context, (None, 0))
         shared = self.shareable(context, prompt)

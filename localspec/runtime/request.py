@@ -69,7 +69,7 @@ class AnswerRequest:
             UsageError: one makes no sense.
         """
         length = default_length if draft_length is None else checked_length(draft_length)
-        is_chat = think is not None or (not callable(prompt) and is_messages(prompt))
+        is_chat = think is not None or callable(prompt) or is_messages(prompt)  # a function makes a session's messages
         return cls(
             prompt=prompt,
             params=checked_params(params),

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class SharedLock:
-    """Held by any number of threads that share it, or by one alone; none begin to share it while one waits for that."""
+    """Held by any number of threads that share it, or by one alone; while one waits for that, no more may share it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

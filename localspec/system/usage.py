@@ -15,7 +15,7 @@ _BUSY = ("user", "nice", "system", "irq", "softirq", "steal")
 """Of what psutil counts, where a system counts it; guests' time is in the user's already."""
 
 BUSY = 0.15
-"""Share of the CPUs' time in others' hands from which timings are not to be trusted."""
+"""Share of the CPUs' time, used by other programs, from which on timings are not trusted."""
 
 
 @dataclass(frozen=True, slots=True)

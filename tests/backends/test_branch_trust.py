@@ -90,9 +90,11 @@ def test_a_file_is_checked_once(model: Model, isolated_home: Path, monkeypatch: 
         return check_branches(checked)
 
     monkeypatch.setattr(branch_trust, "check_branches", counted)
-    assert why_no_branches(model) is None
-    assert why_no_branches(model) is None
+    said: list[str] = []
+    assert why_no_branches(model, say=said.append) is None
+    assert why_no_branches(model, say=said.append) is None
     assert checks == [model]
+    assert len(said) == 1
 
 
 def test_a_verdict_against_it_stays(model: Model, isolated_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

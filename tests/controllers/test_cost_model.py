@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from localspec.controllers import calibration
-from localspec.controllers.calibration import CalibrationCache, timing
+from localspec.controllers.calibration import CalibrationCache, Timer, in_turns
 from localspec.controllers.cost_model import PassTimes
 from localspec.system.json_store import JsonStore
 from localspec.system.steps import exhaust
@@ -21,9 +21,10 @@ KEY = {"machine": "here", "file": "this"}
 def measured(machine: Machine, patch: pytest.MonkeyPatch) -> PassTimes:
     machine.installed(patch)
     timed: Any = TimedContext(machine)
-    times = exhaust(timing(timed, timed, [1, 2, 3]))
+    timer = Timer(timed, timed, [1, 2, 3])
+    exhaust(in_turns([timer]))
     assert timed.n_past == 0
-    return times
+    return timer.times()
 
 
 def worst(times: PassTimes, machine: Machine) -> float:

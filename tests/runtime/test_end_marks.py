@@ -40,6 +40,7 @@ def test_text_that_spells_a_mark_ends_an_answer(llm: LLM, mark: str) -> None:
         reply = llm.chat(QUESTION, saying(f"Hello{mark} and so on"))
         assert (reply.text, reply.finish_reason) == ("Hello", "stop")
         assert "".join(llm.stream(QUESTION, saying(f"Hello{mark} and so on"))) == "Hello"
+        assert llm.session().chat("x", saying(f"Hello{mark} and so on")).text == "Hello"
         reply = llm.chat(QUESTION, saying("Hello<|my_other|>."))
         assert reply.text == "Hello<|my_other|>."
 

@@ -76,13 +76,14 @@ def _drifting(drift: Sequence[Drift]) -> Iterator[str]:
 
 
 def _thin(record: Record, rows: Sequence[Row]) -> Iterator[str]:
-    thin = {row.category for row in rows if row.speedup is not None and not row.speedup.is_firm}
-    if thin:
-        more = " Run without --quick for a verdict." if record.settings.mode == "quick" else ""
-        yield f"Fewer than {FEWEST} questions: the range is shown instead of a 95 % interval.{more}"
+    firm = [row.speedup.is_firm for row in rows if row.speedup is not None]
+    if not all(firm):
+        where = "Categories of fewer" if any(firm) else "Fewer"
+        more = " Run without --quick for a verdict." if record.settings.mode == "quick" and not any(firm) else ""
+        yield f"{where} than {FEWEST} questions: the range is shown instead of a 95 % interval.{more}"
     n_apart = sum(sample.parted_by is not None and sample.parted_by > NEAR_TIE for sample in record.samples)
     if n_apart:
         yield (
-            f"{n_apart} answer{'s' * (n_apart != 1)} part from plain's where the target prefers its own token by over "
-            f"{NEAR_TIE:g} logits, which is more than rounding moves as a rule: localspec verify tells."
+            f"{n_apart} answer{' parts' if n_apart == 1 else 's part'} from plain's at two tokens over {NEAR_TIE:g} "
+            "logits apart, as a rule more than rounding: localspec verify tells."
         )

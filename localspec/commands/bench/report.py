@@ -144,9 +144,9 @@ def _verdict(record: Record, results: Results, row: Row) -> KeyFigure:
     if not row.drafted:
         return KeyFigure(name, "nothing drafted", _nothing_drafted(record, results, row), _status(row))
     if found.low is None or found.high is None:
-        return KeyFigure(name, "too few questions", f"{name}: one question is too few for a verdict.{_more(record)}")
+        return KeyFigure(name, "too few questions", f"{name}: one question is too few for a verdict.")
     if not found.is_firm:
-        text = f"{name}: too few questions for a verdict; {_span(found)} of plain's speed on {found.n}.{_more(record)}"
+        text = f"{name}: too few questions for a verdict; {_span(found)} of plain's speed on {found.n}."
         return KeyFigure(name, "too few questions", text)
     verdict, span = row.verdict, f"(95 %: {_span(found)})"
     if verdict == "same":
@@ -166,11 +166,6 @@ def _nothing_drafted(record: Record, results: Results, row: Row) -> str:
     better = [other for other in results.rows if other.category == ALL and other.verdict == "faster" and other.drafted]
     others = dict.fromkeys(other.backend for other in better if other.backend != backend)
     return text + "".join(f" Try --backend {other}." for other in others)
-
-
-def _more(record: Record) -> str:
-    """What to do for a verdict."""
-    return f" Run {'without --quick' if record.settings.mode == 'quick' else 'more questions'} for one."
 
 
 def _span(found: Estimate) -> str:

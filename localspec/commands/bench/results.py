@@ -245,7 +245,7 @@ def _row(category: str, own: Sequence[Sample], group: Sequence[Sample]) -> Row:
         worst_question=worst,
         worst_speedup=None if worst is None else medians[worst],
         mean_acceptance_length=total["mean_acceptance_length"],
-        acceptance_rate=total["acceptance_rate"] if total.num_draft_tokens else None,
+        acceptance_rate=total["acceptance_rate"],
         by_source={
             source: Position(counts["num_draft_tokens"], counts["num_accepted_tokens"])
             for source, counts in total.by_source.items()

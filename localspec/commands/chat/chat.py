@@ -90,7 +90,7 @@ class Chat:
         return self.ask(with_files(text, self.attached), tuple(self.attached))
 
     def ask(self, question: str, files: tuple[AttachedFile, ...] = (), instead: Turn | None = None) -> bool:
-        """Ask, show the answer, and keep both; an error is reported and changes nothing.
+        """Ask, show the answer, and keep both; an error is reported, and what was said until then is kept.
 
         Args:
             question: what is asked.
@@ -161,7 +161,7 @@ class Chat:
     def _keep_part(
         self, before: list[Message], question: str, pieces: list[str], record: AnswerRecord, stats: SpecStats
     ) -> None:
-        """Have what was said of an answer that was broken off in a conversation of its own: the engine may go on."""
+        """Put what was said of a broken-off answer into a new session: the engine may still go on with the old one."""
         record.stats = stats.as_dict()
         self.session = self.llm.session(params=self.session.params)
         turn = [{"role": "user", "content": question}, {"role": "assistant", "content": "".join(pieces)}]

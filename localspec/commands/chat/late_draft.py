@@ -14,6 +14,7 @@ from localspec.errors import Cancelled, Closed, line_of
 from localspec.model_files.catalog import short_name
 from localspec.runtime.at_hand import drafts_at_hand, heads_of
 from localspec.runtime.engine_choice import draft_gain
+from localspec.system.usage import BUSY
 
 if TYPE_CHECKING:
     from localspec.llm import LLM
@@ -88,13 +89,14 @@ class LateDraft:
         for seconds in ASKED_S:  # the first figures are rough, and better ones come while nothing is asked
             if not self._llm.run(lambda pair: pair.times.quick) or self._leaving.wait(seconds):
                 break
-        gain, provisional = self._llm.run(lambda pair: (draft_gain(pair.times), pair.times.noisy))
+        gain, times = self._llm.run(lambda pair: (draft_gain(pair.times), pair.times))
         if gain > 1.0:
             return True
         names, size = " ".join(entry.name for entry in self._missing), sum(entry.bytes for entry in self._missing)
         what, pull = f"The draft model ({size / 1e9:.1f} GB)", f"To get it anyway: localspec pull {names}"
-        if provisional:
-            why = "was not downloaded: by what was measured while other programs used the CPU it would not help"
+        if times.noisy:
+            when = "while other programs used the CPU" if times.others_share >= BUSY else "so far"
+            why = f"was not downloaded: by what was measured {when} it would not help"
             self.notes.append(f"{what} {why}. The next start looks again. {pull}")
         else:
             why = "would not make answers faster on this machine, so it was not downloaded"

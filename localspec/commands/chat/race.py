@@ -72,7 +72,8 @@ def race(chat: Chat) -> None:
         heats.append(heat)
     others = others_share([(before, CPUTimes.now())]) or 0.0
     _show(chat, heats[0])
-    chat.screen.line(verdict([heat.ratio for heat in heats], heats[-1].guessed.stats, others))
+    known = [heat for heat in heats if heat.ratio is not None] or heats
+    chat.screen.line(verdict([heat.ratio for heat in heats], known[-1].guessed.stats, others))
     chat.screen.line(difference(chat, heats[0].plain, heats[0].guessed))
 
 

@@ -67,10 +67,10 @@ class ChatScreen:
         for row in wrapped(line, columns) if self.errors.isatty() else [line]:
             print(paint(row, Style.ERROR), file=self.errors, flush=True)
 
-    def question(self, text: str, then: str = ". ") -> None:
+    def question(self, text: str) -> None:
         """Show what was asked, as it was typed: behind a mark, further lines behind another."""
         columns, _ = terminal_size()
-        for mark, line in zip(chain(["> "], repeat(then)), visible(text).split("\n"), strict=False):
+        for mark, line in zip(chain(["> "], repeat(". ")), visible(text).split("\n"), strict=False):
             first, *rest = wrapped(mark + line, columns)
             print(self.paint(first[: len(mark)], Style.PROMPT) + first[len(mark) :], *rest, sep="\n", file=self.file)
         self.file.flush()

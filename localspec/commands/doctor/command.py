@@ -282,7 +282,7 @@ class Doctor:
             one_pass = {each.name for each in loaded if each.drafter.one_pass}
             rows = [cost_finding(cost, bandwidth), *compare_engines(llm, watch, busy=busy), branches_finding(cost)]
             rows += copies_findings(llm)
-            rows += [Finding("info", "engine", warning) for warning in llm.warnings if not _is_shown(warning)]
+            rows += [Finding("note", "engine", warning) for warning in llm.warnings if not _is_shown(warning)]
         drafters = [(name, 0.0) for name in free]
         drafters += [(draft.name, draft.ms[1]) for draft in cost.drafts]
         payoffs = [payoff.payoff(name, times, ms, one_pass=name in one_pass) for name, ms in drafters]

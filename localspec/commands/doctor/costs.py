@@ -164,7 +164,7 @@ def compare_engines(llm: LLM, watch: Watch, *, busy: bool) -> Iterator[Finding]:
     known = compared(llm.model_path, options.n_threads, options.kv_cache_type)
     opinion = llm.run(lambda pair: second_opinion(pair, llm.model_path))
     if opinion.waits and (known is None or not busy):
-        watch.report("measuring another engine (once)", None)
+        watch.report("timing passes of both engines", None)
         watch.call(llm, lambda pair: exhaust(opinion.steps(lambda: False), watch.check))
     found = compared(llm.model_path, options.n_threads, options.kv_cache_type)
     if found is None:

@@ -265,7 +265,9 @@ def _stats(rounds: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> dic
     counted.num_accepted_tokens = sum(token["accepted"] for token in drafted)
     seconds = [sum(round_["ms"][part] for round_ in rounds) / 1e3 for part in range(3)]
     counted.seconds_draft, counted.seconds_verify, counted.seconds_other = seconds
-    figures: dict[str, Any] = {name: value for name, value in counted.items() if isinstance(value, int | float)}
+    figures: dict[str, Any] = {
+        name: value for name, value in counted.as_dict().items() if value is None or isinstance(value, int | float)
+    }
     figures |= dict.fromkeys(_UNCOUNTED)
     figures |= {name: stated for name in figures if (stated := number(given, name)) is not None}
     if not figures["num_draft_tokens"]:  # plain decoding: older recordings compare it with an estimate of itself

@@ -211,9 +211,8 @@ class Audit:
         for _ in range(1 if is_quick else 2):  # its answers take few passes, and there are many places for a rejection
             yield self._arm([self.adversary], self.reach)
         yield self._arm([NearMisses(self.target.n_vocab)], 2)
-        if self.pair.context.can_branch and (
-            number == 0 or not is_quick
-        ):  # what is accepted lies in the branch, beside a chain that is always wrong
+        if self.pair.context.can_branch and not (is_quick and number):
+            # What is accepted lies in the branch, beside a chain that is always wrong.
             beside = [NearMisses(self.target.n_vocab), self.beside]
             yield AuditArm("branches", beside, FixedController(2, beside=self.reach))
 

@@ -13,7 +13,6 @@ from localspec.commands.verify.rounding import FALSE_ALARM as SECOND_LOOKS
 from localspec.commands.verify.several import ARM as SEVERAL
 
 TIES = "Said otherwise than by the model alone, and why: rounding"
-NO_TOKEN = {"impossible_tokens": 0}
 
 
 def report_of(result: AuditResult) -> Report:
@@ -48,7 +47,9 @@ def _in_short(result: AuditResult) -> Iterator[Finding]:
         return Finding(status, name, text if there else "not reached" if result.interrupted else "not checked here")
 
     drafted = any(arm.drafted for arm in result.arms)
-    yield row("words", "every token is the one that the model itself would choose", "decision", "row", there=drafted)
+    rounded = ", up to rounding" if result.ties else ""
+    words = f"every token is the one that the model itself would choose{rounded}"
+    yield row("words", words, "decision", "row", there=drafted)
     yield row(
         "memory",
         "wrong guesses leave no trace in what the model remembers",
@@ -56,7 +57,8 @@ def _in_short(result: AuditResult) -> Iterator[Finding]:
         "engine",
         there=result.memory is not None,
     )
-    yield row("engine", "checking several tokens at once computes what one at a time does", "kernel")
+    same = "checking several tokens at once computes what one at a time does"
+    yield row("engine", same, "kernel", there=bool(result.noise["rows"]))
     yield row(
         "chance",
         "at a temperature guesses do not change how probable any token is",
@@ -67,13 +69,13 @@ def _in_short(result: AuditResult) -> Iterator[Finding]:
         yield row(
             "thinking", f"budgets for thinking ended {result.thinking['closed']} blocks where they should", "decision"
         )
-    several = result.several
-    if several and several["reason"]:
-        yield Finding("note", "several", f"several answers at a time were not checked: {several['reason']}")
-    elif several:
-        bad = any(defect.arm == SEVERAL for defect in result.defects)
-        text = f"{several['sequences']} answers at a time, as the server makes them, are each the model's own"
-        yield Finding("fail" if bad else "ok", "several", text)
+    if several := result.several:
+        bad, known = any(defect.arm == SEVERAL for defect in result.defects), several["bound"] is not None
+        text = f"{several['sequences']} answers at a time, as the server makes them, are each the model's own{rounded}"
+        if not (bad or known):
+            why = several["reason"] or "too few tokens to measure rounding"
+            text = f"several answers at a time were not checked: {why}"
+        yield Finding("fail" if bad else "ok" if known else "note", "several", text)
 
 
 def _answers(result: AuditResult) -> Iterator[Table]:
@@ -117,7 +119,7 @@ def _checks(result: AuditResult) -> Iterator[Finding]:
         yield Finding("fail", "engine", "a pass failed")
     yield _rollbacks(result, status("memory", "row", "engine", rollback=True))
     yield from _laws(result)
-    if several := result.several:
+    if (several := result.several) and not several["reason"]:  # which is said above
         yield _several(several)
     looks = "none possible" if result.exact else f"{SECOND_LOOKS:.0%} of sound systems have a row computed again"
     text = f"rows: {looks}; decisions and memory: none possible; each law: {FALSE_ALARM:g}"
@@ -186,15 +188,13 @@ def _laws(result: AuditResult) -> Iterator[Finding]:
     else:
         yield Finding("note", "decoding", "its law was not reached")
     if law := result.samples:
-        text = f"{law['drawn']} drawn by drafters, {law['sent']} of them sent: {_evidence({**law, **NO_TOKEN})}"
+        text = f"{law['drawn']} drawn by drafters, {law['sent']} of them sent: {_evidence(law)}"
         error = law["detectable_error"]
         advice = "too few to find an error" if error is None else f"would be found with 99%: a share off by {error:.2f}"
         yield Finding("fail" if "samples of drafters" in broken else "ok", "samples", text, advice)
 
 
 def _several(several: Figures) -> Finding:
-    if several["reason"]:
-        return Finding("note", SEVERAL, several["reason"])
     text = (
         f"{counted(several['answers'], 'answer')}, {several['sequences']} at a time in {several['passes']} passes, "
         f"{several['tokens']} tokens, {several['accepted']} of {several['drafted']} guesses right: largest deviation "
@@ -205,8 +205,8 @@ def _several(several: Figures) -> Finding:
 
 def _evidence(law: Figures) -> str:
     """How much speaks against a law."""
-    if law["impossible_tokens"] or law["evidence_nats"] is None:
-        return "a token was said that has no probability"
+    if law["evidence_nats"] is None:
+        return "a token was taken that has no probability"
     evidence, threshold = max(0.0, law["evidence_nats"]), law["threshold_nats"]
     return f"{evidence:.1f} nats of evidence against the law, where {threshold:.1f} prove a defect"
 
@@ -227,7 +227,7 @@ def _ties(result: AuditResult) -> Iterator[Finding]:
     for tie in result.ties:
         text = (
             f"token {tie['position']}: {tie['speculative']['text']!r} for {tie['plain']['text']!r}, {tie['gap']:.2g} "
-            "logits apart alone" + (f" (rounding bridges {bound:.2g})" if bound else "")
+            "logits apart alone" + (f" (rounding bridges {bound:.2g})" if bound and tie["arm"] != SEVERAL else "")
         )
         shared.setdefault((tie["prompt"], text), []).append(tie["arm"])
     for (prompt, text), arms in shared.items():

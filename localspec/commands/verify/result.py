@@ -206,11 +206,12 @@ class AuditResult:
             more = f" ({len(self.defects) - 1} more)" if len(self.defects) > 1 else ""
             return f"NOT lossless here: {where}: {first.evidence}{more}"
         n_answers = sum(arm.answers for arm in self.arms if arm.drafted)
-        n_answers += self.several["answers"] if self.several else 0
         n_tokens = sum(arm.tokens for arm in self.arms if arm.drafted)
-        n_tokens += self.several["tokens"] if self.several else 0
+        if self.several and self.several["drafted"]:
+            n_answers += self.several["answers"]
+            n_tokens += self.several["tokens"]
         checked = (
-            f"{counted(n_answers, 'answer')} with guesses, {counted(n_tokens, 'token')}, each of them the target's own"
+            f"{counted(n_answers, 'answer')} with guesses, {counted(n_tokens, 'token')}, each of them the model's own"
         )
         if self.ties:
             checked += f"; {counted(len(self.ties), 'token')} where rounding decides between two that are nearly tied"

@@ -208,6 +208,15 @@ def test_a_quick_run_says_what_gives_a_verdict() -> None:
         assert "Fewer than 6 questions: the range is shown instead of a 95 % interval." in text
 
 
+def test_a_verdict_over_all_is_not_called_missing_for_small_categories() -> None:
+    samples = [
+        replace(s, category="code" if i % 2 else "edit") for i, s in enumerate(run_at(FASTER, **DRAFTED).samples)
+    ]
+    record = run_of(samples, settings=replace(SETTINGS, mode="quick"))
+    (remark,) = (each for each in analyse(record).remarks if "range is shown" in each)
+    assert remark == "Categories of fewer than 6 questions: the range is shown instead of a 95 % interval."
+
+
 def test_another_engine_is_named_where_this_run_measured_that_it_pays() -> None:
     record = run_at(ALIKE)
     faster = [replace(s, backend="llama-cpp") for s in run_at(FASTER, **DRAFTED).samples]

@@ -78,6 +78,15 @@ def test_a_draft_says_what_each_token_comes_after() -> None:
         assert [token.get("parent") for token in answer.rounds[0]["draft"]] == parents
 
 
+def test_figures_of_an_answer_without_rounds_are_those_given() -> None:
+    """A chat is kept without them, goes on, and is saved."""
+    given = {"num_draft_tokens": 8, "num_accepted_tokens": 6, "acceptance_rate": 0.75}
+    data = events(text="hi", stats=given) + events(a_round(emitted("x")), text="x")
+    kept, plain = (answer.stats for answer in read(data).answers)
+    assert {name: kept[name] for name in given} == given
+    assert plain["acceptance_rate"] is None
+
+
 def test_figures_that_the_file_lacks_are_counted_from_its_rounds() -> None:
     whole = read(EVENTS.read_bytes()).answers[0].stats
     counted = read(b"".join(EVENTS.read_bytes().splitlines(keepends=True)[:-1])).answers[0].stats
@@ -263,14 +272,14 @@ def test_a_write_that_fails_leaves_what_was_there(recorded: Path, monkeypatch: p
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX file modes and links")
-def test_a_page_has_the_usual_mode_and_a_link_stays_a_link(recorded: Path) -> None:
+def test_a_page_is_readable_by_this_user_alone_and_a_link_stays_a_link(recorded: Path) -> None:
     before = os.umask(0o022)
     try:
         replay_command(str(recorded))
     finally:
         os.umask(before)
     out = recorded.with_suffix(".html")
-    assert stat.S_IMODE(out.stat().st_mode) == 0o644
+    assert stat.S_IMODE(out.stat().st_mode) == 0o600
     link = recorded.with_name("link.html")
     link.symlink_to(out)
     out.write_text("old")

@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,17 @@ from localspec.backends.base import Context, Forward, Piece, SequenceBatch
 from localspec.backends.llama_family import LlamaContext
 from localspec.backends.reference import ReferenceContext
 from localspec.commands.options import RunOptions
+from localspec.commands.report.model import Findings
 from localspec.commands.verify.audit import Audit, AuditOptions
 from localspec.commands.verify.betting import SUSPICIONS, Bets
 from localspec.commands.verify.command import verify_command
 from localspec.commands.verify.drafters import Adversary
 from localspec.commands.verify.plain import Deviation, KeptRow
+from localspec.commands.verify.report import report_of
 from localspec.commands.verify.result import AuditLog, AuditResult, in_words
 from localspec.commands.verify.rounding import tail_bound
 from localspec.commands.verify.samples import DrawnSamples
-from localspec.commands.verify.several import audit_several
+from localspec.commands.verify.several import SeveralFigures, audit_several
 from localspec.commands.verify.verification_law import VerificationLaw
 from localspec.controllers.fixed import FixedPlan
 from localspec.runtime.load_options import LoadOptions
@@ -743,7 +745,7 @@ def test_the_command_says_so_in_one_sentence(tiny: TinyFiles) -> None:
     assert result.returncode == 0, result.stderr.decode()
     first = result.stdout.decode().splitlines()[0]
     assert first.startswith("lossless here: ")
-    assert first.endswith("each of them the target's own, to the bit")
+    assert first.endswith("each of them the model's own, to the bit")
     short, _, details = result.stdout.decode().partition("Greedy answers")
     assert not any(word in short for word in ("nats", "argmax", "law", "logits", "adversary"))
     assert "3 answers at a time" in short
@@ -775,6 +777,18 @@ def test_a_defect_is_exit_status_1(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("NOT lossless here: ")
     assert any(line.split()[:2] == ["✗", "decision"] for line in lines)
+
+
+@pytest.mark.parametrize(("reason", "said"), [("no memory for it", "no memory for it"), (None, "too few tokens")])
+def test_what_was_not_measured_has_no_tick_and_is_said_once(tiny: TinyFiles, reason: str | None, said: str) -> None:
+    with opened(tiny, "reference") as llm:
+        report = audit(llm, NO_LAW)
+    report.several = asdict(SeveralFigures(sequences=3, reason=reason, bound=None))
+    report.noise["rows"], report.interrupted = 0, True
+    rows = [row for part in report_of(report).parts if isinstance(part, Findings) for row in part.rows]
+    status = {row.name: row.status for row in rows}
+    assert (status["words"], status["engine"], status["several"]) == ("ok", "note", "note")
+    assert [said in row.text for row in rows].count(True) == 1
 
 
 def test_ctrl_c_prints_what_was_checked(tmp_path: Path) -> None:
