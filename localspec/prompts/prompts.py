@@ -144,7 +144,10 @@ class PromptEncoder:
         n = sum(map(len, texts))
         if room is not None and n > room and n > self.most_characters(room):
             least = -(-n // max(1, self.vocab.longest))
-            raise PromptTooLong(f"the prompt has over {least - 1} tokens and the context holds {room}, answer included")
+            raise PromptTooLong(
+                f"the prompt has over {least - 1} tokens and the context holds {room}, answer included; "
+                "shorten it, or take a larger context: --ctx N, in Python n_ctx=N"
+            )
 
     def thinking_state(self, tokens: Sequence[int]) -> ThinkingState | None:
         """Where a prompt leaves the model; None where it is not known to think."""

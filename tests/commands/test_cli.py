@@ -116,7 +116,10 @@ def test_version() -> None:
         (["generate", "--raw", "--system", "s", "-p", "x"], "--system"),
         (["generate", "-p", " \n"], "empty"),
         (["generate"], "empty"),
-        (["generate", "Hello"], "there is no model 'Hello'; see: localspec list (a prompt of one word goes after -p)"),
+        (
+            ["generate", "Hello"],
+            "there is no model 'Hello'; see: localspec list --all (a prompt of one word goes after -p)",
+        ),
         (["generate", "Tell me a joke", "-p", "x"], "there is no model 'Tell me a joke'"),
         (["generate", "/no/such.gguf", "Hello", "-p", "x"], "two prompts"),
         (["generate", "/no/such model.gguf"], "does not exist"),

@@ -228,7 +228,7 @@ def test_a_server_that_keeps_none_leaves_it_to_the_tab(tab: Callable[..., Tab], 
         it = tab(server.url)
         it.page.fill("#key", "key")
         it.press("Enter")
-        it.until("() => document.getElementById('list-note').textContent.includes('this computer alone')")
+        it.until("() => document.getElementById('list-note').textContent.includes('stays in this tab')")
         it.ask("hello")
         it.page.fill("#question", "half a ques")
         it.page.reload()

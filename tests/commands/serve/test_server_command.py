@@ -142,8 +142,10 @@ def test_curl(tiny: TinyFiles) -> None:
         streamed = curl("-N", chat, *key, *body[:-1], json.dumps(CHAT | {"stream": True}))
         assert streamed.endswith("data: [DONE]\n\n")
         assert json.loads(curl(chat, *body))["error"]["code"] == "invalid_api_key"
-        # What curl sends by itself is a form, and so is what a foreign page could.
-        assert json.loads(curl(chat, *key, "-d", json.dumps(CHAT)))["error"]["code"] == "unsupported_media_type"
+        # What curl sends by itself is called a form. So is what a foreign page could send, which a browser tells.
+        assert json.loads(curl(chat, *key, "-d", json.dumps(CHAT)))["object"] == "chat.completion"
+        page = curl(chat, *key, "-H", "Referer: http://a.example/", "-d", json.dumps(CHAT))
+        assert json.loads(page)["error"]["code"] == "unsupported_media_type"
         assert json.loads(curl(f"{url}/health")) == {"status": "ok"}
         assert "localspec_requests_total" in curl(f"{url}/metrics", *key)
 

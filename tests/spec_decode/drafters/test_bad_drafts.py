@@ -125,7 +125,7 @@ def test_padding_does_not_count_against_a_copy(wide: ggufs.Pair) -> None:
         tops = exhaust(reading(target, tokens))
 
         def over(n_vocab: int) -> DraftCopy:
-            return exhaust(measuring(draft, tokens, tops, times, n_vocab))
+            return exhaust(measuring([draft], tokens, tops, times, n_vocab))[0]
 
         assert over(target.n_vocab).agreement > over(draft.n_vocab).agreement + 0.02
 
