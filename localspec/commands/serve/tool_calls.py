@@ -366,7 +366,7 @@ class ToolCallReader:
         if value.startswith('"'):
             value = written_json(value)
         call.arguments = "{}" if value.strip() in ("", "null") else value
-        if mark is _BARE and not call.arguments.lstrip().startswith("{"):
+        if not call.arguments.lstrip().startswith("{"):
             raise NoCall
         if call.name is not None:
             self._begin(mark, call)
@@ -375,9 +375,12 @@ class ToolCallReader:
         """A call whose arguments were read before."""
         assert call.name is not None
         assert call.arguments is not None
+        arguments = as_json(call.arguments.strip(), self._types(call.name))
+        if arguments is None:
+            raise NoCall
         call.begun = True
         self._start(call.name, mark)
-        self._give(as_json(call.arguments.strip(), self._types(call.name)) or call.arguments)
+        self._give(arguments)
 
     def _named(self, mark: Mark) -> Reading:
         """A name, and what it is called with."""

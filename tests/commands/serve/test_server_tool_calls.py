@@ -680,3 +680,18 @@ def test_damaged_calls_are_read_alike_however_they_are_cut() -> None:
         assert read(text, singly(text), **options) == (said, calls)
         if not calls:
             assert said == text
+
+
+@pytest.mark.parametrize("value", ['"hello"', "5", "[1]", "true", '"{not JSON"', '"[1]"'])
+@pytest.mark.parametrize(
+    "order", ['{{"name": "{name}", "arguments": {value}}}', '{{"arguments": {value}, "name": "{name}"}}']
+)
+def test_arguments_that_are_no_object_make_no_call(value: str, order: str) -> None:
+    """Clients parse arguments as a JSON object: what is none stays text, behind a sure mark too."""
+    name = TOOLS[0]["function"]["name"]
+    text = f"<tool_call>\n{order.format(name=name, value=value)}\n</tool_call>"
+    for step in (1, 7, len(text)):
+        reader = ToolCallReader(TOOLS)
+        pieces = [each for i in range(0, len(text), step) for each in reader.push(text[i : i + step])] + reader.finish()
+        assert reader.n_calls == 0
+        assert "".join(each.text for each in pieces if isinstance(each, TextPiece)) == text
