@@ -258,7 +258,7 @@ class Chat:
         if self.status:
             return coming + self.status
         who = "" if coming else guessing(self.llm.draft_names).removesuffix(".") + " · "
-        return f"{coming}{who}/help lists the commands"
+        return f"{coming}{who}/help"
 
 
 def header(llm: LLM, screen: ChatScreen, *, follows: bool = False) -> None:

@@ -22,7 +22,7 @@ from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("measured_home")
 Open = Callable[..., Tmux]
-READY = "· /help lists the commands"
+READY = "· /help"
 """The status line under the first prompt."""
 
 
