@@ -42,6 +42,7 @@ PUBLIC = {
     "PromptTooLong",
     "QueueFull",
     "Reply",
+    "RequestOptions",
     "Round",
     "RoundStream",
     "SamplingParams",

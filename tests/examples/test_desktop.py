@@ -209,7 +209,7 @@ def test_the_switch_decodes_plainly(window: Any, tiny: TinyFiles) -> None:
     assert not it.draft_length.isEnabled()
     plain = ask(it, "hello")
     assert plain.stats["num_draft_tokens"] == 0
-    assert "no guesses" in it.status.text()
+    assert "nothing guessed" in it.status.text()
     click(it.new_chat)
     assert it.transcript.toPlainText() == ""
     QtTest.QTest.keyClick(it.speculate, Qt.Key.Key_Space)
