@@ -58,14 +58,14 @@ def test_in_a_chat(tiny: TinyFiles, project: Path) -> None:
         check=False,
     )
     said = done.stderr.splitlines()
-    with_it = f"project: {project}; draft: ngram + corpus:{project}"
-    assert [line for line in said if line.startswith(("project", "draft"))] == [
-        with_it,
-        with_it,
-        f"draft: ngram + corpus:{project}",
-        "project: none; draft: ngram",
-        "project: none; draft: ngram",
+    guessing = f"Guessing from the text itself, from {project}."
+    assert [line for line in said if line.startswith("project: ")] == [
+        f"project: {project}. {guessing}",
+        f"project: {project}. {guessing}",
+        "project: none. Guessing from the text itself.",
+        "project: none. Guessing from the text itself.",
     ]
+    assert guessing in said
     assert any(line.startswith("localspec: project missing: No such file") for line in said)
     assert "Traceback" not in done.stderr
     assert kept_project() is None
