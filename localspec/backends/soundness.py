@@ -40,10 +40,9 @@ _RANGES: tuple[tuple[tuple[str, ...], float, float], ...] = (
 _USUAL = frozenset(
     (
         "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
-        "attention.head_count",
-        "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.layer_norm_epsilon",
-        "attention.layer_norm_rms_epsilon", "attention.sliding_window", "rope.dimension_count", "rope.freq_base",
-        "rope.scaling.factor", "rope.scaling.original_context_length",
+        "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
+        "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon", "attention.sliding_window",
+        "rope.dimension_count", "rope.freq_base", "rope.scaling.factor", "rope.scaling.original_context_length",
     )
 )  # fmt: skip
 """The numbers of an ordinary decoder."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from localspec.commands.chat.attached import without_files
@@ -19,6 +18,7 @@ from localspec.runtime.arguments import THINK, draft_specs, with_free
 from localspec.sampling.sampling import CHAT_SETTINGS, SamplingParams
 from localspec.spec_decode.drafters.names import is_corpus
 from localspec.terminal.text import clip, on_one_line
+from localspec.values import nearest
 
 if TYPE_CHECKING:
     from localspec.commands.chat.chat import Chat
@@ -83,8 +83,8 @@ def named(name: str) -> str:
     begun = [each for each in (*COMMANDS, *ALIASES) if name and each.startswith(name)]
     if len({ALIASES.get(each, each) for each in begun}) == 1:
         return ALIASES.get(begun[0], begun[0])
-    close = begun or get_close_matches(name, (*COMMANDS, *ALIASES), n=1)
-    hint = f"did you mean /{' or /'.join(close)}?" if close else "/help lists the commands"
+    near = " or /".join(begun) or nearest(name, (*COMMANDS, *ALIASES))
+    hint = f"did you mean /{near}?" if near else "/help lists the commands"
     raise UsageError(f"no command /{name}: {hint} (start the line with a space to send it as text)")
 
 
@@ -239,8 +239,8 @@ def set_parameter(params: SamplingParams, name: str, value: str) -> SamplingPara
 
 def _known(name: str) -> str:
     if name not in CHAT_SETTINGS:
-        close = get_close_matches(name, CHAT_SETTINGS, n=1)
-        hint = f"did you mean {close[0]}?" if close else ", ".join(CHAT_SETTINGS)
+        near = nearest(name, CHAT_SETTINGS)
+        hint = f"did you mean {near}?" if near else ", ".join(CHAT_SETTINGS)
         raise UsageError(f"no parameter {name!r}: {hint}")
     return name
 

@@ -27,7 +27,7 @@ SEED_BITS = 32
 
 _NAMES = {False: "plain", True: "with guesses"}
 
-BUSY = 0.05
+MENTIONED = 0.05
 """Others' share of the CPUs from which on it is said: less is what any system does by itself."""
 
 NOISE = "Nothing was guessed, so both did the same work; the difference is noise."
@@ -136,7 +136,7 @@ def verdict(ratios: Sequence[float | None], stats: Mapping[str, Any], others: fl
     lines = [f"With guesses: {spread}; {right}."]
     if len(known) > 1 and min(known) <= 1 <= max(known):
         lines = [f"No verdict: two races, in both orders, gave {spread} with guesses; {right}."]
-    if others > BUSY:
+    if others > MENTIONED:
         lines.append(f"Other programs used {100 * others:.0f} % of the CPUs meanwhile, which moves both.")
     return " ".join(lines)
 

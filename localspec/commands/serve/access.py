@@ -90,10 +90,8 @@ class Client:
         if kinds is None:
             raise ApiError(404, "no such address here", code="not_found")
         if self.kind not in kinds:
-            message, code = (
-                "this is given out on this computer only, by a server that listens there alone",
-                "not_loopback",
-            )
+            message = "this is given out on this computer only, by a server that listens there alone"
+            code = "not_loopback"
             if self.kind is Kind.SITE:
                 message = "pages of other sites may not use this, not even those that --allow-origin lets in"
                 code = "origin_not_allowed"

@@ -128,7 +128,7 @@ export class Conversations {
         const own = this.unsaved().map(({id, title, time, messages}) => ({id, title, updated: time / 1000, messages: messages.length}));
         $("list").replaceChildren(...own.map((each) => this.entry(each)));
       }
-      const words = this.here ? error.message : "Other computers reach this server, so it keeps none: what is said stays in this tab until it is closed.";
+      const words = this.here ? error.message : "Only a server that listens on this computer alone keeps any: what is said stays in this tab until it is closed.";
       this.note(error.status === 401 ? "" : words);
     }
   }
