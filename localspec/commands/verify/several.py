@@ -18,7 +18,7 @@ from localspec.commands.verify.result import AuditLog, Observation
 from localspec.commands.verify.rounding import Judge, WidthNoise
 from localspec.llm import LLM
 from localspec.runtime.pair import Pair
-from localspec.runtime.stream import Reply
+from localspec.runtime.stream import Reply, RoundStream
 from localspec.sampling.sampling import SamplingParams
 
 SEQUENCES = 3
@@ -120,13 +120,17 @@ def _replies(
     llm: LLM, asked: Sequence[tuple[list[int], int | str]], n_tokens: int, check: Check, watch: Callable[[str], None]
 ) -> list[Reply]:
     """All answers, asked for at once; every other with the logarithms of its most probable tokens."""
-    streams = []
-    try:
+    streams = list[RoundStream]()
+
+    def ask(_: Pair) -> None:
         for number, (prompt, length) in enumerate(asked):
             # Of several lengths, so that sequences end one by one while others go on.
             params = SamplingParams(max_tokens=max(2, n_tokens - n_tokens * (number % 3) // 4), ignore_eos=True)
             logprobs = None if number % 2 else N_TOP
             streams.append(llm.rounds(prompt, params, draft_length=length, logprobs=logprobs))
+
+    try:
+        llm.run(ask)  # on the engine's thread: none is begun before all wait, or a fast model would answer them singly
         replies = list[Reply]()
         for stream in streams:
             watch(f"answer {len(replies) + 1} of {len(streams)}")
