@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
+from inspect import Signature
+from inspect import signature as signature_of
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -218,18 +219,18 @@ def _shared(
     """The shared options, in the order of ``--help``."""
 
 
-def with_shared_options(function: Callable[..., int], without: Collection[str] = ()) -> inspect.Signature:
+def with_shared_options(function: Callable[..., int], without: Collection[str] = ()) -> Signature:
     """The signature of a command, its ``**options`` replaced by the shared options.
 
     Args:
         function: the command; a shared option that it declares itself takes the shared one's place.
         without: shared options that make no sense for it.
     """
-    signature = inspect.signature(function, eval_str=True)
+    signature = signature_of(function, eval_str=True)
     own = dict(signature.parameters)
     if own.pop("options", None) is None:
         return signature
-    shared = inspect.signature(_shared, eval_str=True).parameters
+    shared = signature_of(_shared, eval_str=True).parameters
     last = [own.pop(name, parameter) for name, parameter in shared.items() if name not in without]
     return signature.replace(parameters=[*own.values(), *last])
 

@@ -32,7 +32,8 @@ from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.drafters.base import Drafter
 from localspec.spec_decode.drafters.grammar import GrammarDrafter
-from localspec.spec_decode.passes import Steps, after, left_to_caller, rounds_alone
+from localspec.spec_decode.passes import Steps as RoundSteps
+from localspec.spec_decode.passes import after, left_to_caller, rounds_alone
 from localspec.spec_decode.rounds import Round
 from localspec.spec_decode.thinking import ThinkingReader
 from localspec.system.heap import trim_heap
@@ -250,7 +251,7 @@ class Pair:
         on_prefilled: Callable[[int], None],
         cancelled: Callable[[], bool],
         thinking: ThinkingReader | None = None,
-    ) -> Steps:
+    ) -> RoundSteps:
         """The rounds of an answer, the passes left to the caller.
 
         Args:

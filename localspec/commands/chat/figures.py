@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from localspec.commands.report.model import Lines, Table
+from localspec.commands.report.model import Lines
+from localspec.commands.report.model import Table as Grid
 from localspec.spec_decode.rounds import SpecStats
 
 BAR = 30
@@ -14,7 +15,7 @@ _PHASES = ("prompt", "draft", "verify", "other")
 Stats = Mapping[str, Any]
 
 
-def stats_parts(answers: Sequence[Stats], *, unicode: bool = True) -> list[Table | Lines]:
+def stats_parts(answers: Sequence[Stats], *, unicode: bool = True) -> list[Grid | Lines]:
     """What ``/stats`` shows of the figures of some answers, the last answer apart."""
     everything = SpecStats.total(answers)
     rows: list[tuple[str, Callable[[Stats], str]]] = [
@@ -31,7 +32,7 @@ def stats_parts(answers: Sequence[Stats], *, unicode: bool = True) -> list[Table
     last = SpecStats.total(answers[-1:])
     cells = [(name, show(last), show(everything)) for name, show in rows]
     bars = histogram(everything["drafted_per_position"], everything["accepted_per_position"], unicode=unicode)
-    table = Table("", ("", "last answer", "conversation"), cells)
+    table = Grid("", ("", "last answer", "conversation"), cells)
     return [table, Lines("right, by place in a round", bars)] if bars else [table]
 
 

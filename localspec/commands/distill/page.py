@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from localspec.commands.report.model import Facts, Figure, KeyFigure, KeyFigures, Part, Report, Table, Text
+from localspec.commands.report.model import Facts, Figure, KeyFigure, KeyFigures, Part, Report, Table
+from localspec.commands.report.model import Text as Paragraph
 from localspec.commands.report.svg import Axis, Drawing, Point, Series, chart
 from localspec.model_files.head_card import CurvePoint, Rates
 from localspec.model_files.head_folders import heads_folder
 from localspec.training.standing import Distilled, Standing
 from localspec.training.worth import Worth
 
-_ALL = "all"
+
 _SHOWN_STEPS = 5
 
 
@@ -52,12 +53,12 @@ def finished_report(model: str, made: Distilled) -> Report:
 def _worth_parts(made: Distilled) -> list[Part]:
     worth = made.worth
     if worth is None:
-        return [Text(f"What it is worth could not be measured; it lies in {made.path}.", "note")]
+        return [Paragraph(f"What it is worth could not be measured; it lies in {made.path}.", "note")]
     parts: list[Part] = [KeyFigures([_key_figure(worth, kept=made.kept is not None)])]
     if made.kept is None:
         where = f"It lies in {made.path}. --draft head:{made.path} uses it all the same, and"
-        parts.append(Text(f"{where} --draft auto finds it if it is copied to {heads_folder()}.", "note"))
-    return [*parts, Text(_how_measured(worth), "muted")]
+        parts.append(Paragraph(f"{where} --draft auto finds it if it is copied to {heads_folder()}.", "note"))
+    return [*parts, Paragraph(_how_measured(worth), "muted")]
 
 
 def _key_figure(worth: Worth, *, kept: bool) -> KeyFigure:
